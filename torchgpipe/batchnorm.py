@@ -190,7 +190,7 @@ class DeferredBatchNorm(Base):
             return
         size, mean, squares = self._moments
         for tensor in (mean, squares):
-            # Their memory may be that of a stream which the partition has for itself.
+            # Their memory may belong to the partition's own compute stream.
             # guard: recording moments
             record_stream(tensor, current_stream(tensor.device))
         momentum = self.momentum
@@ -297,7 +297,7 @@ def deferred_batch_norms(module: nn.Module) -> list[DeferredBatchNorm]:
 class deferred_updates:
     """Make norms update their statistics once, after a ``with`` block, and not if it raises.
 
-    Within a wrapper's cell, another wrapper leaves them to the outermost one.
+    Within a cell of a wrapper, an inner wrapper leaves the updates to the outermost one.
     """
 
     def __init__(self, norms: Sequence[DeferredBatchNorm]) -> None:

@@ -145,7 +145,7 @@ class GPipe(Wrapper):
     @property
     def balance(self) -> list[int]:
         """The number of layers in each partition. To change it, wrap ``model.module`` anew."""
-        # A plain list, which torch.load takes anywhere, and a new one, so that nobody changes ours.
+        # A plain list, which torch.load takes anywhere, and a new one, since users may change it.
         return [*self._balance]
 
     @balance.setter

@@ -311,7 +311,7 @@ class MappedGPipe(Wrapper):
         if all(x.device.type == "cpu" for batch in batches for x in batch):
             mini_batch.map(Near(devices[0]).all_of)
         if m > 1:
-            # A model may change its rows of an input in place, which are not those of the others.
+            # A model may change its rows of an input in place. Others must not count as changed.
             mini_batch.map(partial(_own, {id(x) for x in mini_batch.whole}))
         output_device = self._output_device
         # For a copy to the CPU the host waits, so it comes when all micro-batches are issued.
@@ -336,14 +336,14 @@ class MappedGPipe(Wrapper):
 
     def _run(self, step: MappedStep, batches: list[Batch], order: Order) -> None:
         def course(i: int, turns: Turns | None = None) -> None:
-            # The first step of several threads is one thread's.
+            # With several threads, rows are watched in the first step only, which one thread runs.
             known = order if turns is None and i < 2 else None
             batches[i] = self._course(step, i, batches[i].take(), turns, known)
 
         with step.numbers:
             self._lasting.thread = get_ident()
             try:
-                # A trace knows whether several threads would help, so it is seen whether they may.
+                # A trace may advise several threads: see whether they compute the same.
                 if self.threads > 1 or self._lasting.recording is not None:
                     self._workers.run(step, self.module, self.threads, course)
                 else:
@@ -420,9 +420,9 @@ def workers_of(model: MappedGPipe) -> Threads:
 
 
 class Near:
-    """Bring what the caller has on the CPU to a device, each tensor once.
+    """Copy tensors that the caller has on the CPU to a device, each once.
 
-    Later the host would wait, for each copy, until the device has done all that came before.
+    Later, each such copy would make the host wait for all work that the device has by then.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -440,5 +440,5 @@ class Near:
 
 
 def _own(whole: set[int], *tensors: Tensor) -> list[Tensor]:
-    """Tensors that count their own changes, but for those that all micro-batches get whole."""
+    """Give tensors version counters of their own, except those that every micro-batch gets."""
     return [x if x.requires_grad or id(x) in whole else x.data for x in tensors]

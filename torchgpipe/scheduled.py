@@ -90,12 +90,12 @@ class ScheduledLoss(Alone):
             graphs. A stage is traced on each kind of micro-batch when that comes for the second
             time. A graph does what the layers do to tensors, and nothing else; a stage that cannot
             be one is eager, and a warning says why. While a stage is traced, its parameters are
-            others, so nothing else may use the layers then, as a thread that evaluates them.
+            replaced, so no other thread may use the layers then, as to evaluate them.
         compile: the backend of :func:`torch.compile` for each part of a graph, such as
             ``'inductor'``; without it, operators run one by one.
-        recompute: what checkpointed cells compute again: ``'everything'``, and keep their inputs,
-            or, if they are graphs, by a ``'min-cut'`` what is cheap, and keep what takes the fewest
-            bytes then.
+        recompute: what checkpointed cells compute again: ``'everything'``, from their inputs; or,
+            if they are graphs, by a ``'min-cut'``, cheap operators only, from the values that take
+            the fewest bytes.
         scaler: a gradient scaler, whose ``scale()`` multiplies the losses before backward, against
             gradients that are too small for float16. The caller scales the loss with the same one.
 
@@ -208,7 +208,7 @@ class ScheduledLoss(Alone):
             return costs_of(traced_all(executor, self.graphs))
 
     def _executor(self, mini_batch: MiniBatch, terms: Any) -> Executor:
-        """A step that is about to run."""
+        """Make the executor of a step."""
         model, m, batches = self.model, mini_batch.m, mini_batch.batches
         recorded = torch.is_grad_enabled()
         crew = self._crew_of(model)
@@ -292,7 +292,7 @@ class ScheduledLoss(Alone):
         if key not in plans:
             skips = stages.skip_layout.pairs
             made = plan(self.schedule, model.devices, m, modes, skips, forward=forward)
-            # While these live, nothing else has their identities.
+            # Held, so that nothing else gets their identities.
             plans[key] = made, self.schedule, stages
         found: Plan = plans[key][0]
         return found
@@ -404,7 +404,7 @@ _CHECKS: dict[str, Callable[[Any], object]] = {
 
 
 def _verify_stages(stages: str, compile: Any, recompute: str) -> None:
-    """Check that the choices how stages compute go together.
+    """Check that ``stages``, ``compile`` and ``recompute`` go together.
 
     Raises:
         ValueError: they do not.

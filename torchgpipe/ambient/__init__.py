@@ -1,3 +1,3 @@
-"""The settings of a thread around a computation: captured, entered elsewhere, and put back."""
+"""Thread-local settings of a computation: captured, entered in other threads, and restored."""
 
 __all__: list[str] = []

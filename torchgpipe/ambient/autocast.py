@@ -1,6 +1,6 @@
-"""Autocast: the weights that it has cast, and half precision.
+"""Autocast: its cache of cast weights, and half precision.
 
-Autocast casts a weight once, and keeps the result until the outermost of its blocks is left.
+Autocast casts a weight once, and caches the result until its outermost block is left.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def is_within_autocast(modes: Modes) -> bool:
 
 
 def casts_as(modes: Modes) -> bool:
-    """Whether autocast casts here as it does in other modes."""
+    """Whether the autocast settings of this thread are those of ``modes``."""
     return all(
         torch.is_autocast_enabled(kind) == enabled
         and (not enabled or torch.get_autocast_dtype(kind) == dtype)
@@ -72,10 +72,10 @@ class without_autocast(with_autocast):
 
 
 class own_casts:
-    """Make autocast keep no weight that is cast within a ``with`` block.
+    """Switch autocast's cache of cast weights off within a ``with`` block, and clear it afterwards.
 
-    Autocast finds a cast weight by the weight alone, whatever dtype it was cast to, and whatever
-    has become of the weight since.
+    The cache finds a cast weight by the weight alone: it ignores the dtype of the cast, and changes
+    of the weight since.
     """
 
     def __enter__(self) -> None:

@@ -1,12 +1,12 @@
-"""Notes on exceptions of backward, where a layer has brought a ``torch.autograd.Function``.
+"""Notes on exceptions that a layer's ``torch.autograd.Function`` raises in backward.
 
 The node of such a function is a Python object, and autograd looks its ``apply`` up by name. So an
-attribute of that name stands between the node and what its backward raises. Nodes of C++ look
-nothing up, and what they raise stays without a note.
+attribute of that name can wrap the backward, and add a note to its exceptions. Nodes of C++ look
+nothing up, and their exceptions get no note.
 
-Visiting each node of each cell would take the host long. So the cells of the first step in which a
-partition, or a module of a device map, has a graph are visited, and those of later steps only if
-one of these had such a node.
+To visit all nodes of all cells would take much host time. So the graph of a partition, or of a
+module of a device map, is visited in its first step, and in later steps only if such a node was
+found then.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchgpipe.values import trees
 
 __all__: list[str] = []
 
-#: Whether partitions bring Python nodes, each in training and in evaluation.
+#: Whether the graph of each partition has Python nodes, in training and in evaluation.
 learned: weakref.WeakKeyDictionary[nn.Module, dict[bool, bool]] = weakref.WeakKeyDictionary()
 
 
@@ -36,7 +36,7 @@ class Visit:
         layers: the partition, or a module of a device map.
         inputs: the tensors that it gets, skips included.
         stashed: a function that returns what layers have stashed so far.
-        note: what to say of the cell.
+        note: a text that names the cell.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class Visit:
         note: str,
     ) -> None:
         self.layers, self.stashed, self.note = layers, stashed, note
-        #: Nodes at which the layer that runs next begins. Others are not kept, since a node keeps
-        #: what it has saved, also if the layers have detached what comes behind it.
+        #: The nodes where the graph of the next layer begins. No others are held, since a node
+        #: holds its saved tensors, even if later layers have detached its output.
         self.known: set[Node] = {x.grad_fn for x in inputs if x.grad_fn is not None}
         #: Nodes that made the parameters and buffers.
         self.outside: set[Node] = set()
@@ -59,7 +59,7 @@ class Visit:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         layer.visit = self.outer
-        # A traceback holds this object.
+        # A traceback may hold this object, which must not hold the graph then.
         self.known, self.outside = set(), set()
         if kind is None and self.recorded:
             known = learned.setdefault(self.layers, {})
@@ -103,14 +103,14 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def is_worth_a_visit(layers: nn.Module) -> bool:
-    """Whether a partition has brought Python nodes, or nobody knows yet."""
+    """Whether the graph of a partition had Python nodes, or was not visited so far."""
     return learned.get(layers, {}).get(layers.training, True)
 
 
 def _noting(node: Callable[[], Any], text: str) -> Callable[..., Any]:
-    """The ``apply`` of a node, with a note on what it raises.
+    """Wrap the ``apply`` of a node, to add a note to its exceptions.
 
-    The function must not hold the node, since the node holds the function.
+    The wrapper must not refer to the node, since the node refers to the wrapper.
     """
 
     def apply(*grads: Any) -> Any:
@@ -118,7 +118,7 @@ def _noting(node: Callable[[], Any], text: str) -> Callable[..., Any]:
         try:
             return type(this).apply(this, *grads)
         except BaseException as error:
-            # An exception that takes no notes stays without one, and one of a second run has its.
+            # Some exceptions take no note, and one of a recomputation has its note already.
             with suppress(Exception):
                 if not is_noted(error):
                     add_note(error, text)

@@ -2,16 +2,15 @@
 
 Operators depend on more than their arguments: grad mode, autocast, modes that see each operator.
 Workers compute cells for the caller, and the autograd engine recomputes them, much later and on
-threads of its own. Neither has any of the caller's modes. So a step captures its caller's
-:class:`Context`, and whoever computes for it enters that.
+threads of its own. Neither thread has the caller's modes. So a step captures the :class:`Context`
+of its caller, and each thread that computes for the step enters it.
 
 Modes that call Python for each operator, and hooks that are called for each saved tensor, may rely
 on being called in order and in one thread: with such modes the caller computes alone.
 
-:class:`SavedSettings` are for Ctrl-C. A context manager puts back what it has set, but only once it
-is entered, and it is Python like anything else: interrupted just before or just after that, it
-would leave layers of other models in a mode of ours, or make hooks of ours see what those layers
-save.
+:class:`SavedSettings` are for Ctrl-C. A context manager restores what it has set, but an interrupt
+may come within its own ``__enter__`` or ``__exit__``. Then layers of other models would run in a
+mode of ours, or our saved-tensor hooks would see the tensors that those layers save.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Modes(NamedTuple):
     multithreading: bool
     #: The number of threads that an operator uses on the CPU.
     threads: int
-    #: Whether autocast keeps a weight that it has cast.
+    #: Whether autocast caches the weights that it casts.
     cache: bool
     autocast: tuple[Autocast, ...]
     #: The torch-function modes, the outermost first.
@@ -142,21 +141,21 @@ class Context:
         """Context manager that sets the modes in this thread.
 
         Args:
-            found: a snapshot of what this thread has set.
+            found: the present settings of this thread.
         """
         return EnteredModes(self.modes, self.nested, found)
 
     def lend_threads(self) -> None:
-        """Give this thread as many threads for an operator as the caller has.
+        """Let operators of this thread use as many CPU threads as the caller's do.
 
-        The number stays: setting it also sets what new threads begin with, so it is not changed
-        back and forth.
+        The number is not restored: to set it also sets the default of new threads, so it must not
+        change back and forth.
         """
         if torch.get_num_threads() != self.modes.threads:
             torch.set_num_threads(self.modes.threads)
 
     def run(self, function: Callable[..., Result], *args: Any) -> Result:
-        """Call a function with the context variables; those that it sets are gone afterwards."""
+        """Call a function in a copy of the context variables; what it sets there is discarded."""
         # A copy, since no two threads can run in one contextvars.Context at a time.
         return self._variables.copy().run(function, *args)
 
@@ -167,7 +166,7 @@ class EnteredModes:
     Args:
         modes: the modes to set.
         nested: whether that thread was in a block of autocast.
-        found: a snapshot of what this thread has set.
+        found: the present settings of this thread.
     """
 
     def __init__(self, modes: Modes, nested: bool, found: SavedSettings) -> None:
@@ -187,7 +186,7 @@ class EnteredModes:
                 self.guard = torch.inference_mode(self.modes.inference)
                 self.guard.__enter__()
             if self.nested:
-                # Without it, a layer's own block would be the outermost one, and forget all casts.
+                # Otherwise a layer's own block would be the outermost one, and clear the cache.
                 torch.autocast_increment_nesting()
             _set_values(self.modes, self.found.modes)
         if self.differs or self.found.grad != self.modes.grad:
@@ -204,7 +203,7 @@ class EnteredModes:
             if self.guard is not None:
                 self.guard.__exit__(None, None, None)
             _set_values(self.found.modes, self.modes)
-        # Layers may have set another one.
+        # Layers may have changed the grad mode.
         torch.set_grad_enabled(self.found.grad)
         if self.differs:
             _push(self.found.modes)
@@ -231,7 +230,7 @@ class SavedSettings:
             self.hooks = current_hooks()
             self.values = thread.saved()
             self.streams = current_streams(devices)
-            # If the modes are the expected ones, nobody will enter others.
+            # If the modes are the expected ones, no other modes are entered in this block.
             self.nesting = autocast_nesting() if self.modes is not expected else None
 
     def __enter__(self) -> None:
@@ -269,8 +268,8 @@ def leave_autocast() -> None:
 
 
 def _set_values(modes: Modes, before: Modes) -> None:
-    """Set all modes that are a value, and may differ from what was set before."""
-    # Inference mode has switched it, too.
+    """Set the modes that are plain values, where they may differ from ``before``."""
+    # Entering or leaving inference mode has changed this, too.
     torch.autograd.set_multithreading_enabled(modes.multithreading)
     if modes.threads != before.threads:
         # guard: threads of an operator
@@ -283,9 +282,9 @@ def _set_values(modes: Modes, before: Modes) -> None:
 
 
 def _push(modes: Modes) -> None:
-    """Make modes that are called for each operator active.
+    """Push torch-function modes and dispatch modes onto their stacks.
 
-    They are pushed and not entered, since some begin anew when they are entered, as counters do.
+    They are pushed and not entered, since some reset themselves on entry, as counters do.
     """
     for function in modes.functions:
         _torch.push_function_mode(function)
@@ -294,7 +293,7 @@ def _push(modes: Modes) -> None:
 
 
 def _pop_all() -> None:
-    """Make all modes that are called for each operator inactive."""
+    """Pop all torch-function modes and dispatch modes off their stacks."""
     for _ in range(_torch.count_dispatch_modes()):
         _torch.pop_dispatch_mode(None)
     for _ in range(_torch.count_function_modes()):

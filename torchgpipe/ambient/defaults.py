@@ -1,7 +1,7 @@
 """The default generators of devices, and their states.
 
-Whoever computes a cell may draw from another generator than the CPU's default one:
-:mod:`torchgpipe.ambient.random_numbers` asks for that one first.
+A cell may draw from another generator than the CPU's default one:
+:mod:`torchgpipe.ambient.random_numbers` looks for that one first.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torchgpipe.devices.streams import CPU, STREAMLESS
 __all__: list[str] = []
 
 
-#: Held while a generator is read or set. PyTorch locks the generator then, and returns its state as
-#: an object of Python, for which Python may collect garbage. That lets another thread run, which
-#: would wait for the generator while it keeps the interpreter.
+#: Held while the state of a generator is read or set. PyTorch locks the generator, and creates a
+#: Python object for its state, which may start a garbage collection. Then another thread may run,
+#: and wait for the generator's lock while it holds the GIL: a deadlock.
 _lock = threading.Lock()
 
 if hasattr(os, "register_at_fork"):
@@ -31,7 +31,7 @@ if hasattr(os, "register_at_fork"):
 
 @cache
 def generator_of(device: torch.device) -> torch.device:
-    """The device whose default generator is drawn from on a device: the CPU, if it has none."""
+    """The device whose default generator a device draws from: itself, or the CPU if it has none."""
     has_own = device.type not in ("cpu", "meta") and hasattr(
         torch.get_device_module(device), "get_rng_state"
     )
@@ -62,14 +62,14 @@ def set_default_state(device: torch.device, state: Tensor) -> None:
 
 
 def _generator(device: torch.device) -> torch.Generator | None:
-    """The generator of an accelerator, which takes less time, if its backend gives access to it."""
+    """The generator object of an accelerator, if its backend exposes it; its methods are faster."""
     # torch.cuda and torch.xpu have generators once they are initialised.
     generators = getattr(torch.get_device_module(device), "default_generators", ())
     return generators[device.index] if device.index < len(generators) else None
 
 
 def _argument(device: torch.device) -> tuple[torch.device, ...]:
-    # A backend without streams has one device, and its functions take none.
+    # A backend without streams has one device, and its functions take no device argument.
     return () if device.type in STREAMLESS else (device,)
 
 

@@ -1,7 +1,7 @@
-"""Labels: which cell, and which layer of it, a thread computes, for whoever observes devices.
+"""Labels: which cell and which layer a thread computes, for observations of devices.
 
-A driver labels the work of a cell, and a partition each of its layers. While nobody observes, there
-are no labels.
+A driver labels the work of a cell, and a partition each of its layers. Without an observation,
+there are no labels.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class CurrentLabel(threading.local):
 
 current = registered(CurrentLabel())
 
-#: A function that is called with each new label, in the thread that has it, while somebody
-#: observes. It is the same for all threads, since autograd and workers have threads of their own.
+#: A function that is called with each new label, in the thread that has it, during an observation.
+#: It is the same for all threads, since autograd and workers have threads of their own.
 observer: Callable[[Label | None], None] | None = None
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
@@ -78,7 +78,7 @@ class Labelled:
 
 
 def of(kind: str, stage: int, microbatch: int, target: int | None = None) -> Label | None:
-    """Make the label of a cell or a copy, if somebody observes."""
+    """Make the label of a cell or a copy; None without an observation."""
     return None if observer is None else Label(kind, stage, microbatch, target)
 
 
@@ -101,8 +101,8 @@ def put_layer(name: str, kind: str) -> None:
     """Label the layer that comes next in the cell of this thread, if it has a label.
 
     Args:
-        name: the name of the layer; empty behind the last one.
-        kind: its class, likewise.
+        name: the name of the layer; empty after the last one.
+        kind: its class; empty after the last one.
     """
     if current.label is not None:
         put(current.label._replace(layer=name, layer_type=kind))

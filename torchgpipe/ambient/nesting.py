@@ -1,10 +1,10 @@
-"""Wrappers within wrappers: which of them holds the locks of the random number generators.
+"""Nested wrappers: which of them holds the locks of the random number generators.
 
-A device's default generator is one for all threads, so only one step at a time may exchange its
-state. The outermost step holds the lock, or the outermost recomputation, if its cell has drawn
-from the generator or has run a step of another wrapper that exchanges it. All that runs within
-these, also on threads of autograd, takes no lock until they are over: it would wait for whoever
-waits for it.
+All threads share a device's default generator, so only one step at a time may set its state. The
+outermost step holds the lock. In backward, the outermost recomputation holds it, if its cell has
+drawn from the generator, or has run a step of another wrapper that sets it. Everything that runs
+within them, also on threads of autograd, takes no lock: it would wait for a thread that waits for
+it.
 
 ::
 
@@ -45,15 +45,15 @@ class Turn:
 
 
 class Nesting(threading.local):
-    """The place of a thread among wrappers within wrappers."""
+    """The level of a thread in nested wrappers."""
 
     #: The number of cells that this thread computes, one within the other.
     depth = 0
     #: The outermost step, or recomputation, that this thread computes for.
     turn: Turn | None = None
-    #: Whether draws of this thread are seen.
+    #: Whether random draws of this thread are intercepted.
     sees = False
-    #: What the cell draws from on the CPU then, if not from the default generator.
+    #: The generator that the cell draws from on the CPU, if it is not the default one.
     source: Source | None = None
 
     def __init__(self) -> None:
@@ -68,18 +68,18 @@ _ELSEWHERE = Elsewhere()
 
 
 def _source() -> Source | Elsewhere:
-    # Threads of autograd's see draws, too.
+    # Draws are intercepted on threads of autograd, too, where no source is set.
     return nesting.source or _ELSEWHERE
 
 
 def can_see_draws() -> bool:
-    """Whether operators can draw from sources with this PyTorch."""
+    """Whether this PyTorch lets random draws of operators be intercepted."""
     return can_see(_source)
 
 
 @contextmanager
 def seeing_draws(sees: bool) -> Iterator[None]:
-    """See the draws of this thread within a ``with`` block, and those of its backward."""
+    """Intercept random draws of this thread within a ``with`` block, and those of its backward."""
     if not sees:
         yield
         return
@@ -97,7 +97,7 @@ def is_within_cell() -> bool:
 
 
 class Nest(NamedTuple):
-    """The place of the cells of one step."""
+    """The nesting of the cells of one step: their depth, their turn and their generator."""
 
     depth: int
     turn: Turn
@@ -105,7 +105,7 @@ class Nest(NamedTuple):
 
 
 def begin_step(devices: Iterable[torch.device]) -> Nest:
-    """Begin a step that exchanges the random numbers of devices; return the place of its cells."""
+    """Begin a step that sets the RNG states of devices; return the nesting of its cells."""
     if nesting.depth:
         for device in devices:
             nesting.steps[device] = nesting.steps.get(device, 0) + 1
@@ -134,7 +134,7 @@ class first_run:
 
 
 class second_run:
-    """Make this thread compute a cell again within a ``with`` block, which is a turn if in none."""
+    """Recompute a cell in this thread within a ``with`` block; if it is outermost, it is a turn."""
 
     __slots__ = ("outer",)
 
@@ -158,7 +158,7 @@ class Around:
     def __init__(self) -> None:
         #: The turn, if the cell is within another cell. It may hold the locks in the second run.
         self.turn = nesting.turn if nesting.depth > 1 else None
-        #: The devices whose random numbers steps within the first run have exchanged.
+        #: The devices whose RNG states were set by steps within the first run.
         self.exchanged: Sequence[torch.device] = ()
         self._steps = dict(nesting.steps)
 

@@ -38,8 +38,8 @@ class noted:
     If a layer raised it, the note also names the layer.
 
     Args:
-        note: the note, or an object whose text it is, which nobody asks for until it is needed.
-        label: the label of the work within the block, if somebody observes it.
+        note: the note, or an object whose ``str()`` is the note, called only when needed.
+        label: the label of the work within the block; None without an observation.
     """
 
     def __init__(self, note: object, label: labels.Label | None = None) -> None:
@@ -72,7 +72,7 @@ def add_note(error: BaseException, note: str) -> None:
             error.add_note(note)
     elif getattr(error.__cause__, "args", None) != (note,):
         cause = RuntimeError(note)
-        # Python still shows what it would have shown as the reason of the exception.
+        # So the traceback still shows the exception's own cause.
         cause.__cause__ = error.__cause__
         cause.__context__ = error.__context__
         cause.__suppress_context__ = error.__suppress_context__

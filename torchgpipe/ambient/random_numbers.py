@@ -1,9 +1,8 @@
-"""Random number generators: micro-batches carry their states, and second runs restore them.
+"""RNG states: each micro-batch carries its own, and recomputation restores them.
 
 Every accelerator has a default generator of its own, and the CPU has one for all threads. Results
-must not depend on where a partition sits: a micro-batch draws, in the next partition, the numbers
-that follow those it drew in the one before. So a micro-batch carries the state of its generator
-along, one for each type of device::
+must not depend on where a partition sits: a micro-batch must continue its random sequence from one
+partition to the next. So it carries an RNG state along, one for each type of device::
 
                     partition 0      partition 1
 
@@ -11,14 +10,13 @@ along, one for each type of device::
             ├─ 1 ─── state ─────────── state
             └─ 2 ─── state ─────────── state
 
-The first micro-batch continues with the caller's numbers, as if it were the only one. Each other
-micro-batch begins with numbers of its own, by a seed that is computed from the caller's state.
+The first micro-batch begins with the caller's RNG state, as if it were the only one. Each other
+micro-batch begins with a seed of its own, which is computed from the caller's state.
 
-Cells of backward find the generator as it is, but for those of a schedule on the CPU: to exchange
-it would take about 6 µs on the host each time, more than 1 % of a small cell, and few functions
-draw there.
+Backward does not set RNG states, but for that of a schedule on the CPU: to set one takes the host
+about 6 µs, more than 1 % of a small cell, and few functions draw random numbers in backward.
 
-:mod:`torchgpipe.ambient.nesting` has the locks, since a generator is one for all threads.
+:mod:`torchgpipe.ambient.nesting` has the locks, since all threads share a generator.
 """
 
 from __future__ import annotations
@@ -64,11 +62,11 @@ def set_state(device: torch.device, state: Tensor) -> None:
 
 
 class StepNumbers:
-    """The random numbers that the micro-batches of a step draw, within a ``with`` block.
+    """The RNG states of the micro-batches of a step, within a ``with`` block.
 
-    After the block the caller's generators are where the first micro-batch left them, for the
-    first device of each type. The generators of other devices stay as they were, and after an
-    exception all of them do.
+    After the block, the generator of the first device of each type has the state in which the first
+    micro-batch has left it. Other generators get back the state from before the block; after an
+    exception, all of them do.
 
     Args:
         devices: the device of each partition.
@@ -78,7 +76,7 @@ class StepNumbers:
     def __init__(self, devices: Sequence[torch.device], m: int) -> None:
         self._m = m
         self._devices = list(dict.fromkeys(map(generator_of, devices)))
-        #: For each type of device, the one whose numbers the caller sees.
+        #: For each type of device, the device whose generator continues the caller's sequence.
         self._home: dict[str, torch.device] = {}
         for device in self._devices:
             self._home.setdefault(device.type, device)
@@ -102,11 +100,11 @@ class StepNumbers:
             {kind: self._state(device, i) for kind, device in self._home.items()}
             for i in range(self._m)
         ]
-        #: The states of each micro-batch, by type of device.
+        #: The present RNG states of each micro-batch, by type of device.
         self.states = [dict(states) for states in self._first]
-        #: The micro-batches that had drawn before another process went on with them.
+        #: The micro-batches that had drawn here before they came back from another process.
         self._drew: set[int] = set()
-        #: The states of the CPU's generator behind draws in backward, by place.
+        #: The RNG states of the CPU after draws in backward, by the place in the step that drew.
         self.in_backward: dict[object, Tensor] = {}
 
     def __exit__(
@@ -128,14 +126,14 @@ class StepNumbers:
         Args:
             i: the micro-batch.
             device: the device that computes.
-            source: what the cell draws from on the CPU, if not from what the step draws from.
+            source: the generator that the cell draws from on the CPU, if not that of the step.
         """
         # Most cells have no source, and a call takes time in each of them.
         place = self.nest if source is None else self.place(source)
         return CellNumbers(self.states[i], generator_of(device), place)
 
     def place(self, source: Source | None) -> Nest:
-        """The place of a cell that draws from a source."""
+        """The nesting of a cell that draws from a source."""
         return self.nest if source is None else Nest(self.nest.depth, self.nest.turn, source)
 
     @property
@@ -155,7 +153,7 @@ class StepNumbers:
         self._first[i], self.states[i] = states, dict(states)
 
     def after(self) -> dict[str, Tensor]:
-        """States that no micro-batch has drawn from, by type of device, for the next step."""
+        """RNG states for the next step, by type of device, which no micro-batch has used."""
         return {kind: self._state(device, self._m) for kind, device in self._home.items()}
 
     def settle(self, states: Mapping[str, Tensor]) -> None:
@@ -164,7 +162,7 @@ class StepNumbers:
             set_state(device, states[kind])
 
     def state_in_backward(self, place: object) -> Tensor:
-        """The state of the CPU's generator that draws in backward go on from, at a place."""
+        """The RNG state of the CPU from which draws in backward continue at a place in the step."""
         if place in self.in_backward:
             return self.in_backward[place]
         found = content(self._found[CPU]) + repr(place).encode()
@@ -187,24 +185,24 @@ class StepNumbers:
         drawn = bool(self.in_backward and device == CPU) or any(
             _differ(first[kind], state[kind]) for first, state in zip(self._first, self.states)
         )
-        # Others have drawn, and the next step must not draw the same numbers.
+        # Only other micro-batches have drawn, and the next step must not draw the same numbers.
         # guard: seeds of steps
         return self._state(device, self._m) if drawn else found
 
 
 class CellNumbers(first_run):
-    """Install the RNG state of a micro-batch within a ``with`` block, and take it along after it.
+    """Set the RNG state of a micro-batch within a ``with`` block, and save the new one after it.
 
     Args:
         states: the states of the micro-batch, by type of device.
         device: the device whose generator the cell draws from.
-        nest: the place of the cell among wrappers within wrappers.
+        nest: the nesting of the cell in wrappers.
     """
 
     __slots__ = ("device", "kind", "states")
 
     def __init__(self, states: dict[str, Tensor], device: torch.device, nest: Nest) -> None:
-        # Not super(), here and below, which takes longer, since each cell does this.
+        # Each cell runs this, so here and below super() is avoided, which takes longer.
         self.nest = nest
         self.states = states
         self.device = device
@@ -229,9 +227,9 @@ class CellNumbers(first_run):
 
 
 class FirstNumbers:
-    """The states of the generators that the first run of a cell draws from, for a second run.
+    """The RNG states from before the forward of a cell, for its recomputation.
 
-    These are the CPU's generator, and the device's own where that is another one.
+    They are those of the CPU, and of the device if it has a generator of its own.
 
     Args:
         device: the device that computes.
@@ -247,8 +245,8 @@ class FirstNumbers:
     def settle(self) -> None:
         """Take note of the states after the first run.
 
-        A generator that the run has not drawn from will be left alone. So accelerators that draw
-        from their own generators recompute side by side.
+        Recomputation leaves a generator alone that the forward has not drawn from. So accelerators
+        that draw from their own generators recompute at the same time.
         """
         after = _get(self.before)
         self.after = {
@@ -295,7 +293,7 @@ class RestoredNumbers(second_run):
         again = _get(first.after)
         _set(self.now)
         for device, drawn in again.items() if exception[0] is None else ():
-            # If the generator is where it was before, another thread drew from it in the first run.
+            # If recomputation has not drawn, it was another thread that drew during the forward.
             known = (first.before[device], first.after[device])
             if not any(content(drawn) == content(other) for other in known):
                 raise RuntimeError(

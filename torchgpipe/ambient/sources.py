@@ -1,13 +1,13 @@
-"""Sources: what the operators of a cell draw from on the CPU.
+"""Sources: the generators that operators of a cell draw from on the CPU.
 
-The CPU's default generator is one for all threads. So cells that several threads compute draw from
-generators of their own (:class:`Own`), and none from the default one. That does for operators, but
-not for layers that set or seed the default generator, which only layers that have run show. So
-cells are watched first, one at a time: they draw from the default generator, and its state is
-compared before and after each draw (:class:`Watched`).
+All threads share the CPU's default generator. So cells that several threads compute draw from
+generators of their own (:class:`Own`), and none from the default one. That works for operators, but
+not for layers that set or seed the default generator themselves, which shows only when they run. So
+cells first run one at a time: they draw from the default generator, and its state is compared
+before and after each draw (:class:`Watched`).
 
-Checkpoints of PyTorch within layers set the default generator, too. They keep the state of what a
-cell draws from, and their second runs have generators of their own.
+Checkpoints of PyTorch within layers set the default generator, too. They save the state of the
+cell's generator, and their recomputation gets a generator of its own.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Own:
         self._state, self._generator = state, None
 
     def begin(self) -> torch.Generator | None:
-        """The generator of the draw that begins."""
+        """Begin a draw; return the generator to use, or None for the default one."""
         if self._generator is None:
             state = self.get_state()
             self._generator = torch.Generator()
@@ -66,21 +66,21 @@ class Own:
 
 
 class Watched:
-    """The default generator, in a cell that nobody draws beside."""
+    """The default generator, in a cell during which no other thread draws."""
 
     __slots__ = ("_known", "touched")
 
     def __init__(self) -> None:
         self._known = b""
-        #: Whether anything but operators has used it.
+        #: Whether layers have set or seeded the generator themselves.
         self.touched = False
 
     def start(self) -> None:
-        """Take note that nobody else uses it from here on."""
+        """Record the state, which only operators should change from here on."""
         self._known = content(default_state(CPU))
 
     def look(self) -> None:
-        """Take note of its state, where nothing should have changed it."""
+        """Check whether the state has changed since it was recorded."""
         # guard: layers that set the generator
         self.touched |= content(default_state(CPU)) != self._known
 
@@ -94,7 +94,7 @@ class Watched:
         self._known = content(state)
 
     def begin(self) -> torch.Generator | None:
-        """The generator of the draw that begins."""
+        """Begin a draw; return the generator to use, or None for the default one."""
         self.look()
         return None
 
@@ -107,7 +107,7 @@ class Elsewhere:
     """The default generator, in a thread of autograd's that runs the backward of a cell."""
 
     def begin(self) -> torch.Generator | None:
-        """The generator of the draw that begins."""
+        """Begin a draw; return the generator to use, or None for the default one."""
         _, again = checkpoints.find()
         return None if again is None else checkpoints.generator_again(*again)
 

@@ -1,4 +1,4 @@
-"""Attributes that each thread has for itself, registered so that Ctrl-C can put them back.
+"""Thread-local attributes, registered so that they can be restored after Ctrl-C.
 
 Each room keeps its own: :mod:`torchgpipe.ambient.notes` the layer that runs,
 :mod:`torchgpipe.ambient.nesting` how wrappers are nested, :mod:`torchgpipe.recompute.phase` which

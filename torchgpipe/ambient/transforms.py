@@ -1,4 +1,4 @@
-"""Transforms that reach neither workers nor backward: they are errors instead of zeros."""
+"""Errors for transforms of ``torch.func``, which workers and backward would silently ignore."""
 
 from __future__ import annotations
 

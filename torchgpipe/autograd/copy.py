@@ -20,9 +20,9 @@ were called on the compute stream, it would wait, in backward, for gradients tha
 yet.
 
 What leaves the compute stream leaves as a clone, in either direction, since the compute stream goes
-on while the copy is made and may change the original. Autograd adds to a gradient *in place* as
-soon as nobody else on the host holds it, and a layer may return the same buffer each time.
-Recording a tensor on a stream does not help, since that only keeps its memory from being reused.
+on while the copy is made and may change the original. Autograd adds to a gradient *in place* if
+nothing else on the host refers to it, and a layer may return the same buffer each time. Recording a
+tensor on a stream does not help, since that only keeps its memory from being reused.
 """
 
 from __future__ import annotations

@@ -94,10 +94,10 @@ def pass_on(ctx: Any, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """The tensor without what it was computed from; a copy of a leaf that requires a gradient.
+    """The tensor detached from its graph; a copy of a leaf that requires a gradient.
 
-    A leaf may be somebody's parameter. Autograd forbids to change a leaf in place, but would not
-    notice that of an alias.
+    A leaf may be a parameter. Autograd forbids to change a leaf in place, but would not notice a
+    change of its alias.
     """
     base = tensor if tensor._base is None else tensor._base
     # guard: leaves

@@ -71,7 +71,7 @@ def backward(
     *,
     keep: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """Run backward in this thread, and return the gradients of ends; None for what it leads not to.
+    """Run backward in this thread, and return the gradients of ends; None for those not reached.
 
     No gradient is added to any ``.grad``, and nodes behind the ends do not run.
 
@@ -148,7 +148,7 @@ class Graph:
             self.leads[inputs] = INPUT
         for x in self.weights.values():
             if x.grad_fn is not None:
-                # A weight that somebody has computed: what it was computed from is not ours.
+                # A weight that is computed: the graph behind it is not this cell's.
                 self.leads[x.grad_fn] = WEIGHT
                 self._leaves[x.grad_fn] = id(x)
         for root in roots:
@@ -213,7 +213,7 @@ class Boundary:
         self.edges = edges
         #: The gradients that arrive at the node, once they have.
         self.grads: list[tuple[Tensor | None, ...]] = []
-        # A hook in C. The node itself runs with what hooks of others have made of the gradients.
+        # A hook in C, after those of others: the node runs with the gradients that these return.
         note_gradients(node, self.grads.append)
 
     def run(self) -> list[tuple[GradientEdge, Tensor]]:
@@ -233,7 +233,7 @@ class Halves:
         grads: the gradient of each.
         inputs: the edges whose gradients are wanted first, all of one node.
         weights: the weights whose gradients are wanted later.
-        forget: called with what somebody's hooks have saved, when only I needed it.
+        forget: called with each packed tensor of saved-tensor hooks that only I needed.
         hooked: whether nodes may have hooks.
     """
 
@@ -258,7 +258,7 @@ class Halves:
     def input(self) -> tuple[Tensor | None, ...]:
         """Compute the gradients of the input.
 
-        What only this half needed is let go of.
+        Saved tensors that only this half needed are released.
         """
         graph = self._graph
         assert graph is not None
@@ -333,7 +333,7 @@ class Halves:
             else:
                 found.append((node, own))
         if early:
-            # What lies between these weights and others runs once, for both.
+            # Nodes between these weights and others run only once, so these others are early, too.
             below = [graph.below(edge.node) for _, own in found for _, edge in own]
             below += [graph.below(x.node) for x in self._roots if graph.leads[x.node] == WEIGHT]
             while reached := [x for x in below if x & early and not x <= early]:
@@ -365,7 +365,7 @@ def _is_checkpointed(node: Node) -> bool:
         saved = getattr(node, name)
         if isinstance(saved, tuple):
             saved = saved[0] if saved else None
-        # A function in Python that was freed has nothing, and what no hook has packed is None.
+        # A freed Python function has no such attribute; without packing hooks, it is None.
         packed = getattr(saved, "data", None)
         if packed is not None:
             return type(packed).__module__ == "torch.utils.checkpoint"
@@ -374,12 +374,12 @@ def _is_checkpointed(node: Node) -> bool:
 
 @cache
 def _saved(kind: Any) -> list[str]:
-    """The names under which nodes of a class have what they saved."""
+    """The names of the attributes in which nodes of a class hold their saved tensors."""
     return [name for name in dir(kind) if name.startswith("_raw_saved_")]
 
 
 def _let_go(node: Node, forget: Callable[[Any], None]) -> None:
-    """Make a node let go of the tensors that it has saved."""
+    """Make a node release the tensors that it has saved."""
     kind: Any = type(node)
     for name in _saved(kind):
         saved = getattr(node, name)

@@ -1,4 +1,4 @@
-"""Hooks: those of tensors are for gradients as a whole, and those of a trace for its clocks."""
+"""Hooks: tensor hooks must see whole gradients only, and a trace uses hooks to take times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _own = 0
 def count_hooks() -> int:
     """Count the hooks that others have registered so far, in the whole process."""
     with _lock:
-        # A Python int, which tells less than the hooks of a node, and takes less time.
+        # A count of all handles, which takes less time than to look at the hooks of a node.
         return int(_torch.count_handles()) - _own
 
 
@@ -35,7 +35,7 @@ def note_gradients(node: Any, note: Callable[[Any], None]) -> None:
 def changes_gradients(node: Any) -> bool:
     """Whether a node has hooks that see, and may change, the gradients that it computes.
 
-    No attribute of a node shows them. But all of them are in one table, which a handle refers to.
+    No attribute of a node shows them. But a handle of a further hook refers to the dict of all.
     """
     handle = node.register_hook(_ignore)
     table = handle.hooks_dict_ref()
@@ -44,14 +44,14 @@ def changes_gradients(node: Any) -> bool:
 
 
 def _ignore(*_: Any) -> None:
-    """See nothing."""
+    """Do nothing."""
 
 
 def before_node(tensor: Tensor, hook: Callable[..., None]) -> None:
-    """Call a function each time when the node behind a tensor, if any, is about to run.
+    """Call a function each time the ``grad_fn`` of a tensor, if any, is about to run.
 
-    A hook of the node does the same, and takes twice as long on the host. This one is also called
-    if a backward ends in front of the node.
+    This is a hook of the tensor, since one of the node takes twice as long on the host. It is also
+    called if a backward ends at the tensor.
     """
     node = tensor.grad_fn
     if node is None:
@@ -62,7 +62,7 @@ def before_node(tensor: Tensor, hook: Callable[..., None]) -> None:
         return
     tensor._backward_hooks = {0: hook}
     register(tensor)
-    # The node holds the table, and whoever gets the tensor finds it without hooks.
+    # The node holds the dict of hooks; the tensor itself shows none to its users.
     tensor._backward_hooks = None
 
 

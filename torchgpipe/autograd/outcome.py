@@ -39,8 +39,8 @@ class Sums:
     """The gradients of some tensors on one device, summed up over micro-batches.
 
     Sums are computed in place. The first gradient of a tensor may share its memory with another
-    one, as those of the two terms of an addition do. So it becomes a sum only if it has its memory
-    alone when the next gradient comes.
+    one, as those of the two terms of an addition do. So it becomes a sum only if nothing else holds
+    its memory when the next gradient comes.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Sums:
                 continue
             self.tensors[key] = tensor
             if found is None:
-                # Detached: whoever else holds the gradient shares the memory, which can be seen.
+                # Detached, so that it can be seen whether the gradient's memory is still shared.
                 self._sums[key] = grad.detach()
                 continue
             # guard: sums of what is not ours
@@ -90,8 +90,8 @@ class Sums:
 
         Otherwise the gradients of all weights of a stage are in memory at the end of its backward,
         beside their sums. Small ones wait, since one call that adds them all costs less than many.
-        But on the CPU, one that waits lies behind a large one, whose memory is then no longer of
-        one piece with what is free around it, and no place for the next large one.
+        But on the CPU, they do not wait: a small one that stays in memory beside a freed large one
+        would fragment it, and leave no room for the next large one.
 
         Args:
             tensors: those whose gradients no other thread computes.
@@ -119,7 +119,7 @@ class Sums:
         return found
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Let go of the sum of a tensor, in memory of its own; zeros if it has none."""
+        """Remove a tensor's sum, and return it in memory of its own; zeros if there is none."""
         key = id(tensor)
         found = self._sums.pop(key, None)
         if found is None:
@@ -127,7 +127,7 @@ class Sums:
         return found if key in self._own else found.clone()
 
     def move_to(self, others: Mapping[int, Sums]) -> None:
-        """Add each gradient to the sums of its tensor, by identity, and let go of it."""
+        """Add each gradient to the sums of its tensor, by identity, and release it."""
         for key in [*self._sums]:
             tensor = self.tensors[key]
             other, grad = others[key], self._sums.pop(key)
@@ -139,9 +139,9 @@ class Sums:
                 other._own.add(key)
 
     def scaled(self, tensors: Sequence[Tensor], factor: Tensor) -> list[Tensor | None]:
-        """The gradients, multiplied by a tensor of shape ``()``; this object lets go of them."""
+        """The gradients, multiplied by a tensor of shape ``()``; this object releases them."""
         own = [self._sums[key] for key in self._sums if key in self._own]
-        # A host does not wait for its device to know the factor.
+        # The factor of an accelerator is not read, for which the host would wait.
         if own and not (factor.device == CPU and factor == 1):
             _torch.multiply_each(own, factor)
         del own
@@ -174,7 +174,7 @@ class HandOver(torch.autograd.Function):
         *tensors: Tensor,
     ) -> Tensor:
         ctx.sums, ctx.caller = sums, caller
-        # Not saved for backward: whoever hands weights over may change them in place before.
+        # Not saved for backward, since the caller may change weights in place before it.
         ctx.tensors = tensors
         return torch.zeros((), device=device, dtype=dtype)
 

@@ -1,9 +1,9 @@
-"""Shared: one tensor for several users, whose gradients meet when all of them are there.
+"""Shared: one tensor for several users, whose gradients are added when all have arrived.
 
-Autograd adds a gradient to others as soon as it comes, on the stream of whom it is for. If the last
-device had the weight of the first one, the first would wait, in the middle of its backward, until
-the last is done. So each user gets a tensor of its own. The gradients are added in the backward of
-this function, which runs when the last of them has come.
+Autograd adds up gradients as soon as they arrive, on the stream of the node that receives them. If
+the last device used the first device's weight itself, the first would wait, in the middle of its
+backward, until the last is done. So each user gets an alias. The gradients are added in the
+backward of this function, which runs when the last of them has arrived.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__: list[str] = []
 
 
 def shared(tensor: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Make tensors of one, for so many users. They share its memory, as views do."""
+    """Make ``count`` aliases of a tensor, which share its memory, as views do."""
     found: tuple[Tensor, ...] = Shared.apply(tensor, count)
     return found
 

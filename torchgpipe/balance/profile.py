@@ -52,7 +52,7 @@ class LayerProfile:
     """Bytes of the output alone."""
     spread: float = 0.0
     """Seconds by which forward and backward together vary between rounds: half the distance of the
-    quartiles. It says what differences of times mean nothing."""
+    quartiles. Smaller differences of times mean nothing."""
 
 
 @dataclass(frozen=True)

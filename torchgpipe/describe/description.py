@@ -125,10 +125,10 @@ class Description:
 
         Args:
             parts: the partitions.
-            chunks: as in the class, as are the following ones.
-            title: likewise.
-            schedule: likewise.
-            rank: likewise.
+            chunks: as in the class.
+            title: as in the class.
+            schedule: as in the class.
+            rank: as in the class.
             figures: what a trace has measured.
             prediction: what a plan had predicted for these settings.
         """

@@ -47,13 +47,13 @@ def memory_allocated(device: torch.device) -> int | None:
 
 
 def forget_peak(device: torch.device) -> None:
-    """Count the most bytes that tensors occupy on a device from now on."""
+    """Reset the peak of the bytes that tensors occupy on a device."""
     if has_streams(device):
         torch.accelerator.reset_peak_memory_stats(device)
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """The most bytes that tensors occupied on a device; None where nobody counts them."""
+    """The peak of the bytes that tensors occupied on a device; None if they are not counted."""
     if not has_streams(device):
         return None
     return torch.accelerator.max_memory_allocated(device)
@@ -63,7 +63,7 @@ def memory_free(device: torch.device) -> float:
     """The bytes that are free on a device: infinity on the host, and 0 if a device does not say."""
     if not has_streams(device):
         return inf
-    # PyTorch 2.9 does not know, nor does each backend.
+    # PyTorch 2.9 cannot tell, nor can every backend.
     try:
         return torch.accelerator.get_memory_info(device)[0]
     except (AttributeError, RuntimeError):
@@ -81,7 +81,7 @@ def memory_total(device: torch.device) -> float:
 
 
 def model_of(device: torch.device) -> str:
-    """The name of a device's model, by which devices are alike; its type if it has none."""
+    """The name of a device's model, the same for devices that are alike; its type without one."""
     properties = getattr(torch.get_device_module(device), "get_device_properties", None)
     if properties is None:
         return device.type

@@ -20,15 +20,15 @@ class PartitionStreams(NamedTuple):
     values: list[AbstractStream]
     """The copy streams of what passes from partition to partition, used round-robin."""
     skips: list[AbstractStream]
-    """The copy streams of skips, likewise: values and skips must not be in each other's way."""
+    """The copy streams of skips, used round-robin. Skips and values must not delay each other."""
 
 
 class StreamPool:
-    """The streams of a wrapper, made once for each device, whoever orders its cells.
+    """The streams of a wrapper, made once for each device.
 
-    Partitions that share a device have streams of their own, so that they overlap. The pool of the
-    device is divided among them: a stream that two of them had would wait for itself, which takes
-    time and changes nothing else.
+    Partitions that share a device have streams of their own, so that they overlap. The device's
+    pool of streams is divided among them: a shared stream would make one partition wait for the
+    other without need.
     """
 
     #: The most copy streams of one kind that a partition has.
@@ -43,8 +43,8 @@ class StreamPool:
     def get(self, device: torch.device, partitions: int, *, skips: bool) -> list[PartitionStreams]:
         """Return the streams of each partition on one device.
 
-        A partition that is alone there computes on the caller's current stream. No other stream is
-        the caller's, which would be delayed.
+        A partition that is alone there computes on the caller's current stream. No copy stream is
+        the caller's stream, whose work it would delay.
 
         Args:
             device: where the streams are.
@@ -82,8 +82,8 @@ class StreamPool:
 
         Args:
             device: where the streams are.
-            taken: how many, from the first, others have.
-            count: how many share the rest. If they are too many, streams have several of them.
+            taken: how many streams, from the first, are in use already.
+            count: how many users share the rest. With too many users, a stream has several.
             least: the least number of streams that each gets.
         """
         if not has_streams(device):
@@ -108,12 +108,12 @@ class StreamPool:
         found = self._hosts.get(device)
         if found is None:
             found = self._hosts[device] = HostMemory(out, back)
-        # The caller's current stream, which none of these must be, may be another one by now.
+        # Neither may be the caller's current stream, which may be another one in each call.
         found.out, found.back = out, back
         return found
 
     def some(self, device: torch.device, count: int) -> list[AbstractStream]:
-        """Return the first streams of a device that are not the caller's; its one on the CPU."""
+        """Return the first streams of a device without the caller's; on the CPU, its only one."""
         current = current_stream(device)
         if not has_streams(device):
             return [current]

@@ -57,14 +57,14 @@ class Mark:
     step: int = -1
     #: The event, or the time, before the work.
     start: torch.Event | float | None = None
-    #: Those of other streams: the work starts behind all of them.
+    #: The same on other streams: the work starts after all of them.
     others: Sequence[tuple[AbstractStream, torch.Event | float]] = ()
     end: torch.Event | float | None = None
     issued: torch.Event | None = None
-    #: The bytes that the device had in use before the work, and how many more behind it.
+    #: The bytes in use on the device before the work, and how many more after it.
     in_use: int | None = None
     kept: int | None = None
-    #: Whether no later end counts.
+    #: Whether its end is final.
     is_over: bool = False
 
     @property
@@ -170,11 +170,11 @@ class Recorder:
         return WorkTimes(stream)
 
     def issued(self, device: torch.device) -> WorkTimes:
-        """Take the time of the host, as an accelerator sees it on a stream without work."""
+        """Record the time at which the host is, by an event on a stream without work."""
         return WorkTimes(self._beside[device])
 
     def bounds(self, times: WorkTimes) -> tuple[float, float]:
-        """When such a piece of work started and ended, once the devices are done."""
+        """The times at which work that is no cell started and ended, once the devices are done."""
         return self._time(times.stream, times.start), self._time(times.stream, times.stop)
 
     def spans(self) -> list[Span]:
@@ -184,7 +184,7 @@ class Recorder:
         numbers: dict[torch.device, dict[AbstractStream, int]] = {}
         found = []
         for mark in self._marks:
-            # What has no end raised an exception, or its gradients never came.
+            # Work without an end raised an exception, or its gradients never came.
             if mark.start is None or mark.end is None:
                 continue
             starts = [(mark.stream, mark.start), *mark.others]
@@ -224,7 +224,7 @@ def copy_mark(stream: AbstractStream, source: int, target: int, i: int) -> Mark:
 
 
 def _timed(stream: AbstractStream) -> torch.Event | float:
-    """An event behind all that a stream was given, or the time where it does that at once."""
+    """Record an event on a stream; return the host's time for a device without streams."""
     if not isinstance(stream, torch.Stream):
         return perf_counter()
     event = torch.Event(stream.device, enable_timing=True)

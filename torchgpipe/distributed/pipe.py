@@ -82,7 +82,8 @@ class Pipe(Wrapper):
             :class:`~torchgpipe.ScheduledLoss`. Without it, only forward runs.
         schedule: the name of a built-in schedule, such as ``'1f1b'``; a function of the numbers of
             workers and micro-batches; or a :class:`~torchgpipe.schedule.Schedule`, whose workers
-            are the ranks in the group. An R in it comes right before its backward.
+            are the ranks in the group. Wherever it has an R, recomputation runs right before the
+            backward.
         chunks: how many micro-batches to make of a mini-batch; a mini-batch with fewer rows is
             split into its rows. The number may be changed between steps, in all processes.
         checkpoint: which micro-batches are checkpointed, and what else is kept, as for
@@ -92,7 +93,7 @@ class Pipe(Wrapper):
         group: the processes of the pipeline; by default all.
         replicas: the processes with the same stages in other pipelines, over which the gradients
             of each step are averaged. Layers that :func:`torch.distributed.fsdp.fully_shard` has
-            sharded do without.
+            sharded need none.
         device: the device of this process; by default the current accelerator, or the CPU if there
             is none.
         outputs: whether :meth:`step` returns ``(loss, output)``, where the output is that of the

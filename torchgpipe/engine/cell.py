@@ -60,7 +60,7 @@ class Cell:
         self._checkpoints: list[Checkpoint] = []
 
     def arrive(self, batch: Batch, phonies: Sequence[Tensor] = ()) -> Batch:
-        """Fetch what comes from elsewhere.
+        """Copy the parts that come from another stream.
 
         Args:
             batch: the input.
@@ -81,7 +81,7 @@ class Cell:
         return batch
 
     def compute(self, batch: Batch) -> Batch:
-        """Run the layers. ``batch`` lets go of its tensors, which are freed at their last use.
+        """Run the layers. ``batch`` releases its tensors, so that each is freed after its last use.
 
         Raises:
             BaseException: what a layer raised, with a note that names the cell.
@@ -98,7 +98,7 @@ class Cell:
         if self.body.offloading is not None:
             offloaded = self.body.offloading.cell(self.stream, self.i)
         if again:
-            # Not the cell itself, which the checkpoint would keep.
+            # Only its text: the checkpoint would keep the cell itself in memory.
             within = noted(str(self), labels.of("R", self.j, self.i))
             checkpoint = self.body.checkpoint(run, step.context, self.stream, within, offloaded)
             run = checkpoint.forward
@@ -156,8 +156,8 @@ class Cell:
     def _on_lanes(self, batch: Batch, departing: Function, staying: Function | None) -> Batch:
         """Apply autograd functions to the output.
 
-        Nodes of what departs belong to a lane, and nodes of what stays to the compute stream, where
-        layers may add to the gradient in place.
+        Nodes of parts that depart belong to a lane, and nodes of parts that stay to the compute
+        stream, where layers may add to the gradient in place.
         """
         owner = self.step.stages.method.owner
         for lane, parts in self._by_lane(self.departing):
@@ -175,7 +175,7 @@ class Cell:
         return self.step.lanes.lane(self.i, self.j, part)
 
     def _by_lane(self, parts: Collection[Hashable]) -> list[tuple[AbstractStream, list[Hashable]]]:
-        """Each lane with the parts on it, where neighbouring parts share a lane."""
+        """Group neighbouring parts that share a lane; return each lane with its parts."""
         found: list[tuple[AbstractStream, list[Hashable]]] = []
         for part in parts:
             lane = self._lane(part)

@@ -1,7 +1,7 @@
-"""The fence: which cells backward comes to only after which others, where autograd orders them.
+"""The fence: forks and joins that fix the order in which autograd comes to cells in backward.
 
-``torchgpipe/engine/pipeline.py`` has its picture. The course of a device map ties it likewise, of
-what leaves a stage and of what comes there.
+``torchgpipe/engine/pipeline.py`` has its picture. Under a device map, a course forks tensors that
+leave a stage, and joins tensors that arrive there.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__: list[str] = []
 class Fence:
     """The phonies of a step, by the cells that they were branched off.
 
-    A place ``j`` is a partition, or a stage of a device map.
+    The index ``j`` is a partition, or a stage of a device map.
 
     Args:
-        ahead: for each place, by how many micro-batches each place that it sends to may be ahead of
-            it in backward. Of these numbers the first one counts whose micro-batch is there.
+        ahead: for each ``j`` and each ``k`` that it sends to, by how many micro-batches ``k`` may
+            be ahead of ``j`` in backward. Of these numbers the first one counts whose cell exists.
     """
 
     def __init__(self, ahead: dict[int, dict[int, range]]) -> None:
@@ -31,9 +31,9 @@ class Fence:
 
     def before(self, i: int, j: int) -> list[Tensor]:
         """The phonies of the cells that backward shall come to after the cell ``(i, j)``."""
-        # A course may leave a place out.
+        # A micro-batch may skip a stage of a device map.
         found = self._first(i, range(1, i + 1), j)
-        # A list, since another thread may add places.
+        # A list, since another thread may add stages.
         for k, ahead in [*self.ahead[j].items()]:
             # guard: lead [3]
             found = found + self._first(i, ahead, k)  # [3]
@@ -42,9 +42,9 @@ class Fence:
     def fork(
         self, i: int, j: int, checkpoints: Sequence[Checkpoint], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        """Branch a phony off what leaves the cell ``(i, j)``, for cells that come before it.
+        """Branch a phony off tensors that leave the cell ``(i, j)``, to be joined by other cells.
 
-        The node belongs to the current stream, and recomputes checkpoints, if there are any.
+        The node belongs to the current stream, and its backward recomputes the checkpoints, if any.
         """
         tensors, phony = trigger(checkpoints, tensors)
         self._phonies.setdefault((i, j), []).append(phony)

@@ -8,8 +8,8 @@
 A lane is a copy stream of a partition; values and skips have lanes of their own. A partition that
 is alone on its device computes on the caller's stream there, so its work is in order with what the
 caller gave to that device. Partitions that share a device compute on streams of their own, so that
-they overlap, unless they share layers. To these partitions the caller is another place: their
-inputs come from its stream, and their outputs go back to it.
+they overlap, unless they share layers. For these partitions the caller's stream is another one:
+their inputs are handed over from it, and their outputs back to it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Lanes:
             self._elsewhere(j, {VALUE: j - 1, **by_partition(skip_layout.popped[j])})
             for j in range(n)
         ]
-        #: Likewise, the parts that go to another stream, and the partition that each goes to.
+        #: For each partition, the parts that go to another stream, and where each of them goes.
         self.targets = [
             self._elsewhere(j, {VALUE: j + 1, **skip_layout.stashed[j]}) for j in range(n)
         ]
@@ -92,11 +92,11 @@ class Lanes:
                 # guard: copies after the caller
                 used = {compute, *values, *skips} - {self._outside[j]}
                 self._beside.setdefault(self._outside[j], set()).update(used)
-        #: The size of the pool: so many micro-batches later, a lane is used again.
+        #: The number of lanes of a kind: so many micro-batches later, a lane is used again.
         pool = min(len(streams.values) for streams in self._streams)
         #: How many micro-batches a partition may be ahead of a neighbour.
         self.lead = pool - 1
-        #: For the fence: how far those that a partition sends to may be ahead of it in backward.
+        #: For the fence: how far receivers of a partition's output may be ahead in backward.
         self.ahead = {
             # guard: a short lead
             j: {k: range(k - j + 1, self.lead + 1) for k in self.targets[j].values() if k < n}
@@ -184,9 +184,9 @@ class Lanes:
                 ]
         outputs = tuple([tensor for batch in batches for tensor in batch])
         if {*self.compute} != {*self._outside} and needs_backward(outputs):
-            # In backward, partitions wait for the caller, which may have used the gradients of
-            # another backward since the forward. And the caller waits for partitions, since it may
-            # change weights that have no gradient next. Autograd sees to those that have one.
+            # When backward begins, partitions wait for the caller, which may have used gradients of
+            # another backward since the forward. When it ends, the caller waits for the partitions,
+            # since it may change weights next. Autograd makes it wait for those with gradients.
             passed = iter(between(self.wait_for_caller, self.end_backward, *outputs))
             batches = [batch.replace([next(passed) for _ in batch]) for batch in batches]
         return list(batches)
@@ -208,8 +208,8 @@ def carried(
 ) -> tuple[Tensor, ...]:
     """Copy tensors of micro-batch ``i`` from a lane of one stage, or the caller, to another's.
 
-    The copy belongs to the current stream. What comes of these tensors is before the phonies in
-    backward.
+    The copy belongs to the current stream. In backward, the nodes that use these tensors run before
+    the nodes of the phonies.
     """
     source, target = stages
     function: Function = partial(copy, *lanes, phonies=phonies)
@@ -220,5 +220,5 @@ def carried(
 
 
 def by_partition(parts: dict[Any, int]) -> dict[Any, int]:
-    """Sort parts by the partitions that they lead to."""
+    """Sort parts by the partition at their other end."""
     return dict(sorted(parts.items(), key=lambda item: item[1]))

@@ -1,4 +1,4 @@
-"""A mini-batch of any wrapper: what is checked before a step, and what is kept right around it."""
+"""A mini-batch of any wrapper: the checks before its step, and the settings restored after it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class MiniBatch:
         verify_no_transform()
         self.wrapper, self.recorded = wrapper, recorded
         self.division = division = division_of(input, wrapper.chunks)
-        #: The micro-batches. Whoever computes them puts their outputs in their places.
+        #: The micro-batches. A step replaces each by its output.
         self.batches = batches = [Batch(part) for part in split(input, division)]
         self.m = division.m
         #: The micro-batches to check: all if the caller made them, else one that stands for all.
@@ -123,7 +123,7 @@ class MiniBatch:
         compute(step, self.wrapper, self.whole)
 
     def warn_of_coupled(self, *outputs: Sequence[torch.Size]) -> None:
-        """Warn of outputs that compare rows, by the shapes of the first ones, and of the last."""
+        """Warn if outputs compare rows, as the shapes of the first and the last output show."""
         wrapper = self.wrapper
         wrapper._traps.coupled(outputs, self.division.rows, self._shapes, wrapper.parameters())
 

@@ -34,12 +34,12 @@ There the join is behind the layers [1']: backward begins with a micro-batch whe
 the next one. It finishes the next one first, since autograd, among the nodes that are ready, runs
 the one that was recorded last.
 
-Backward has a thread for each device. One that ran ahead would send gradients before anybody needs
-them, and these take memory. So backward comes to the cell ``(i, k)`` only after the cell
-``(i + k - j + 1, j)`` of a partition before, as to ``(i, j + 1)`` after ``(i + 2, j)``, since a
-phony leads from the one to the other [3]. In backward's own clock cycles, the cell that is waited
-for is one cycle earlier, so no thread waits for a neighbour that keeps up with it. At most one
-gradient is early, or two behind a join [1'].
+Backward has a thread for each device. One that ran ahead would send gradients before they are
+needed, and these take memory. So backward comes to the cell ``(i, k)`` only after the cell ``(i + k
+- j + 1, j)`` of a partition before, as to ``(i, j + 1)`` after ``(i + 2, j)``, since a phony leads
+from the one to the other [3]. In backward's own clock cycles, the cell that is waited for is one
+cycle earlier, so no thread waits for a neighbour that keeps up with it. At most one gradient is
+early, or two behind a join [1'].
 
 Each partition has a small pool of copy streams, used round-robin. If a device ran ahead by a whole
 pool, its parts would queue behind older ones. The lead is the number of micro-batches that it may
@@ -92,7 +92,7 @@ class Pipeline:
         batches: the micro-batches; each is replaced by its output.
         checkpointed: for each partition, how many micro-batches, from the first, are computed under
             checkpointing.
-        modes: for each partition, the mode that says what cells keep besides.
+        modes: for each partition, its checkpoint mode, which says what cells save for backward.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Pipeline:
             with noted(cell):
                 batch = self.parcels[i].unpacked(batch, popped)
         fence = self.step.fence
-        # Of the cells that backward shall come to after this one.
+        # The phonies of the cells that backward must come to after this one.
         phonies = fence.before(i, j) if fence else []
         # guard: join [1] before the layers
         if batch.requires_grad:

@@ -1,12 +1,12 @@
-"""Recorded cells: spans of what autograd orders, while somebody traces a model.
+"""Recorded cells: the spans of a traced model whose backward is ordered by autograd.
 
-Autograd has no instructions that could be timed. So the forward of a cell is timed around its
-layers, and its second run likewise. Its backward begins when the node behind its output is about to
-run, and ends when the node before its input is. Hooks of nodes tell both, on the stream of the
-node: they change neither the graph nor what it computes.
+Autograd has no instructions that could be timed. So the forward of a cell and its recomputation are
+timed around its layers. Its backward begins when the ``grad_fn`` of its output is about to run, and
+ends when the ``grad_fn`` of its input is. Hooks of nodes tell both, on the stream of the node: they
+change neither the graph nor what it computes.
 
-The first cells of a model have no node of their own before their input. There, the node that was
-recorded first runs last, so the graph of the cell is searched for it.
+The inputs of the first cells have no ``grad_fn`` of their own. There, the backward ends with the
+node that was recorded first, and the graph of the cell is searched for it.
 
 A hook takes ten microseconds of the host. On the CPU, autograd computes one cell after another, so
 a backward ends where the next one begins, and only the first micro-batch, which comes last, needs
@@ -64,14 +64,14 @@ class Recording:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        #: What the layers of the first micro-batch are computed within, by the mark of a forward.
+        #: Context around the layers of the first micro-batch, given the mark of their forward.
         self.within: Callable[[Mark], AbstractContextManager[Any]] = nullcontext
         #: The backward that is under way where there are no streams.
         self._running: Mark | None = None
 
     def begin_step(self) -> None:
         """Take note that another step begins."""
-        # What comes next is of another step, so it does not tell when the last backward ended.
+        # The next mark is of another step, so it must not end the backward of this one.
         self._running = None
         self.recorder.begin_step()
 
@@ -81,7 +81,7 @@ class Recording:
         where: Where,
         tensors: Callable[[Any], Iterable[Tensor]] = iter,
     ) -> Callable[..., Any]:
-        """Make a function that runs layers, for the first or the second time, and takes the times.
+        """Wrap a function that runs layers, in forward or in recomputation, to take the times.
 
         Args:
             run: runs the layers on a value.
@@ -112,8 +112,8 @@ class Recording:
         before: set[Node | None] = set()
         number = 0
         if is_ended:
-            # The layers let go of their input, so it is not kept here. All micro-batches of the
-            # caller's input may have one node, which runs behind the last of them.
+            # Nodes alone, since the layers release their input. None in the first stage, where all
+            # micro-batches may share one node of the caller's input, which runs after all of them.
             before = {x.grad_fn for x in tensors(value) if x.requires_grad and forward.stage}
             number = next_number()
         self.recorder.begin(forward)
@@ -134,7 +134,7 @@ class Recording:
     def _end_at(
         self, backward: Mark, before: set[Node | None], behind: set[Node], number: int
     ) -> None:
-        """Have a backward end at the nodes before its input, or at the first one of its own."""
+        """End a backward at the nodes of its input, or after the first node of the cell."""
         end = partial(self._end, backward)
         for node in before:
             if node is not None:
@@ -149,7 +149,7 @@ class Recording:
         stages: tuple[int, int],
         i: int,
     ) -> Callable[..., Any]:
-        """Make a function that copies tensors, and takes the times, also of their gradients.
+        """Wrap a function that copies tensors, to take the times of the copies in both directions.
 
         Args:
             copy: copies tensors from one lane to another.
@@ -192,7 +192,7 @@ class Recording:
     def _leave(self, mark: Mark) -> None:
         """End the backward that was under way on the CPU when something else begins there.
 
-        What is computed again within a backward of the same cell does not end it.
+        Recomputation of a cell runs within the backward of the cell, and does not end it.
         """
         running = self._running
         if running is None or has_streams(mark.stream.device):
@@ -211,14 +211,14 @@ def _nodes(tensors: Iterable[Tensor]) -> set[Node]:
 
 
 def _first(nodes: Iterable[Node], number: int) -> Node:
-    """The node that was recorded first, of all since a number that lead to some nodes.
+    """Find the node of a cell that was recorded first, by a search from the nodes of its output.
 
-    A search that goes on from the lowest number is there soon: where layers add to a sum, it goes
-    along the sum.
+    The search goes on from the node with the lowest number. So it ends soon in residual layers,
+    where it goes along the sum.
 
     Args:
         nodes: the nodes.
-        number: the number of the next node when the cell began.
+        number: the sequence number that the next node had when the cell began.
     """
     count = itertools.count()
     waiting = [(number_of(x), next(count), x) for x in nodes]

@@ -37,8 +37,8 @@ class Method(NamedTuple):
     Args:
         fence: whether forks and joins hold backward to the order of the schedule.
         copy_streams: whether copies are made on streams of their own.
-        owner: of a copy stream and the compute stream of its partition, the one on which autograd
-            runs the backward of copies and forks.
+        owner: chooses the stream on which autograd runs the backward of copies and forks: the copy
+            stream, or the compute stream of its partition.
         copy: the autograd function that copies from one copy stream to another.
     """
 
@@ -76,7 +76,7 @@ class Stages:
         locks = {group: threading.RLock() for group in self.groups}
         #: For each partition, a lock that is held while the partition computes.
         self.locks = [locks[group] for group in self.groups]
-        #: For each partition, the places of tensors that partitions on several devices have.
+        #: For each partition, where it holds tensors that partitions on other devices have, too.
         self.lent: list[list[Place]] = [
             found or [] for found in places_of(zip(self.partitions, devices))
         ]
@@ -85,7 +85,7 @@ class Stages:
         self.workers = Workers(devices)
         #: The buffers that layers change in their forward.
         self.learned: Learned = WeakKeyDictionary()
-        #: The spans of steps, while somebody traces the model.
+        #: The spans of steps, while the model is traced.
         self.recording: Recording | None = None
         #: The figures of the last step that was traced.
         self.figures: Figures | None = None

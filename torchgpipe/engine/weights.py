@@ -1,4 +1,4 @@
-"""Weights: how those that layers on several devices have come to each of them, once a step."""
+"""Weights that layers on several devices share: they are copied to each device once a step."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__: list[str] = []
 
 
 class Weights:
-    """The weights of one step that layers on several devices have.
+    """The copies, in one step, of weights that layers on several devices share.
 
     Args:
-        lanes: the stream of each device on which they leave.
+        lanes: for each device, the stream from which its weights are copied.
         outside: the caller's stream on each device.
     """
 
@@ -36,13 +36,13 @@ class Weights:
         outside: Mapping[torch.device, AbstractStream],
     ) -> None:
         self._lanes, self._outside = lanes, outside
-        #: Each weight, and what each device gets of it.
+        #: Each weight with its aliases, one for each device.
         self._shared: dict[object, tuple[Tensor, dict[torch.device, Tensor]]] = {}
 
     def bring(
         self, compute: AbstractStream, lane: AbstractStream, weights: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Bring weights to a device, also those that are there already.
+        """Copy weights to a device; weights that are there already get an alias.
 
         Args:
             compute: the stream that computes with them.
@@ -59,14 +59,14 @@ class Weights:
         own = self._aliases(weight, source)[device]
         if weight.device == device:
             return own
-        # The source's compute stream must not wait for the gradient, so nothing leaves it here.
+        # Copied from a lane, since the compute stream there must not wait for the gradient.
         with use_stream(lane):
             arriving = copy(source, lane, own)
         with use_stream(compute):
             return wait(lane, compute, *arriving)[0]
 
     def _aliases(self, weight: Tensor, lane: AbstractStream) -> dict[torch.device, Tensor]:
-        """The alias of a weight for each device, ready for a lane of its home."""
+        """Make an alias of a weight for each device, ready for a lane of the weight's device."""
         key = id(weight), version_of(weight), needs_backward((weight,))
         if key not in self._shared:
             home, count = self._outside[weight.device], len(self._outside)

@@ -9,12 +9,12 @@ Several threads issue less than one, since they take the interpreter from each o
 for layers of small kernels on four devices). So where all devices are accelerators, the caller
 issues all cells itself, in the order of the clock cycles. But layers may block the host, as those
 do that wait for what a device has computed. When a cell was seen to block, the workers are tried in
-the next step, and from then on whoever took less time the last time issues the cells. The other one
-gets a chance in every step whose number is a power of two. On the CPU every cell blocks, so there
-the workers issue.
+the next step, and from then on the faster one of the two, by its last step, issues the cells. The
+other one is tried again in every step whose number is a power of two. On the CPU every cell blocks,
+so there the workers issue.
 
-Cells are seen to block if the caller's thread slept for most of a step. A driver that
-keeps the processor busy while it waits looks like work, and the caller goes on issuing.
+Cells count as blocking if the caller's thread slept for most of a step. A driver that keeps the
+processor busy while it waits looks like work, and the caller goes on issuing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ RUSAGE_THREAD: int | None = getattr(resource, "RUSAGE_THREAD", None)
 
 logger = logging.getLogger(__name__)
 
-#: The seconds that the caller must sleep in a step, at least, for cells to be seen to block.
+#: The seconds that the caller must sleep in a step, at least, for cells to count as blocking.
 ASLEEP = 0.001
 
 #: The seconds that the caller waits for running tasks when one has failed.
@@ -163,8 +163,8 @@ class Round:
             return
         remaining.reverse()
         nested = self.context.nested
-        # The weights that a block of autocast casts are kept for the whole process, until somebody
-        # leaves an outermost block. So this thread is in the caller's block, if there is one.
+        # Autocast has one cache of cast weights for the process, which any thread clears that
+        # leaves its outermost block. So this thread is in the caller's block, if there is one.
         # Otherwise blocks of layers are the outermost ones here, as in the caller's thread.
         if nested:
             # guard: casts of the caller's block
@@ -198,7 +198,7 @@ class Round:
         """Make no further task start."""
         self.stopped = True
         for worker in [*self.tasks]:
-            # It may begin at the same time.
+            # The worker may begin its tasks at the same time.
             remaining = self.tasks.pop(worker, None)
             if remaining is not None:
                 self._end(worker, remaining)
@@ -224,7 +224,7 @@ def _locked() -> threading.Lock:
 
 
 class Workers:
-    """A worker for each device, started when first needed; the caller where that will do.
+    """A thread for each device, started when first needed; the caller's thread where that will do.
 
     Args:
         devices: the devices, in any order; each may come several times.
@@ -254,8 +254,7 @@ class Workers:
                 longer than :data:`PATIENCE`, and no other starts.
         """
         single = len(self._devices) < 2 and not any(task.line for task in tasks)
-        # A worker that computes a cell of this wrapper, and meets the wrapper there, would wait for
-        # itself.
+        # If a layer calls this wrapper within a cell, the worker would wait for itself.
         within = threading.current_thread() in [x.thread for x in self._workers.values()]
         # guard: modes that only the caller computes in
         if context.alone or single or within:
@@ -307,7 +306,7 @@ class Workers:
             for key in working:
                 self._worker(key).submit(partial(round.work, key))
             while working and not round.stopped:
-                # In pieces, since Python hears a Ctrl-C that came just before only after get().
+                # With a timeout: Python handles a Ctrl-C that came just before only after get().
                 with suppress(Empty):
                     working.remove(round.ended.get(timeout=0.1))
         finally:

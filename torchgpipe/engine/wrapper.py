@@ -1,4 +1,4 @@
-"""The base of the wrappers: their settings, and what they make anew in each process."""
+"""The base of the wrappers: their settings, and the attributes that each process makes anew."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__: list[str] = []
 
 
 class Alone(nn.Module):
-    """A module with attributes that belong to it alone: nobody copies or pickles them."""
+    """A module with attributes that are not copied or pickled, but made anew."""
 
-    #: Their names.
+    #: The names of these attributes.
     _own: ClassVar[tuple[str, ...]]
 
     def _prepare(self) -> None:
-        """Make them."""
+        """Make these attributes."""
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
@@ -40,7 +40,7 @@ class Alone(nn.Module):
 class Wrapper(Alone):
     """A module that computes its layers micro-batch by micro-batch.
 
-    The constructor of a wrapper calls :meth:`_set`, brings the layers to their places, and calls
+    The constructor of a wrapper calls :meth:`_set`, moves the layers to their devices, and calls
     :meth:`_wrapped`.
     """
 
@@ -51,19 +51,19 @@ class Wrapper(Alone):
     def __setattr__(self, name: str, value: Any) -> None:
         found = getattr(type(self), name, None)
         if isinstance(value, nn.Module) and isinstance(found, property):
-            # A module would be registered by this name, past the check.
+            # nn.Module would register a module, and not call the setter, which refuses it.
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
 
     def _set(self, module: nn.Module, chunks: int, checkpoint: Keeping | Sequence[Keeping]) -> None:
-        """Check the settings, and begin with them in the mode of a module."""
+        """Check and store the settings, and take over the training flag of a module."""
         self._chunks = checked_chunks(chunks)
         self.checkpoint = checkpoint
         self.training = module.training
 
     def _wrapped(self, name: str) -> None:
-        """Make what every wrapper has, once its layers are in their places.
+        """Finish the construction of any wrapper, once its layers are on their devices.
 
         Args:
             name: the name of its class in warnings.
@@ -79,7 +79,7 @@ class Wrapper(Alone):
 
     @property
     def _layers(self) -> Iterable[nn.Module]:
-        """The layers, as they are computed one behind the other."""
+        """The layers, in the order in which they run."""
         raise NotImplementedError
 
     @property
@@ -98,11 +98,11 @@ class Wrapper(Alone):
 
     @property
     def _entrance(self) -> tuple[torch.device, str, str] | None:
-        """The device that inputs must be on, what is there, and how a user calls it, if any."""
+        """The device of the inputs, what is on it, and how users name it; None for any device."""
         return None
 
     def _verify(self) -> None:
-        """Check that the layers are where they were brought to."""
+        """Check that the layers are still on their devices."""
 
     def _begin(self) -> None:
         """Make sure that the layers can be computed here and now."""
@@ -135,12 +135,12 @@ class Wrapper(Alone):
 
     @property
     def checkpoint(self) -> Keeping | list[Keeping]:
-        """The choice of what cells keep: ``always``, ``except_last``, ``never`` or ``offload``.
+        """The checkpoint mode: ``always``, ``except_last``, ``never`` or ``offload``.
 
-        Or it is an :class:`~torchgpipe.Offload`. A list has a mode for each partition. To change
-        one, assign the list anew.
+        It may also be an :class:`~torchgpipe.Offload`, or a list with a mode for each partition. To
+        change one of these, assign a new list.
         """
-        # A new list, so that nobody changes ours.
+        # A new list, so that changes of it do not change the setting unchecked.
         return [*self._checkpoint] if isinstance(self._checkpoint, tuple) else self._checkpoint
 
     @checkpoint.setter
@@ -153,7 +153,7 @@ class Wrapper(Alone):
 
 
 def moving_denied() -> TypeError:
-    """The error where a wrapper shall be moved."""
+    """The error for an attempt to move a wrapper."""
     return TypeError(
         "the layers of a wrapper must stay on their devices, so it cannot be moved; move the model "
         "before wrapping it, or wrap it anew with other devices"

@@ -105,7 +105,7 @@ class Plan:
 
     @cached_property
     def fetches(self) -> dict[Instruction, list[tuple[int, int]]]:
-        """The cells that come back before each instruction."""
+        """The offloaded cells to copy back from the host before each instruction."""
         found: dict[Instruction, list[tuple[int, int]]] = {}
         for cell, instruction in self.leaving.items():
             found.setdefault(instruction, []).append(cell)

@@ -1,7 +1,8 @@
-"""A cell whose stage is a graph: it does without autograd, and without layers.
+"""A cell whose stage is a graph: it runs neither autograd nor the layers.
 
-What an eager cell has autograd keep, this one keeps itself: the values that one part of the graph
-hands to the next. So it can begin two parts before it computes either, and interleave them.
+Autograd keeps the tensors that an eager cell saves for backward. This cell keeps the values that
+one part of the graph hands to the next itself. So two parts can be prepared before either runs, and
+then be interleaved.
 """
 
 from __future__ import annotations
@@ -54,18 +55,18 @@ class GraphCell(Cell):
     ) -> None:
         super().__init__(run)
         self._stage, self._traced, self._more = stage, traced, more
-        #: What was begun, and not ended so far.
+        #: The part that :meth:`begin` has prepared, until a method ends it.
         self._begun: PartCall | None = None
         #: W, and its arguments.
         self._late: tuple[Part, list[Any]] | None = None
-        #: What the next part is given, by roles.
+        #: The arguments of the next part, by roles.
         self._given: dict[str, Sequence[Any]] = {}
-        #: What the backward needs as it is now, and somebody else has, too; with its versions.
+        #: Tensors that backward needs unchanged, and other stages have, too; with their versions.
         self._shared: list[Tensor] = []
         self._versions: list[int] = []
-        #: For each part of the input, the places of its tensors, each tensor once.
+        #: For each part of the input, the indices of its tensors, each tensor once.
         self._places: Mapping[Any, Sequence[int]] = {}
-        #: The generators, and what buffers held, before the first run.
+        #: The RNG states and the buffers from before the forward, for recomputation.
         self._first: tuple[FirstNumbers | None, Sequence[Tensor]] | None = None
 
     def forward(self, batch: Batch) -> Any:
@@ -81,14 +82,14 @@ class GraphCell(Cell):
         return self._end(self._begun or self._backward_weight())
 
     def begin(self, kind: str, given: Any) -> PartCall | None:
-        """Begin what the next call of a method ends.
+        """Prepare a computation, which the next call of its method ends.
 
         Args:
-            kind: its kind.
-            given: what the method will be given, which lets go of its tensors now.
+            kind: its kind: F, B, I or W, or another one, for which nothing is prepared.
+            given: the argument of that method. It releases its tensors now.
 
         Returns:
-            What is to be computed; None if the method begins it.
+            The prepared part; None if there is none.
         """
         begin: dict[str, Callable[[Any], PartCall]] = {
             "F": self._forward,
@@ -119,7 +120,7 @@ class GraphCell(Cell):
                 kept[place] = given[role][k]
             self._given = {"kept": kept}
         values = _of_its_own(parts, part, given)
-        # From here on the list alone has the input, if it is not needed again.
+        # From here on, only the list of arguments holds the input, unless it is needed again.
         batch.take()
         return PartCall(stage, part, values, GraphCell._forwarded)
 
@@ -143,7 +144,7 @@ class GraphCell(Cell):
         self._shared, self._versions = shared, [*map(version_of, shared)]
 
     def _before(self, parts: Parts) -> tuple[FirstNumbers | None, Sequence[Tensor]]:
-        """The state that a second run needs: that of before the first."""
+        """The RNG states, and the parameters and buffers, that recomputation starts from."""
         numbers = FirstNumbers(get_device(self.stream)) if parts.again.is_random else None
         state = [*self._stage.tensors]
         with torch.no_grad():
@@ -172,7 +173,7 @@ class GraphCell(Cell):
 
     def recompute(self) -> None:
         if self._first is None:
-            # What backward needs was kept.
+            # No recomputation: forward has kept what backward needs.
             return
         (numbers, state), self._first = self._first, None
         parts = self._traced.parts
@@ -203,7 +204,7 @@ class GraphCell(Cell):
     def _backward_input(self, grads: Gradients) -> PartCall:
         parts = self._begin_backward(grads)
         late, given = parts.weight, self._given
-        # What only the input needs must be free once it was used.
+        # W takes its arguments now, so that those of I alone are freed as soon as I has used them.
         rest = [None if role == "live" else given[role][k] for role, k in late.sources]
         count = len(parts.joint.input_grads)
 
@@ -222,12 +223,12 @@ class GraphCell(Cell):
         return PartCall(self._stage, part, values, lambda cell, found: (cell.weights, found))
 
     def _taken(self, part: Part) -> list[Any]:
-        """The arguments of a part, which the list alone has from here on."""
+        """Move the arguments of a part into a list, which alone holds them from here on."""
         given, self._given = self._given, {}
         return part.arguments(given)
 
     def _begin_backward(self, grads: Gradients) -> Parts:
-        """The parts for these gradients, which the next part is given."""
+        """Find the parts for these gradients, and set the arguments of the next part."""
         traced = self._traced
         tangents: list[Tensor | None] = [None] * len(traced.form.needs_grad)
         for key, some in grads.items():
@@ -277,13 +278,13 @@ class PartCall:
         self.found: Sequence[Any] | None = None
 
     def compute(self) -> Sequence[Any]:
-        """Compute it."""
+        """Run the part; return what it returns."""
         with torch.no_grad(), self._without_casts():
             return self.part.function(self.values)
 
     def compute_beside(self, other: PartCall, streams: Interleaving) -> None:
-        """Compute it and another one, interleaved, if there is something to be gained."""
-        # Each would draw from a generator that was set for the other one.
+        """Run the part and another one interleaved, if one of them communicates."""
+        # Interleaved, each would draw from an RNG state that was set for the other one.
         # guard: random numbers of an overlap
         if self.part.is_random or other.part.is_random:
             return
@@ -299,7 +300,7 @@ class PartCall:
 
 
 class GraphCells(Cells):
-    """Cells that are graphs, beside eager ones for stages that cannot be.
+    """Cells that are graphs, and eager cells for stages that cannot be traced.
 
     Args:
         graphs: the graphs of each stage.
@@ -350,7 +351,7 @@ def _cell(stages: Sequence[StageInStep], run: Forward) -> Cell:
 
 
 def _first_run(entry: Entry, run: Callable[..., Batch], batch: Batch, **options: Any) -> Batch:
-    """Run the layers on a kind of micro-batch, which they know from then on."""
+    """Run the layers for the first time on a kind of micro-batch, and note that they have."""
     output = run(batch, **options)
     entry.has_run = True
     return output
@@ -359,7 +360,7 @@ def _first_run(entry: Entry, run: Callable[..., Batch], batch: Batch, **options:
 def _of_its_own(parts: Parts, part: Part, given: Given) -> list[Any]:
     """The arguments of a forward, with clones of the inputs that it changes in place.
 
-    The stage before may need them, and so may a second run.
+    The stage before may need the originals, and so may recomputation.
     """
     values = part.arguments(given)
     if parts.changed_inputs:
@@ -378,10 +379,10 @@ def _places(batch: Batch) -> Mapping[Any, Sequence[int]]:
 
 
 def _with_grad(tensor: Tensor, needed: bool) -> Tensor:
-    """A tensor that tells the next stage whether a gradient of it is wanted."""
+    """Set ``requires_grad`` of an output, which tells the next stage to return a gradient."""
     if tensor.requires_grad == needed:
         return tensor
-    # It may be an input of the graph, which somebody else has, too.
+    # The output may be an input of the graph, which other stages have, too.
     return tensor.detach().requires_grad_(needed)
 
 

@@ -1,10 +1,10 @@
 """The passes that choose what R computes again, and so what a cell keeps from F until then.
 
-``everything``: the whole forward, from the input. ``min_cut``: as much as is cheap, from whatever
-takes the fewest bytes. Products of matrices and convolutions are not computed again, nor is what
-draws random numbers or changes memory in place; norms, activations and other operators on each
-number are. The fewest bytes are a smallest cut between what cannot be computed again, or came from
-elsewhere, and what the backward needs.
+``everything``: the whole forward, from the input. ``min_cut``: only cheap operators, from the
+values that take the fewest bytes. Matrix products and convolutions are not recomputed, nor are
+operators that draw random numbers or change memory in place; norms, activations and other
+elementwise operators are. The kept values are a minimum cut, by bytes, between the nodes that
+cannot be recomputed, inputs included, and the nodes that backward needs.
 
 Sources: Chen et al., Training Deep Nets with Sublinear Memory Cost (arXiv 1604.06174), for the
 first; He and Yang, Min-cut optimal (re)materialization (dev-discuss.pytorch.org, 2022), for the
@@ -27,7 +27,7 @@ __all__: list[str] = []
 
 
 class Again(NamedTuple):
-    """A choice of what is computed again.
+    """A choice of the nodes to recompute.
 
     Args:
         kept: the nodes whose values a cell keeps from F until R.
@@ -43,7 +43,7 @@ Choice = Callable[[Joint, Effects, Sequence[Node]], Again]
 
 
 def everything(joint: Joint, effects: Effects, saved: Sequence[Node]) -> Again:
-    """Compute all again that the backward needs, from the input."""
+    """Recompute everything that the backward needs, from the input."""
     forward = joint.forward
     # guard: random numbers in the same order
     others = [x for x in forward if is_random(x) or is_void(x)]
@@ -54,14 +54,14 @@ def everything(joint: Joint, effects: Effects, saved: Sequence[Node]) -> Again:
 
 
 def min_cut(joint: Joint, effects: Effects, saved: Sequence[Node]) -> Again:
-    """Compute again what is cheap, from what takes the fewest bytes."""
-    # It comes with PyTorch.
+    """Recompute cheap operators only, from the values that take the fewest bytes."""
+    # A dependency of PyTorch.
     import networkx  # type: ignore[import-untyped]
 
     forward = joint.forward
     region = effects.needed(saved, {*forward})
     fixed = {x for x in forward if _is_fixed(effects, x)}
-    # What an operator returns besides is as fixed as it is.
+    # The items of what a fixed operator returns are fixed, too.
     fixed |= {x for x in forward if is_item(x) and x.args[0] in fixed}
     given = {*joint.inputs, *joint.more}
     graph: Any = networkx.DiGraph()
@@ -85,11 +85,11 @@ def min_cut(joint: Joint, effects: Effects, saved: Sequence[Node]) -> Again:
 
 
 def _is_fixed(effects: Effects, node: Node) -> bool:
-    """Whether a node is not to be computed again."""
+    """Whether a node must not be recomputed."""
     packet: Any = getattr(node.target, "overloadpacket", None)
     if packet in flop_registry or is_random(node) or is_void(node) or node in effects.written:
         return True
-    # Memory that changes has another value by then.
+    # Memory that is changed in place has another value by then.
     touched = effects.memory[node] | effects.reads(node)
     return any(x in effects.writers for x in touched)
 

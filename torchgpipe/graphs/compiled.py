@@ -20,7 +20,7 @@ __all__: list[str] = []
 
 
 def compiler(backend: str | Callable[..., Any]) -> Callable[[Joint, Slice], Function]:
-    """Make a function that makes functions of slices.
+    """Make a compiler, which turns a slice of a graph into a function.
 
     Args:
         backend: as for :func:`torch.compile`.
@@ -48,12 +48,12 @@ def compiler(backend: str | Callable[..., Any]) -> Callable[[Joint, Slice], Func
 
 
 def _statistics(joint: Joint, part: Slice) -> list[int]:
-    """The places, among the inputs of a part, of the running statistics of norms.
+    """The indices, among the inputs of a part, of the running statistics of norms.
 
-    PyTorch's norms change them without counting that as a change in place. A compiler copies into
-    them what it has computed, and such a copy counts. Then backward of an eager cell would refuse
-    statistics that it has saved, and does not read. So a compiled part is given tensors that share
-    the memory, and have counts of their own.
+    PyTorch's norms update them without a change of their version counter. Compiled code updates
+    them by ``copy_``, which changes it. Then the backward of an eager cell would refuse statistics
+    that it has saved, though it does not read them. So a compiled part is given aliases with
+    version counters of their own.
     """
     effects = Effects(joint.module.graph.nodes)
     found = []
@@ -65,7 +65,7 @@ def _statistics(joint: Joint, part: Slice) -> list[int]:
 
 
 def _taken(values: list[Any]) -> Sequence[Any]:
-    """The values of a list, which is empty then."""
+    """Take the values out of a list."""
     found = tuple(values)
     values.clear()
     return found

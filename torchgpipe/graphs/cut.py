@@ -5,8 +5,9 @@
     I   all that the gradients of the input need
     W   the rest
 
-W takes from I what both need. Some operators compute gradients of the input and of weights at once,
-and have a mask that says which: :mod:`torchgpipe.graphs.masks` makes two of these first.
+Values that both need are computed in I, and handed to W. Some operators compute gradients of the
+input and of weights at once, and have a mask that says which: :mod:`torchgpipe.graphs.masks` makes
+two of these first.
 
 Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), for the halves.
 """
@@ -40,8 +41,8 @@ def halves(joint: Joint) -> tuple[Slice, Slice]:
     wanted = [x for x in joint.input_grads if x is not None]
     first = effects.needed(wanted, region)
     if first:
-        # Operators without a result are there for something else, as a message is. Each belongs to
-        # the half whose values it takes.
+        # Operators without a result have a side effect, as a message has. Each belongs to the half
+        # whose values it takes.
         for node in nodes:
             if is_void(node) and first.issuperset(x for x in node.all_input_nodes if x in region):
                 first |= effects.needed([node], region)

@@ -1,4 +1,4 @@
-"""A pass that calls operators by PyTorch's own Python functions, where there are such.
+"""A pass that replaces operators by PyTorch's own Python functions, where there are such.
 
 ``torch.ops.aten.mm.default`` looks its arguments up in a declaration, and takes a microsecond more
 than :func:`torch.mm`, which was generated for these arguments. The operator is the same.
@@ -23,7 +23,7 @@ FUNCTIONS |= {"native_layer_norm", "ne", "neg", "permute", "pow", "prod", "recip
 FUNCTIONS |= {"relu", "rsqrt", "select", "sigmoid", "sign", "sin", "softmax", "sqrt"}
 FUNCTIONS |= {"squeeze", "sub", "sum", "t", "tanh", "transpose", "tril", "triu", "unsqueeze"}
 FUNCTIONS |= {"where"}
-#: Likewise with a method.
+#: Operators with a tensor method of the same name that takes the same arguments.
 METHODS = {"expand", "reshape", "view"}
 
 
@@ -38,7 +38,7 @@ def call_directly(graph: Graph) -> None:
 
 
 def _name(node: Node) -> str:
-    """The name of an operator that is called by positions alone; nothing for others."""
+    """The name of an operator if all its arguments are positional; an empty string otherwise."""
     schema = schema_of(node.target)
     if schema is None or node.kwargs or not schema.name.startswith("aten::"):
         return ""

@@ -1,7 +1,7 @@
 """Effects: what the operators of a graph do besides returning values.
 
-An operator in place changes memory that other nodes read, and one that draws random numbers changes
-the generator. Whoever takes nodes out of a graph must take these, too, and must keep their order.
+An in-place operator changes memory that other nodes read, and a random one changes the generator. A
+pass that takes nodes out of a graph must take these, too, and must keep their order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Memory = frozenset[int]
 
 
 class Effects:
-    """The memory that each node of a graph has, reads and writes.
+    """The memory that each node of a graph returns, reads and writes.
 
     Args:
         nodes: all nodes of the graph, in order.
@@ -82,14 +82,14 @@ class Effects:
         ]
 
     def between(self, source: Node, node: Node) -> bool:
-        """Whether the memory of a node changes behind one node, and before another one."""
+        """Whether the memory of ``source`` is changed in place between ``source`` and ``node``."""
         first, last = self.position[source], self.position[node]
         return any(first < self.position[writer] < last for writer in self.changes(source))
 
     def needed(self, results: Iterable[Node], region: Collection[Node]) -> set[Node]:
-        """The nodes of a region that some results need; the rest of the graph is there already.
+        """Find the nodes of a region that results depend on; values from outside of it are given.
 
-        Whoever takes a result does so behind the region, with all changes of its memory in it.
+        Results are read after the whole region, so nodes that change their memory count, too.
         """
         found: set[Node] = set()
         # guard: changes in place behind a result
@@ -127,7 +127,7 @@ def is_random(node: Node) -> bool:
 
 
 def is_void(node: Node) -> bool:
-    """Whether a node returns nothing, so that it is there for something else."""
+    """Whether a node returns nothing, so that it is there for a side effect."""
     schema = schema_of(node.target)
     return schema is not None and not schema.returns
 
@@ -141,13 +141,13 @@ def is_view(node: Node) -> bool:
 
 
 def _is_without_chance(node: Node) -> bool:
-    """Whether an operator that may draw numbers does not, as attention with a dropout of 0."""
+    """Whether a random operator draws nothing here, as attention with a dropout of 0."""
     found = [value for name, value in arguments_of(node) if name in ("dropout_p", "p")]
     return bool(found) and all(x == 0 for x in found)
 
 
 def arguments_of(node: Node) -> list[tuple[str, Any]]:
-    """The arguments of an operator by their names, those that have their default left out."""
+    """The arguments of an operator by name, without those that are at their default."""
     schema = schema_of(node.target)
     if schema is None:
         return []
@@ -186,7 +186,7 @@ def _has_statistics(schema: Any) -> bool:
 
 
 def _trains(node: Node) -> bool:
-    """Whether a norm computes statistics, and does not take those that it has."""
+    """Whether a norm uses the statistics of the batch, and not its running statistics."""
     found = dict(arguments_of(node))
     return bool(found.get("training", found.get("train", found.get("use_input_stats", True))))
 

@@ -78,7 +78,7 @@ def costs_of(traced: Sequence[Traced]) -> Costs:
 
 
 def _like(traced: Traced, device: torch.device) -> Batch:
-    """An output of a stage on the device of the next one, without its values."""
+    """Make an output of a stage, with uninitialised values, on the device of the next one."""
     tensors = []
     for node, needed in zip(traced.parts.joint.outputs, traced.form.needs_grad):
         x = node.meta["val"]

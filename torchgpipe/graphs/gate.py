@@ -1,7 +1,7 @@
 """A gate: either one thread traces a stage, or any number of threads compute.
 
-Tracing puts other tensors in the places of weights. And while a thread traces, PyTorch's compiler
-refuses to run what it has compiled, in whichever thread that is.
+Tracing replaces the weights by fake tensors. And while a thread traces, PyTorch refuses to run
+compiled code in any thread.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ __all__: list[str] = []
 
 
 class Gate:
-    """A lock that threads which compute share, and a thread that traces has alone.
+    """A shared lock: any number of computing threads hold it together, or one that traces, alone.
 
-    A thread may trace or compute within either, as wrappers within layers of others do.
+    A thread that holds it may take it again, in either way, as nested wrappers do.
     """
 
     def __init__(self) -> None:
@@ -26,10 +26,10 @@ class Gate:
         self.computing = Computing(self)
 
     def __enter__(self) -> None:
-        """Begin to trace, as soon as nobody else computes."""
+        """Begin to trace, as soon as no other thread computes."""
         me = threading.get_ident()
         with self._changed:
-            # While it waits, this thread computes nothing. Another one may wait for the same.
+            # This thread gives up its share meanwhile: another one may wait to trace, too.
             own = self._computing.pop(me, 0)
             self._changed.notify_all()
             try:
@@ -75,5 +75,5 @@ class Computing:
                 gate._changed.notify_all()
 
 
-#: That of all stages, since PyTorch's tracer is not for several threads.
+#: The gate of all stages, since PyTorch's tracer is not thread-safe.
 gate = Gate()

@@ -1,4 +1,4 @@
-"""Generators that a graph knows nothing of: Python's, NumPy's, and PyTorch's seed."""
+"""Random numbers that a graph cannot draw: those of Python and NumPy, and seeds of PyTorch."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ __all__: list[str] = []
 
 @contextmanager
 def drawing_nothing() -> Iterator[None]:
-    """Check that these generators are left alone, and put them back if they are not.
+    """Check that a block leaves these generators alone, and restore them if it does not.
 
-    What a layer draws from PyTorch's own generator comes into the graph. Other threads may draw
-    from it at the same time, so only its being seeded counts. Nobody can tell who has drawn from
-    the others: if another thread has, it may draw the same numbers again.
+    Draws from PyTorch's own generator are part of the graph. Other threads may draw from it at the
+    same time, so only a new seed counts. For the other generators it is unknown which thread has
+    drawn: if another one has, it may draw the same numbers again.
 
     Raises:
         UntraceableError: the block has drawn from the others, or seeded PyTorch's.
     """
-    # Nobody has imported NumPy for the sake of its numbers, if it is not there.
+    # If NumPy is not imported, nobody has drawn from its generator.
     numpy: Any = sys.modules.get("numpy")
     mine, state = random.getstate(), torch.get_rng_state()
     other: Any = numpy.random.get_state() if numpy else None
@@ -52,7 +52,7 @@ def drawing_nothing() -> Iterator[None]:
 
 
 def _is_seeded(seed: int, state: Tensor) -> bool:
-    """Whether somebody has seeded PyTorch's generator, maybe with the seed that it has had."""
+    """Whether PyTorch's generator was seeded since, maybe with the same seed."""
     if torch.initial_seed() != seed:
         return True
     now = torch.get_rng_state()

@@ -1,8 +1,9 @@
-"""Sources: what the code of layers reads by names: global variables, and attributes of classes.
+"""Sources: the global variables and class attributes that the code of layers reads.
 
-Functions say which names they look up, so nothing has to run. From what layers and their objects
-are made of, this follows the functions and classes that are reached, as far as code of the user
-goes: what the standard library, PyTorch and other installed packages have is taken as it is.
+The bytecode of a function shows which names it looks up, so nothing has to run. The search starts
+from the classes of the layers and the objects that they hold, and follows the functions and classes
+that the user's code can reach. Code of the standard library, PyTorch and other installed packages
+is not searched, and taken for constant.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ from torchgpipe.values.structure import MISSING
 
 __all__: list[str] = []
 
-#: Where code of nobody's own is.
+#: Folders of code that is not the user's.
 ROOTS = (
     *{sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")},
     *(str(Path(path).parent) for path in (torch.__file__, Path(__file__).parent)),
     "<frozen",
 )
 
-#: Methods that do not run in a forward, unless their class is among what the forward reads.
+#: Methods that run in a forward only if the forward may create objects of their class.
 SETUP = {"__init__", "__new__", "__post_init__"}
 #: Methods that do not run in a forward.
 ASIDE = {"__init_subclass__", "__class_getitem__", "__repr__", "__str__", "__dir__", "__del__"}
 ASIDE |= {"__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__copy__", "__deepcopy__"}
 
-#: What a class has that is no value.
+#: Types of class attributes that are functions or descriptors, and no values.
 DESCRIPTORS = (
     *(FunctionType, staticmethod, classmethod, property, cached_property, partialmethod, type),
     *(GetSetDescriptorType, MemberDescriptorType),
@@ -89,9 +90,9 @@ class Sources:
     """The global variables, and the attributes of classes, that some objects depend on.
 
     Args:
-        held: the objects, each with a name.
-        kinds: the classes of further ones.
-        known: the identities of modules that somebody else looks at.
+        held: these objects, each with a name.
+        kinds: the classes of further objects.
+        known: the identities of modules that are checked elsewhere.
     """
 
     def __init__(
@@ -103,20 +104,20 @@ class Sources:
         #: The attributes that some code names.
         self._attributes = {"forward"}
         self._codes: set[tuple[CodeType, int]] = set()
-        #: The classes that code names, and may make objects of.
+        #: The classes that code names, so that it may create objects of them.
         self._made: set[type] = set()
-        #: Where variables are, with their names.
+        #: The modules and classes that hold the variables, with the names of these.
         self.tables: dict[int, Variables] = {}
         self._methods: set[tuple[type, str]] = set()
         self._classes: dict[type, dict[str, Any]] = {}
-        #: The variables to look into, and those whose identities tell all.
+        #: The variables to compare by their contents, and those to compare by identity.
         self._inner: list[tuple[Any, str]] = []
         self._outer: list[tuple[Any, str, Any]] = []
         values, size, count = [*held], -1, 0
         while size != self._size:
             size = self._size
             self._follow(Snapshot(values, known))
-            # What was looked into leads nowhere else.
+            # The other variables were followed before, and lead to nothing new.
             found = self.values()
             values, count = found[count:], len(found)
         self._sort()
@@ -128,11 +129,11 @@ class Sources:
         return names + found + len(self._classes) + len(self._made)
 
     def values(self) -> list[tuple[str, Any]]:
-        """Return what must be looked into, each with a name."""
+        """Return the variables to compare by their contents, each with its name."""
         return [(name, table.get(name, MISSING)) for table, name in self._inner]
 
     def are_same(self) -> bool:
-        """Whether all else is what it was."""
+        """Whether all other variables and classes are unchanged."""
         return all(table.get(name, MISSING) is x for table, name, x in self._outer) and all(
             kind.__dict__ == before or _plain(kind.__dict__) == _plain(before)
             for kind, before in self._classes.items()
@@ -163,7 +164,7 @@ class Sources:
         self._codes.add((code, id(table)))
         names = names_in(code)
         self._attributes |= names.attributes
-        # Some functions are imported by their names.
+        # After ``from os import getenv``, the name is a variable.
         self._attributes |= names.variables & {"environ", "getenv"}
         for name in names.variables:
             self._add(table, table, name)
@@ -176,7 +177,7 @@ class Sources:
         if kind not in self._classes:
             self._classes[kind] = dict(kind.__dict__)
         if not is_own(kind):
-            # Somebody may have put something else there.
+            # Of such a class the attributes alone are compared: someone may have replaced one.
             return
         for name, x in self._classes[kind].items():
             if isinstance(x, DESCRIPTORS):
@@ -210,7 +211,7 @@ class Sources:
             self._inner.append((table, name))
 
     def _sort(self) -> None:
-        """Leave out what was looked into to follow it, and has nothing in it that may change."""
+        """Compare variables in which nothing can change, such as plain functions, by identity."""
         inner, self._inner = self._inner, []
         for table, name in inner:
             value = table.get(name, MISSING)
@@ -222,11 +223,11 @@ class Sources:
 
 
 class Variables:
-    """Some variables of a module, or attributes of a class, which may be put back.
+    """Some variables of a module, or attributes of a class, as a dict that can be restored.
 
     Args:
-        owner: the class, or the table of the module.
-        table: the table.
+        owner: the class, or the namespace of the module.
+        table: its namespace.
     """
 
     def __init__(self, owner: Any, table: Any) -> None:
@@ -240,14 +241,14 @@ class Variables:
         return str(own)
 
     def copy(self) -> dict[str, Any]:
-        """The values of those that there are."""
+        """The values of the variables that exist."""
         return {name: self._table[name] for name in self.names if name in self._table}
 
     def clear(self) -> None:
-        """Do nothing: others may read them in the meantime."""
+        """Do nothing: other threads may read the variables in the meantime."""
 
     def update(self, contents: dict[str, Any]) -> None:
-        """Set all to what they were."""
+        """Restore all variables."""
         for name in self.names:
             if name not in contents:
                 self._set(name, MISSING)
@@ -272,7 +273,7 @@ def is_own(value: Any) -> bool:
         return True
     module = value
     if not isinstance(value, ModuleType):
-        # Decorators of installed packages say whose function they have wrapped.
+        # A function wrapped by a decorator of a package has the module of the user's function.
         module = sys.modules.get(str(value.__module__))
     file = getattr(module, "__file__", None)
     if file is None:
@@ -282,7 +283,7 @@ def is_own(value: Any) -> bool:
 
 @lru_cache(maxsize=4096)
 def is_own_file(path: str) -> bool:
-    """Whether a file is none of the standard library, or an installed package."""
+    """Whether a file belongs neither to the standard library nor to an installed package."""
     return not path.startswith(ROOTS) and not {"site-packages", "dist-packages"} & {
         *Path(path).parts
     }
@@ -301,7 +302,7 @@ def _function_of(descriptor: Any) -> FunctionType | None:
 
 
 def _holds(function: FunctionType) -> bool:
-    """Whether a function has more than its code."""
+    """Whether a function holds values: defaults, a closure or attributes."""
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     return bool(function.__closure__ or function.__dict__ or defaults)
 
@@ -311,5 +312,5 @@ def _is_special(name: str) -> bool:
 
 
 def _plain(table: Mapping[str, Any]) -> dict[str, int]:
-    """The identities of what is in a class, without what Python keeps there."""
+    """The identities of a class's attributes, without those that Python maintains."""
     return {name: id(x) for name, x in table.items() if not name.startswith("__anno")}

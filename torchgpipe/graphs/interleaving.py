@@ -7,8 +7,8 @@
     stream of b        ╰── b1 ──╯                  a copy or collective runs beside it
 
 Two computations that run at the same time on one device share its arithmetic, so neither is faster
-than in turns. A copy, or a collective, needs none. So it goes to a stream of its own, and whoever
-needs its result waits for it.
+than in turns. A copy, or a collective, needs none. So it runs on a stream of its own, and a
+computation waits before it uses the result.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Interleaving:
     Args:
         streams: the stream of each computation, which may be one stream.
         beside: the stream of their communication.
-        own: the label of each computation, if somebody observes them.
+        own: the label of each computation; None without an observation.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Interleaving:
         self._last: AbstractStream | None = None
 
     def turn(self, k: int) -> None:
-        """Let computation ``k`` go on, behind what the other one has computed."""
+        """Let computation ``k`` go on, after the work that the other one has issued."""
         stream = self._streams[k]
         if self._last is not None and self._last != stream:
             # guard: arithmetic takes turns
@@ -77,7 +77,7 @@ class Interleaving:
         return result, record(beside)
 
     def receive(self, message: tuple[Any, Any]) -> Any:
-        """Wait for the result of what communicates."""
+        """Make the computing stream wait for a communication; return the result of this."""
         assert self._last is not None
         result, event = message
         if event is not None:

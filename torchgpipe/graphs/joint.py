@@ -40,7 +40,7 @@ class Joint:
         input_grads: the gradient of each input; None where there is none.
         weight_grads: the gradient of each weight; None where there is none.
         backward: the nodes of the backward.
-        twins: for nodes that do a part of what another one does, this other one.
+        twins: for each node that a mask has split in two, its other half.
     """
 
     module: GraphModule
@@ -66,7 +66,7 @@ class Joint:
 
     @property
     def results(self) -> list[Node]:
-        """All nodes whose values somebody wants, each once."""
+        """All nodes whose values are results of the graph, each once."""
         found = [*self.outputs, *self.input_grads, *self.weight_grads]
         return [*dict.fromkeys(x for x in found if x is not None)]
 
@@ -82,7 +82,7 @@ class Joint:
         return batch.replace(without_data(self.inputs, batch)), without_data(self.more, more)
 
     def replace(self, old: Node, new: Node) -> None:
-        """Have everybody who uses a node use another one."""
+        """Replace a node by another one in all its uses."""
         old.replace_all_uses_with(new)
 
         def other(nodes: Sequence[Node | None]) -> list[Any]:

@@ -42,7 +42,7 @@ def split_masks(joint: Joint) -> Joint:
 
 
 def as_one(node: Node, whole: Node, twin: Node) -> None:
-    """Make a copy of a node do what the twin of the node does, too.
+    """Let one copied node compute the gradients of its twin, too.
 
     Where I and W are one B, one operator takes less time than two.
 
@@ -58,7 +58,7 @@ def as_one(node: Node, whole: Node, twin: Node) -> None:
 
 
 def _mask_of(node: Node) -> int | None:
-    """The place of the mask among the arguments of an operator that does much arithmetic."""
+    """The index of the mask among the arguments of an operator with much arithmetic; else None."""
     schema = schema_of(node.target)
     packet: Any = getattr(node.target, "overloadpacket", None)
     if schema is None or packet not in flop_registry:

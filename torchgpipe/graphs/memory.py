@@ -53,8 +53,7 @@ def peak(parts: Parts, part: Part, held: Sequence[Node] = ()) -> int:
     Args:
         parts: the parts of the stage.
         part: the part.
-        held: the nodes whose values somebody else holds meanwhile, as those that W needs while I
-            runs.
+        held: the nodes whose values stay in memory meanwhile, as those that W needs while I runs.
     """
     state = {x for node in parts.joint.state for x in _storages([node])}
     last: dict[int, int] = {}

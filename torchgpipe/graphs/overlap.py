@@ -35,7 +35,7 @@ from torchgpipe.graphs.parts import Part
 
 __all__ = ["communicates"]
 
-#: A function of the arguments of two parts, which it empties, and the streams.
+#: A function of two lists of arguments, which it empties, and of the streams.
 Interleaved = Callable[[list[Any], list[Any], Interleaving], tuple[Sequence[Any], Sequence[Any]]]
 
 #: The functions of pairs of parts, or None.
@@ -50,7 +50,7 @@ OPERATORS = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
 
 
 def communicates(operator: Any) -> None:
-    """Take an operator for communication, which overlaps hide behind arithmetic.
+    """Declare that an operator communicates, so that overlaps run arithmetic beside it.
 
     Args:
         operator: such as ``torch.ops.my_library.exchange``, or an overload of it.
@@ -76,7 +76,7 @@ def is_communication(node: Node) -> bool:
 
 
 class Overlaps:
-    """The interleaved functions of pairs of parts, each made once, and let go with the parts."""
+    """A cache of the interleaved functions of pairs of parts, which live as long as the parts."""
 
     def __init__(self) -> None:
         self._known: Pairs = WeakKeyDictionary()
@@ -91,13 +91,13 @@ class Overlaps:
 
 
 def overlapped(a: Part, b: Part) -> Interleaved:
-    """Make one function of two parts."""
+    """Make one function that runs two parts interleaved."""
     graph = Graph()
     boxes = [graph.placeholder("values_a"), graph.placeholder("values_b")]
     streams = graph.placeholder("streams")
     # For each part, since both may be the same one, of two micro-batches.
     known: list[dict[Node, Node]] = [{}, {}]
-    #: Messages that nobody has received so far.
+    #: Messages that were sent, and not received so far.
     waiting: list[dict[Node, Node]] = [{}, {}]
     for k, part in enumerate((a, b)):
         for node in reversed(part.slice.inputs):
@@ -109,7 +109,7 @@ def overlapped(a: Part, b: Part) -> Interleaved:
         return known[k][node]
 
     def settle(k: int, node: Node) -> None:
-        """Receive messages that a node must come after, though it does not take them."""
+        """Receive messages whose memory a node uses and one of the two changes."""
         effects = (a, b)[k].effects
         written, touched = effects.written_by(node), effects.touched_by(node)
         for message in [*waiting[k]]:
@@ -178,7 +178,7 @@ def cut(piece: list[Node]) -> list[list[Node]]:
 
 
 def cost(node: Node) -> float:
-    """An estimate of the time of a node: its operations, and the numbers that it writes."""
+    """Estimate the time of a node: its operations, and the elements that it writes."""
     if is_view(node):
         return 0
     found = float(sum(x.numel() for x in tensors_of(node)))

@@ -33,7 +33,7 @@ from torchgpipe.graphs.tidy import tidy
 
 __all__: list[str] = []
 
-#: What a part is given, by the roles of its arguments.
+#: The arguments of a part, by their roles, such as ``state`` and ``saved``.
 Given = Mapping[str, Sequence[Any]]
 #: Makes a function of a slice.
 Maker = Callable[[Joint, Slice], Function]
@@ -46,7 +46,7 @@ class Part:
     Args:
         slice: the nodes.
         function: the function.
-        sources: for each argument its role, and its place among those of that role.
+        sources: for each argument its role, and its index among the arguments of that role.
         joint: the graph that the nodes are from.
         effects: what its nodes do besides returning values.
         is_random: whether it draws random numbers.
@@ -94,7 +94,7 @@ class Parts:
         roles = {x: ("saved", k) for k, x in enumerate(self.saved)}
         #: The backward takes what the forward has saved, inputs too.
         self._later = self._roles | roles
-        #: The places of the parameters and buffers that the backward takes.
+        #: The indices of the parameters and buffers that the backward takes.
         self.state_of_backward = [
             self._roles[x][1] for x in backward(self.joint).inputs if self._role(x) == "state"
         ]
@@ -108,7 +108,7 @@ class Parts:
             x for x in (*joint.inputs, *joint.more) if self.effects.memory[x] & forward
         }
         ends = {x for node in [*joint.inputs, *joint.outputs] for x in self.effects.memory[node]}
-        #: What is saved, and whose memory other stages have, too.
+        #: The indices of saved values whose memory other stages have, too.
         self.exposed = [k for k, x in enumerate(self.saved) if self.effects.memory[x] & ends]
 
     def _role(self, node: Node) -> str:
@@ -140,12 +140,12 @@ class Parts:
 
     @property
     def kept(self) -> list[Node]:
-        """The nodes that a cell with an R keeps until then: arguments of F, and results."""
+        """The nodes whose values a cell keeps from F until R: arguments and results of F."""
         return self._again.kept
 
     @cached_property
     def kept_arguments(self) -> list[tuple[int, tuple[str, int]]]:
-        """The places, among what is kept, of arguments of F, each with its role and place there."""
+        """The kept values that are arguments of F: their index, and their role and index there."""
         return [(k, self._roles[x]) for k, x in enumerate(self.kept) if x in self._roles]
 
     @cached_property
@@ -180,7 +180,7 @@ class Parts:
         return halves(self.joint)
 
     def _needed(self, results: Sequence[Node]) -> list[Node]:
-        """The nodes of the forward that results need, in order, and those with other effects."""
+        """The nodes of the forward that results need, and those with side effects, in order."""
         forward = self.joint.forward
         # guard: random numbers of a first run
         others = [x for x in forward if is_random(x) or is_void(x)]

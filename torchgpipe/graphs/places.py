@@ -1,7 +1,7 @@
-"""Places: where modules have their tensors, and whatever else decides what their forward computes.
+"""Places: where modules hold their tensors, and all other state that their forward depends on.
 
-A graph is traced with other tensors in these places, and stands for the layers as they were then.
-So before each step all is compared with what it was, by identity where that is enough.
+A graph is traced with fake tensors in these places, and is valid for the state that the layers had
+then. So before each step, that state is compared with the present one, if possible by identity.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Places:
                     self._found += [(some, k) for k, x in enumerate(some) if isinstance(x, Tensor)]
                 elif isinstance(some, dict):
                     self._found += [(some, key) for key, x in some.items() if isinstance(x, Tensor)]
-        #: The attributes and the submodules of each module, and what they were.
+        #: The attributes and the submodules of each module, and copies to compare them with.
         self._tables = [table for x in self._modules for table in (x.__dict__, x._modules)]
         self._before: list[dict[str, Any]] = [*map(dict, self._tables)]
         #: Objects in attributes, which may change without the attribute.
@@ -73,7 +73,7 @@ class Places:
 
     @property
     def fault(self) -> str:
-        """Why nobody can tell whether an object has changed, if that is so."""
+        """The reason why changes of an object cannot be seen; empty if they can."""
         return self._objects.fault
 
     def restored(self) -> Restored:
@@ -99,10 +99,10 @@ class Places:
     def _look(self) -> Any:
         tensors = [table[key] for table, key in self._found]
         first: dict[int, int] = {}
-        # One tensor in several places stays one.
+        # Which places hold the same tensor.
         ties = [first.setdefault(id(x), len(first)) for x in tensors]
         types = [[*map(type, x.values())] for x in self._tables]
-        # Zeros have signs.
+        # Zeros are equal, so their signs are compared.
         signs = [
             math.copysign(1, x)
             for table, some in zip(self._tables, types)
@@ -124,7 +124,7 @@ class Places:
         return Snapshot([*self._held, *self._sources.values(), *own], self._known)
 
     def difference(self, other: Places) -> str:
-        """The name of an attribute that another look at the same modules has found different."""
+        """The name of an attribute that differs in ``other``, which is of the same modules."""
         for module, now, before in zip(self._modules, self._before[::2], other._before[::2]):
             for key in {**now, **before}:
                 if not equal(now.get(key, MISSING), before.get(key, MISSING)):
@@ -140,21 +140,21 @@ def _objects(module: nn.Module) -> Iterable[tuple[str, Any]]:
 
 
 class Substitution:
-    """Other tensors in some places, within a ``with`` block.
+    """Replace the tensors in some places within a ``with`` block.
 
     Args:
         places: the places.
-        others: the other tensors, by the identities of those that are there.
+        others: the other tensors, by the identities of the tensors that they replace.
     """
 
     def __init__(self, places: Sequence[Place], others: dict[int, Tensor]) -> None:
         self._places = [(table, key, table[key]) for table, key in places]
         self._others = others
-        #: What the other tensors have been given of the attributes of those that are there.
+        #: The other tensors, with the attributes copied from the tensors that they replace.
         self._attributes: list[tuple[Tensor, dict[str, Any]]] = []
-        #: Whether somebody has put something else there within the block.
+        #: Whether layers have put another tensor into a place within the block.
         self.moved = False
-        #: Whether somebody has set an attribute of a tensor.
+        #: Whether layers have set an attribute of a tensor.
         self.is_marked = False
 
     def __enter__(self) -> Substitution:
@@ -170,13 +170,13 @@ class Substitution:
             self.moved |= _at(table, key) is not self._others[id(tensor)]
             table[key] = tensor
         for other, before in self._attributes:
-            # PyTorch keeps things with fake tensors, in private attributes.
+            # PyTorch itself sets private attributes of fake tensors.
             now = {k: x for k, x in other.__dict__.items() if k in before or k[0] != "_"}
             self.is_marked |= bool(_different(now, before))
 
 
 class Restored:
-    """Containers, whose contents are put back after a ``with`` block.
+    """Restore the contents of containers after a ``with`` block.
 
     Args:
         tables: attributes of modules, with the names of their owners.
@@ -206,14 +206,14 @@ class Restored:
 
 
 def _copied(table: Any) -> Any:
-    """The contents of a container, in a plain one."""
+    """Copy the contents of a container into a dict or list."""
     if isinstance(table, Slots | Elements | Variables):
         return table.copy()
     return dict(table) if isinstance(table, dict) else [*table]
 
 
 def _different(now: Any, before: Any) -> str:
-    """A description of what is in one of two containers alone, by identity."""
+    """A text about the first entry that differs, by identity; empty if there is none."""
     if isinstance(now, dict):
         keys = [x for x in {**before, **now} if now.get(x, MISSING) is not before.get(x, MISSING)]
         return f".{keys[0]}" if keys else ""
@@ -228,7 +228,7 @@ def _at(table: Any, key: Any) -> Any:
 
 
 def kinds(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
-    """All of some tensors that a graph depends on."""
+    """The properties of tensors that a graph depends on."""
     return tuple(
         [
             (
@@ -247,7 +247,7 @@ def kinds(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
 
 
 def has_hooks(modules: Iterable[nn.Module]) -> bool:
-    """Whether somebody's hooks run around the forward or the backward of a module."""
+    """Whether hooks run around the forward or the backward of a module."""
     return has_global_hooks() or any(
         x._forward_hooks or x._forward_pre_hooks or x._backward_hooks or x._backward_pre_hooks
         for some in modules

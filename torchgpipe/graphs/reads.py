@@ -1,9 +1,9 @@
-"""Reading the value of a tensor, which would be a constant of a graph, though it may change.
+"""Tensor values that layers read: each would be a constant of a graph, though it may change.
 
-A graph has the tensors of the layers as arguments, and fake ones take their places in a trace. A
-tensor with data is another one then: an object, a closure or a global variable has it. Whoever
-computes with it, reads a number of it or takes it as an index is found out by the operator that
-does so. Some functions look at it without an operator.
+The tensors of the layers are arguments of a graph, and fake tensors replace them in a trace. So a
+tensor with data must come from elsewhere: from an object, a closure or a global variable. To
+compute with it, to read a number of it or to index by it takes an operator, which is refused. Some
+functions read it without an operator, and are refused, too.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ READING = {
     *("__len__", "size", "numel", "nelement", "dim", "ndimension", "stride"),
     *("to", "type_as", "view_as", "expand_as", "reshape_as"),
 }
-#: Likewise, attributes.
+#: Attributes that tell what kind of a tensor it is.
 ASKING = [Tensor.shape, Tensor.ndim, Tensor.dtype, Tensor.device, Tensor.requires_grad]
 
 REASON = "it uses a tensor that is not among its parameters, buffers and attributes"
 
 
 class ReadingNothing(TorchFunctionMode):
-    """Refuse to read tensors with data in a ``with`` block, in which others are fake.
+    """Refuse reads of tensors with data in a ``with`` block, in which the layers' tensors are fake.
 
     Args:
         state: the fake tensors of the layers.
 
     Raises:
-        UntraceableError: somebody has read one, or the gradient that a weight has.
+        UntraceableError: layers have read such a tensor, or the ``.grad`` of a parameter.
     """
 
     def __init__(self, state: Sequence[Tensor]) -> None:
@@ -67,9 +67,9 @@ class ReadingNothing(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._operators.__exit__(*error)
-        # Ctrl-C goes on.
+        # Ctrl-C is not replaced by this error.
         if self._fault and (error[0] is None or issubclass(error[0], Exception)):
-            # Layers may have caught the first one.
+            # Raised again, since layers may have caught the first one.
             raise UntraceableError(self._fault)
 
     def __torch_function__(
@@ -98,10 +98,10 @@ class ReadingNothing(TorchFunctionMode):
 
 
 def _operators(reads: ReadingNothing) -> AbstractContextManager[Any]:
-    """Have all operators looked at, where composite ones have become basic ones."""
+    """Make a dispatch mode that checks the arguments of all basic operators."""
 
     class Reading(_torch.DispatchMode):  # type: ignore[misc]
-        # It leaves them as they are.
+        # Higher-order operators pass through the mode unchanged.
         supports_higher_order_operators = True
 
         @classmethod

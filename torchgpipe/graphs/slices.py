@@ -33,7 +33,7 @@ class Slice(NamedTuple):
 
 
 def sliced(nodes: Sequence[Node], outputs: Iterable[Node | None]) -> Slice:
-    """A slice of some nodes, which is given whatever else they take."""
+    """Make a slice of some nodes; its inputs are all other nodes whose values they take."""
     own = set(nodes)
     found = [*outputs]
     taken = [x for node in nodes for x in node.all_input_nodes]
@@ -62,7 +62,7 @@ def graph_of(part: Slice, twins: Mapping[Node, Node]) -> Graph:
 
     Args:
         part: the slice.
-        twins: for nodes that do a part of what another one does, this other one.
+        twins: for each node that a mask has split in two, its other half.
     """
     graph = Graph()
     known: dict[Node, Node] = {}

@@ -1,8 +1,8 @@
-"""Snapshots of objects that layers read: what they hold, to be compared later.
+"""Snapshots of the objects that layers read, to be compared later.
 
-Objects are looked into as far as they reach: containers, attributes, what functions have closed
-over, arrays, and the state of generators. Of tensors only their being there counts: no graph is
-made of what looks at them.
+A snapshot follows all references: containers, attributes, closures of functions, arrays, and the
+states of generators. Of a tensor it notes only that there is one: layers that read its values are
+not traced at all (:mod:`torchgpipe.graphs.reads`).
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ __all__: list[str] = []
 OBJECTS, BYTES = 10_000, 2**20
 
 SEQUENCES = (list, tuple, set, frozenset, deque)
-#: Containers that may have attributes besides what they contain, if they are of another class.
+#: Containers without attributes. Objects of their subclasses may have some.
 CONTAINERS = frozenset({*SEQUENCES, dict})
 #: Objects that stand for something outside of the layers.
 OUTSIDE = (type, ModuleType, io.IOBase, logging.Logger)
-#: What a function becomes whose values are kept.
+#: The type of functions that :func:`functools.lru_cache` has made.
 Cached: Any = type(lru_cache(lambda: None))
 
 
 class Snapshot:
-    """The numbers, texts and identities that some objects hold.
+    """The numbers, texts and identities that are found in some objects.
 
     Args:
         values: the objects, each with a name.
-        known: the identities of modules that somebody else looks at.
+        known: the identities of modules that are checked elsewhere.
     """
 
     def __init__(self, values: Iterable[tuple[str, Any]], known: Collection[int] = ()) -> None:
         self._known = known
         self._seen: dict[int, int] = {}
-        #: What was found, in the order of looking.
+        #: The types, values and identities, in the order of the search.
         self.found: list[Any] = []
-        #: How many values each function that keeps its values has computed.
+        #: The number of cache misses of each function with an ``lru_cache``.
         self.computed: list[int] = []
         #: The containers whose contents may change, each with the name of the object it is in.
         self.containers: list[tuple[str, Any]] = []
@@ -63,21 +63,21 @@ class Snapshot:
         self.classes: list[type] = []
         self.modules: list[ModuleType] = []
         self.kinds: dict[type, None] = {}
-        #: Objects that are known by their identities, which others must not get.
+        #: Objects that are known by their identities, held so that no others get these.
         self._alive: list[Any] = []
-        #: Why nobody can tell later whether something has changed, if that is so.
+        #: The reason why later changes cannot be seen; empty if they can.
         self.fault = ""
         for name, value in values:
             try:
                 self._look(name, value)
             except Exception as error:
-                # Proxies, for one, raise whatever they like.
+                # Some objects, such as proxies, raise any error.
                 self.fault = f"an object cannot be looked into ({name}: {type(error).__name__})"
 
     def same(self, other: Snapshot) -> bool:
         """Whether the objects hold the same as those of an earlier snapshot.
 
-        Functions that keep their values may have computed more, but not forgotten any.
+        Functions with an ``lru_cache`` may have cached more values, but not dropped any.
         """
         if self.found != other.found or any(map(int.__lt__, self.computed, other.computed)):
             return False
@@ -89,7 +89,7 @@ class Snapshot:
         while stack and not self.fault:
             value = stack.pop()
             if type(value) in ATOMS:
-                # One that is not a number is not equal to itself, and zeros have signs.
+                # NaN is not equal to itself, and 0.0 is equal to -0.0.
                 self.found += (type(value), (value or str(value)) if value == value else None)
             elif isinstance(value, Tensor):
                 self.found.append(Tensor)
@@ -106,7 +106,7 @@ class Snapshot:
                 stack += reversed([*self._into(name, value)])
 
     def _into(self, name: str, value: Any) -> Iterable[Any]:
-        """Note what an object is, and return what is in it."""
+        """Record an object, and return the objects in it."""
         if isinstance(value, SEQUENCES):
             if isinstance(value, list | set | deque):
                 self.containers.append((name, value))
@@ -170,7 +170,7 @@ class Snapshot:
             self.containers.append((name, slots))
         owned = getattr(value, "__dict__", None)
         if str(type(value).__module__).startswith("torchgpipe."):
-            # A wrapper keeps what it knows of its steps, too.
+            # Private attributes of a wrapper change from step to step.
             owned = {k: x for k, x in (owned or {}).items() if k[0] != "_" or k == "_modules"}
             self._alive.append(owned)
             return (owned,)
@@ -179,7 +179,7 @@ class Snapshot:
         if slots.names or isinstance(value, SEQUENCES):
             return slots.copy().values()
         self._alive.append(value)
-        # It is written in C, and tells what it refers to only so.
+        # An object of C, whose references only the garbage collector knows.
         return [x for x in gc.get_referents(value) if not isinstance(x, OUTSIDE)]
 
 
@@ -198,7 +198,7 @@ class Elements:
         return dict(enumerate(self._array.ravel().tolist()))
 
     def clear(self) -> None:
-        """Do nothing: an array has always elements."""
+        """Do nothing: the elements of an array cannot be removed."""
 
     def update(self, contents: dict[int, Any]) -> None:
         """Put elements in their places."""
@@ -258,26 +258,26 @@ def _contents(value: Any) -> bytes | None:
         return f"{value.dtype} {value.shape} ".encode() + bytes(value.tobytes())
     if type(value).__module__.startswith("numpy.random"):
         return pickle.dumps(value)
-    # Numbers that processes share.
+    # Memory that processes share, as of multiprocessing.Value.
     return bytes(memoryview(value)) if _basis(value).__module__ in ("_ctypes", "mmap") else None
 
 
 def _basis(value: Any) -> type:
-    """The class that all of an object's own ones are made of."""
+    """The last base of an object's class before ``object``."""
     basis: type = type(value).__mro__[-2:][0]
     return basis
 
 
 def _is_array(value: Any) -> bool:
     """Whether an object is an array, or a number, of NumPy."""
-    # Nobody has to have it.
+    # NumPy may not be imported.
     numpy: Any = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray | numpy.generic)
 
 
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
-    """The attributes that somebody has set on a tensor."""
-    # The compiler has marks of its own.
+    """The attributes that user code has set on a tensor."""
+    # Without the marks that torch.compile sets.
     return {key: x for key, x in tensor.__dict__.items() if not key.startswith("_dynamo")}
 
 
@@ -285,7 +285,7 @@ def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
-        # Nothing was put there so far.
+        # The cell of the closure is empty.
         return None
 
 
@@ -293,5 +293,5 @@ def _set(variable: ContextVar[Any]) -> Any:
     try:
         return variable.get()
     except LookupError:
-        # It was never set.
+        # The context variable was never set.
         return MISSING

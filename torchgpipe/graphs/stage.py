@@ -2,9 +2,9 @@
 
 A kind is the shapes, strides, dtypes and containers of all tensors, and which of them need a
 gradient. So a mini-batch whose last micro-batch is smaller has two. Layers run once on each kind
-before they are traced on it, since what they make once, and keep, must not be made of fake tensors.
-If a stage cannot be a graph, its cells are eager ones, and a warning says once which stage that is,
-and why.
+before they are traced on it, since tensors that they create in their first run, and keep, must not
+be fake ones. If a stage cannot be a graph, its cells are eager ones, and a warning says once which
+stage that is, and why.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class StageGraphs:
         self.last: Traced | None = None
 
     def begin(self, settings: Settings, copies: Mapping[Tensor, Tensor]) -> StageInStep:
-        """Look at the layers, at the beginning of a step.
+        """Find the state that the layers are in, at the beginning of a step.
 
         Args:
             settings: what is set in this step.
@@ -98,7 +98,7 @@ class StageGraphs:
             if len(self.states) == STATES and all(x.steps == 1 for x in self.states):
                 name = state.places.difference(self.states[0].places)
                 self.say(f"its attributes are others in each step ({name or 'an object'})")
-                # Each trace would be for one step.
+                # The state changes in each step, so a trace would serve one step only.
                 state.is_brief = True
         # The one that was used last is looked at first.
         self.states = [state, *[x for x in self.states if x is not state]][:STATES]
@@ -111,7 +111,7 @@ class StageGraphs:
         more, structure = of_loss(criterion, i)
         loss = keyed = None
         if criterion is not None:
-            # Whoever traces again later must not hold this step.
+            # A copy, so that a later trace does not hold the objects of this step.
             loss = Criterion(criterion.loss, [], Division([]), None, criterion.outputs is not None)
             keyed = bool(criterion.arguments[i][1])
 
@@ -123,12 +123,12 @@ class StageGraphs:
                 args, kwargs = given if keyed else (given, {})
                 return _with_loss(body, batch, loss, args, kwargs)
 
-        # All that it takes to trace again. What has the graph holds none of those that hold it.
+        # All that a later trace needs. It must not refer to objects that refer to the graph.
         places, casts, recorded = now.state.places, now.settings.casts, torch.is_grad_enabled()
         make, recompute, devices = self._make, self._recompute, [x.device for x in now.tensors]
 
         def parts(needs_grad: Sequence[bool] | None = None) -> tuple[Parts, OutputForm]:
-            # Backward has no casts.
+            # A later trace may run in backward, outside of the caller's autocast.
             with body.lock, with_autocast(casts):
                 joint, form = trace(
                     *(places, devices, compute, batch, more, own),
@@ -212,7 +212,7 @@ class StageInStep:
         self.tensors = [copies.get(x, x) for x in state.places.read()]
 
     def find(self, run: Forward, *, at_once: bool = False) -> tuple[Entry | None, Sequence[Tensor]]:
-        """Find what is known of the kind of micro-batch that an F has come to.
+        """Find the entry of the kind of micro-batch that an F computes.
 
         Args:
             run: the F.
@@ -225,18 +225,18 @@ class StageInStep:
         batch, criterion = run.given, run.criterion
         more, structure = of_loss(criterion, run.i)
         if batch.shared:
-            # A graph would not see changes in place.
+            # A change of one of them in place would not be seen in the other.
             self.graphs.say("tensors that come to it share memory")
             return None, more
         if current_hooks() is not None:
             self.graphs.say("hooks for saved tensors are active")
             return None, more
         if self.settings.replaced:
-            # A graph would keep what it has put in place of operators, or show it none.
+            # The graph would contain the work of the mode, or hide its operators from the mode.
             self.graphs.say("a mode for functions or operators is active")
             return None, more
         if torch.is_anomaly_enabled():
-            # Autograd would look at no gradient of a graph.
+            # Anomaly mode would not see the gradients within a graph.
             self.graphs.say("anomaly mode is on")
             return None, more
         key = (
@@ -308,7 +308,7 @@ def of_loss(criterion: Criterion | None, i: int) -> tuple[Sequence[Tensor], Stru
 
 
 def _places(batch: Batch) -> tuple[Any, ...]:
-    """For each part, the places of its tensors among those of the micro-batch."""
+    """For each part, the indices of its tensors among those of the micro-batch."""
     if len(batch.parts) == 1 == len(batch.tensors):
         return (len(batch.parts[None]),)
     place = {id(x): k for k, x in enumerate(batch)}

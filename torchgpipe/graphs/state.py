@@ -38,9 +38,9 @@ class Entry:
         self.traced: Traced | None = None
 
     def fits(self, structures: Sequence[Structure]) -> bool:
-        """Whether a micro-batch is of this kind, if its tensors are."""
+        """Whether the structures of a micro-batch fit; its tensors are compared elsewhere."""
         return all(a.equals(b) for a, b in zip(self._structures, structures)) and (
-            # An object that is equal to itself may hold something else by now.
+            # The same object may have changed since.
             self._objects is None or self._objects.same(_objects(structures) or self._objects)
         )
 
@@ -56,7 +56,7 @@ class Entry:
 
 def _objects(structures: Sequence[Structure]) -> Snapshot | None:
     others = [x for some in structures for x in some.others.values()]
-    # Zeros are equal, whatever their signs.
+    # Zeros are equal, so the snapshot compares their signs.
     found = [x for x in others if type(x) not in ATOMS or (type(x) is float and x == 0)]
     return Snapshot([("an argument", x) for x in found]) if found else None
 
@@ -76,8 +76,8 @@ class StageState:
         self._entries: dict[Any, list[Entry]] = {}
         #: The number of kinds of micro-batches that became graphs, or were tried.
         self.count = 0
-        #: The number of steps in which the layers were in this state, and whether one of them is
-        #: too few for a trace.
+        #: The number of steps in which the layers were in this state, and whether the state will
+        #: not last long enough for a trace.
         self.steps, self.is_brief = 0, False
 
     def is_current(self) -> bool:

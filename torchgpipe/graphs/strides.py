@@ -1,8 +1,8 @@
-"""A pass for strides: a graph computes the same with other strides than it was traced with.
+"""A pass for strides: graphs must compute the same if kernels return other strides than traced.
 
-A kernel may return other strides than its fake stands for, as those of losses do. Most operators
-take any. A view takes some, and PyTorch has left out by then whatever copies such a view would need
-(``contiguous``, and what ``reshape`` does), since the fake tensor needed none.
+A kernel may return other strides than its fake tensor has, as those of losses do. Most operators
+take any strides. A view takes only some, and the trace lacks the copies that it would need (by
+``contiguous``, or within ``reshape``), since the fake tensor needed none.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RELYING |= {aten.as_strided_.default, aten.as_strided_scatter.default}
 #: Operators whose strides are the same for fake tensors and others.
 CERTAIN = {aten.new_empty_strided.default, aten.empty_strided.default, aten.mm.default}
 CERTAIN |= {aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
-#: Operators, besides those on each number, whose strides follow from those of their arguments.
+#: Operators, besides elementwise ones, whose strides follow from those of their arguments.
 FOLLOWING = {aten.sum.dim_IntList}
 
 
@@ -43,7 +43,7 @@ def copied(tensor: Tensor, strides: Sequence[int]) -> Tensor:
 
 
 def settle_strides(joint: Joint) -> Joint:
-    """Have all operators compute the same, whatever strides the others return."""
+    """Insert copies, so that results do not depend on the strides that kernels return."""
     graph = joint.module.graph
     effects = Effects(graph.nodes)
     # Placeholders come with the strides of the trace.
@@ -59,7 +59,7 @@ def settle_strides(joint: Joint) -> Joint:
         return found
 
     def lay_out_origin(x: Node) -> None:
-        """Lay memory out where it is made, for all who have it."""
+        """Copy a tensor where its memory is created, so that all views have the traced strides."""
         memory = effects.memory[x]
         shared = [y for y in effects.position if memory & effects.memory[y]]
         shared = [y for y in shared if isinstance(y.meta["val"], Tensor)]
@@ -88,7 +88,7 @@ def settle_strides(joint: Joint) -> Joint:
                     node.replace_input_with(x, lay_out(x, late))
         if _is_certain(effects, node, certain):
             certain.add(node)
-    # The layers behind may rely on them, too.
+    # The next stage may rely on the strides of outputs, too.
     forward = joint.forward
     for x in [*dict.fromkeys(joint.outputs)]:
         if x not in certain:
@@ -107,7 +107,7 @@ def _relying(node: Node) -> list[Node]:
         return []
     if node.target in VIEWS or node.target in RELYING or "attention" in schema.name:
         return node.all_input_nodes
-    # Nobody knows what others do.
+    # Operators of other libraries may rely on all strides.
     return [] if schema.name.startswith("aten::") else node.all_input_nodes
 
 

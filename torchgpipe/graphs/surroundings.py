@@ -1,4 +1,4 @@
-"""Settings: what a thread, or the process, has set that decides which operators layers come to."""
+"""Settings of the thread and the process that decide which operators layers call."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def current_settings() -> Settings:
             torch.get_default_dtype(),
             torch.get_default_device(),
             torch.are_deterministic_algorithms_enabled(),
-            # Attention becomes the operators of whichever way to compute it is allowed.
+            # Attention becomes the operators of a backend that is enabled.
             attention.flash_sdp_enabled(),
             attention.mem_efficient_sdp_enabled(),
             attention.math_sdp_enabled(),

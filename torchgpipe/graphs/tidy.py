@@ -22,12 +22,12 @@ RESHAPES = {aten.view.default, aten.expand.default, aten.reshape.default}
 
 
 def tidy(joint: Joint) -> Joint:
-    """Remove copies of references, transpositions back and forth, and what nobody needs."""
+    """Remove operators that return their argument, double transpositions, and unused nodes."""
     graph = joint.module.graph
     effects = Effects(graph.nodes)
     for node in joint.calls:
         same = _same(node)
-        # Whoever takes a node behind a change in place must not be given one of before it.
+        # A node that is used after a change in place must not be replaced by one from before it.
         # guard: changes in place before a reference
         if same is not None and not effects.between(same, node):
             joint.replace(node, same)

@@ -41,8 +41,8 @@ class OutputForm:
         structures: for each part, its structure.
         shared: the parts with a tensor that shares memory with another one.
         needs_grad: for each output, whether a gradient of it is wanted.
-        rest: the places, and the structure, of what is behind the parts: the output of the layers
-            in front of the loss, and the weight of the loss.
+        rest: the indices and the structure of the further outputs: the output of the layers before
+            the loss, and the weight of the loss.
     """
 
     parts: dict[Any, tuple[int, ...]]
@@ -53,12 +53,12 @@ class OutputForm:
 
     def __post_init__(self) -> None:
         places, structure = self.rest
-        #: What is behind the parts, where no tensor is among it.
+        #: The further outputs, if no tensor is among them.
         self.fixed = None if places else structure.unflatten(())
 
 
 #: Runs the layers on a micro-batch with further arguments of the loss; returns the output, and the
-#: tensors behind it with their structure.
+#: further outputs with their structure.
 Run = Callable[[Batch, Sequence[Tensor]], tuple[Batch, tuple[Sequence[Tensor], Structure]]]
 
 
@@ -81,7 +81,7 @@ def trace(
         run: runs the layers.
         batch: a micro-batch.
         more: the tensors among the further arguments of the loss.
-        chosen: the places, among the tensors of the layers, of those whose gradients are wanted.
+        chosen: the indices of the tensors of the layers whose gradients are wanted.
         recorded: whether there is a backward.
         roots: for each output, whether its gradient is given; by default if it is wanted.
 
@@ -98,7 +98,7 @@ def trace(
 
     def joint(state: list[Tensor], inputs: list[Tensor], more: list[Tensor]) -> list[Tensor | None]:
         memory = [storage_of(x) for x in state]
-        # Layers may ask what a tensor is.
+        # Layers may ask whether a tensor is a parameter.
         state = [
             nn.Parameter(x, x.requires_grad) if isinstance(original, nn.Parameter) else x
             for x, original in zip(state, tensors)
@@ -111,7 +111,7 @@ def trace(
             if roots is not None:
                 form.needs_grad[:] = roots
             ends = [x for x, needed in zip(values, form.needs_grad) if needed and recorded]
-            # Arguments will stand in their places. Nobody knows their shapes before.
+            # Gradients of outputs; their shapes are known only now. They become placeholders.
             tangents = [torch.empty_like(x) for x in ends]
             wanted = [x for x in [*inputs, *[state[k] for k in chosen]] if x.requires_grad]
             # Within the block, since checkpoints of PyTorch run layers again in backward.
@@ -129,7 +129,7 @@ def trace(
         [x.detach().requires_grad_(x.requires_grad) for x in some]
         for some in (tensors, batch, more)
     ]
-    # Casts of fake weights must not be found later, nor what checkpoints of PyTorch leave behind.
+    # Casts of fake weights must not stay in autocast's cache, nor notes of PyTorch's checkpoints.
     with (
         torch.set_grad_enabled(recorded),
         own_casts(),
@@ -152,7 +152,7 @@ def trace(
 
 
 def _on(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor in place of one that is at home on another device: a trace asks for no values."""
+    """Replace a tensor of another device by an uninitialised one: a trace needs no values."""
     if tensor.device == device:
         return tensor
     found = torch.empty_like(tensor, device=device)
@@ -160,7 +160,7 @@ def _on(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def chosen(tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> list[int]:
-    """The places of weights among the tensors of the layers.
+    """The indices of weights among the tensors of the layers.
 
     Raises:
         UntraceableError: a weight is of other layers.
@@ -173,11 +173,11 @@ def chosen(tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> list[int]:
 
 
 class NoLeaves(torch.autograd.Function):
-    """Make tensors something else than leaves, which layers may change in place."""
+    """Turn leaves into results of a function, which layers may change in place."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        # No gradient is another thing than zeros.
+        # A gradient of None must not become zeros.
         ctx.set_materialize_grads(False)
         return tuple([x.detach() for x in tensors])
 
@@ -213,7 +213,7 @@ def _grad(
 ) -> Sequence[Tensor | None]:
     if not roots or not wanted:
         return [None] * len(wanted)
-    # In this thread, where operators are noted.
+    # Backward must run in this thread, where the tracer records operators.
     with torch.autograd.set_multithreading_enabled(False), without_autocast():
         return torch.autograd.grad(roots, wanted, tangents, allow_unused=True)
 
@@ -221,7 +221,7 @@ def _grad(
 def _with_roles(
     module: GraphModule, given: Sequence[int], counts: Sequence[int], form: OutputForm
 ) -> Joint:
-    """Tell the roles of the nodes, and make the gradients of outputs arguments."""
+    """Assign roles to the nodes, and make the gradients of outputs placeholders."""
     graph = module.graph
     nodes = [*graph.nodes]
     placeholders = iter([x for x in nodes if x.op == "placeholder"])
@@ -262,10 +262,12 @@ def _with_roles(
 
 
 def _verify(joint: Joint) -> None:
-    """Check that the backward may run later than the forward, and in parts.
+    """Check that a graph can be computed in parts, the backward later than the forward.
 
     Raises:
-        UntraceableError: it draws random numbers, or its memory changes in between.
+        UntraceableError: the backward draws random numbers, or takes a value that is changed in
+            between; or the graph has its own generator, sparse tensors, or shapes that depend on
+            values.
     """
     given = [x for node in joint.calls for x in arguments_of(node)]
     if any(name == "generator" and value is not None for name, value in given):
@@ -285,7 +287,7 @@ def _verify(joint: Joint) -> None:
 
 
 def _verify_lasting(joint: Joint, effects: Effects, node: Node, saved: Node) -> None:
-    """Check that nobody changes what a node of the backward takes from the forward."""
+    """Check that no node changes a value that a node of the backward takes from the forward."""
     if effects.written.get(node, frozenset()) & effects.memory[saved]:
         raise UntraceableError("its backward changes what its forward has made")
     for x in effects.memory[saved] & effects.reads(node):

@@ -34,7 +34,7 @@ class Traced:
         trace: Callable[[Sequence[bool]], Parts],
     ) -> None:
         self.parts, self.form, self._trace = parts, form, trace
-        #: The places of buffers that the backward needs as they were in the forward.
+        #: The indices of buffers that the backward needs as they were in the forward.
         self.lasting = [
             k for k in parts.state_of_backward if not isinstance(tensors[k], nn.Parameter)
         ]
@@ -45,10 +45,10 @@ class Traced:
         }
 
     def with_grads(self, grads: Sequence[Tensor | None]) -> tuple[Parts, Sequence[int]]:
-        """The parts for a backward that has these gradients of the outputs, and no others.
+        """Find the parts for a backward in which only these outputs have gradients.
 
-        Zeros in their place would not do: a weight that no gradient comes to has none, and
-        the derivative of a square root of 0, for one, makes NaN of 0.
+        Zeros for the other outputs would be wrong: a weight that gets no gradient must have None,
+        and some derivatives, as that of a square root at 0, turn a gradient of 0 into NaN.
         """
         key = tuple([x is not None and needed for x, needed in zip(grads, self.form.needs_grad)])
         if key not in self._known:
@@ -74,6 +74,6 @@ class Traced:
 
 
 def _identity(node: Node) -> tuple[object, ...]:
-    """Name what two traces of one forward have in common at a node."""
+    """Name a node such that it has the same name in another trace of the same forward."""
     kinds = [(x.shape, x.dtype) for x in tensors_of(node)]
     return node.name, node.target if node.op == "call_function" else "", *kinds

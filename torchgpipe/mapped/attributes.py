@@ -1,13 +1,13 @@
-"""Attributes: what the model's code stores on a mapped module, for one micro-batch after another.
+"""Attributes that the model's code sets on a mapped module, anew for each micro-batch.
 
 Many models hand masks and embeddings down in this way::
 
     self.block.mask = mask
     x = self.block(x)
 
-A second run of the block would find what the last micro-batch got. So what changes between two
-calls of a module is put there again for the second run. What the module itself changes is its own
-affair, as under every wrapper.
+When the block is recomputed, the attribute has the value of the last micro-batch. So attributes
+that change between two calls of a module are set again for its recomputation. Attributes that the
+module itself changes are not, as under every wrapper.
 
 The first step also looks into lists, dicts and plain objects among the attributes. From then on
 only those are looked into that the model's code has changed between calls.
@@ -27,19 +27,19 @@ from torchgpipe.values.structure import MISSING
 __all__: list[str] = []
 
 
-#: What every module has: flags and tables, which second runs find as they were by other means.
+#: Attributes of every module: flags and dicts, which are restored by other means.
 _COMMON = frozenset(vars(nn.Module()))
 
-#: The number of a module among those within a mapped one, and the name of an attribute.
+#: The index of a module among those within a mapped module, and the name of an attribute.
 Key: TypeAlias = tuple[int, str]
 
 
 class Found(NamedTuple):
-    """Attributes as they were at one time."""
+    """A reading of all attributes, at one time."""
 
     keys: Sequence[Key]
     values: Sequence[Any]
-    #: What was within them, of those that are looked into.
+    #: The contents of the attributes that are looked into.
     contents: Mapping[Key, Contents]
 
     def by_key(self) -> dict[Key, Any]:
@@ -50,8 +50,8 @@ class Found(NamedTuple):
 class Attributes:
     """The attributes of a mapped module, and of all modules within, from call to call.
 
-    Each call of a mapped module reads all of them twice. So loops in C do what they can, and what
-    is the same is one object, whoever holds it.
+    Each call of a mapped module reads all of them twice. To take less time, loops run in C where
+    they can, and an equal reading is the same object.
 
     Args:
         module: the module.
@@ -61,37 +61,37 @@ class Attributes:
         self._module = module
         #: The attributes that change between calls.
         self._given: dict[Key, None] = {}
-        #: The attributes that are looked into, of which something within changes between calls.
+        #: The attributes whose contents change between calls.
         self._deep: dict[Key, None] = {}
-        #: Whether all are looked into.
+        #: Whether the contents of all attributes are looked into.
         self._learning = True
-        #: What the last call of a step has found, and what it has left behind.
+        #: The readings before and after the last call of a step.
         self._last: Given | None = None
         self._left: Found | None = None
         self._walk()
 
     def begin_step(self) -> None:
-        """Look whether the module still has the same modules within."""
+        """List the attributes anew if the module has other submodules now."""
         children = [x for table in self._tables for x in table["_modules"].values()]
         if len(children) != len(self._children) or not all(map(is_, children, self._children)):
             self._walk()
 
     def end_step(self, m: int) -> None:
-        """Take note of what the model has taken back, and let go of it all.
+        """Find the last changes of a step, and release all readings.
 
         Args:
-            m: the number of micro-batches. One alone tells nothing of contents.
+            m: the number of micro-batches. A single one does not show whether contents change.
         """
         self._look()
         self._learning = self._learning and m == 1
         self.let_go()
 
     def let_go(self) -> None:
-        """Hold no attribute of a module any more."""
+        """Release all values of attributes."""
         self._last = self._left = None
 
     def begin(self) -> Given:
-        """Take note, before a call, of what the call finds."""
+        """Read the attributes before a call."""
         found, last = self._look(), self._last
         self._left = found
         if last is None or found is not last.found:
@@ -99,11 +99,11 @@ class Attributes:
         return last
 
     def end(self, given: Given) -> None:
-        """Take note, behind a call, of what the call leaves."""
+        """Read the attributes after a call."""
         self._left = self._unless(given.found)
 
     def _look(self) -> Found:
-        """Find the attributes that were changed since the last call; return all that there are."""
+        """Find the attributes that changed since the last call; return the present reading."""
         left = self._left
         found = self._unless(left)
         if left is not None and found is not left:
@@ -117,7 +117,7 @@ class Attributes:
 
     def _walk(self) -> None:
         modules = [*self._module.modules()]
-        # Those of users' classes may name anything.
+        # Of PyTorch's classes alone: in a user's class, ``__constants__`` may name anything.
         self._sizes_of = [
             getattr(type(x), "__constants__", ()) if type(x).__module__[:6] == "torch." else ()
             for x in modules
@@ -130,7 +130,7 @@ class Attributes:
         self._list()
 
     def _unless(self, known: Found | None) -> Found:
-        """Read what there is now; return the same object if it is what is known."""
+        """Read all attributes; return ``known`` itself if it is equal."""
         values = self._values()
         # Without comparing objects: tensors on an accelerator would make the host wait.
         if (
@@ -169,14 +169,14 @@ class Attributes:
         self._keys: list[Key] = []
         self._getters: list[tuple[itemgetter[Any], dict[str, Any]]] = []
         for k, (sizes, table) in enumerate(zip(self._sizes_of, self._tables)):
-            # Without the sizes of a layer, but with probabilities and the like.
+            # Without the sizes of a layer, but with floats, such as probabilities.
             names = [
                 name
                 for name, value in table.items()
                 if name not in _COMMON and not (name in sizes and isinstance(value, int | tuple))
             ]
             if len(names) == 1:
-                # Of one name alone, there would be no tuple.
+                # For a single name, itemgetter() would return no tuple.
                 names *= 2
             if names:
                 self._keys += [(k, name) for name in names]
@@ -189,12 +189,12 @@ class Given(NamedTuple):
     tables: Sequence[dict[str, Any]]
     #: The attributes that change between calls, which later calls may add to.
     keys: Mapping[Key, None]
-    #: Likewise those within which something changes.
+    #: The attributes whose contents change between calls.
     deep: Mapping[Key, None]
     found: Found
 
     def restored(self) -> RestoredAttributes:
-        """Put it back within a ``with`` block, and after it what there was before the block."""
+        """Set these attributes within a ``with`` block, and restore the present ones after it."""
         return RestoredAttributes(self)
 
 

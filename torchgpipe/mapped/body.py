@@ -26,7 +26,7 @@ INSIDE: Any = object()
 
 
 class Current(threading.local):
-    """The course that a thread takes, or :data:`INSIDE`; None outside of a step."""
+    """The course that a thread runs, or :data:`INSIDE`; None outside of a step."""
 
     course: Any = None
 
@@ -55,8 +55,8 @@ class MappedBody(Body):
         module: the module.
         inner: the module's own call. Its class may have a ``__call__``, which has been called.
         lock: a lock to hold while the module runs for the second time.
-        state: the state of the module, and its attributes; None in a step without second runs.
-        attributes: likewise.
+        state: the state of the module; None in a step without recomputation.
+        attributes: its attributes; None in a step without recomputation.
     """
 
     __slots__ = ("_inner", "attributes", "changes_input", "checkpointed", "omits", "shared")
@@ -73,7 +73,7 @@ class MappedBody(Body):
         super().__init__(module, lock, state, False)
         self._inner, self.call = inner, partial(filling_nothing, name, inner)
         self.attributes = attributes
-        # The model may use what the module changes, so the first run changes that and no clone.
+        # The model may use an input that the module changes in place, so none is cloned in forward.
         self.changes_input, self.in_place = self.in_place, False
         #: How many micro-batches, from the first, are computed under checkpointing.
         self.checkpointed = 0
@@ -101,7 +101,7 @@ class MappedBody(Body):
         return output
 
     def run_twice(self, batch: Batch, given: Given | None, **more: Any) -> Batch:
-        """Run the module under checkpointing, for the first or the second time.
+        """Run the module under checkpointing, in forward or in recomputation.
 
         Args:
             batch: its arguments.
@@ -111,18 +111,18 @@ class MappedBody(Body):
         with inside():
             if not is_recomputing():
                 return self.run(batch, **more)
-            # A leaf, as the input of a second run is one, cannot be changed.
+            # The inputs of recomputation are leaves, which cannot be changed in place.
             batch = self.kept(batch)
-            # Most models store nothing.
+            # Most models set no attributes.
             if given is None or not (given.keys or given.deep):
                 return self.run(batch, **more)
-            # Modules of several devices may share what is within their attributes.
+            # Modules on several devices may share objects in their attributes.
             # guard: contents of several devices
             with self.lock, given.restored():
                 return self.run(batch, **more)
 
     def kept(self, batch: Batch) -> Batch:
-        """The arguments for a later run, if this one may change its own."""
+        """Keep the arguments for a later run: as clones, if this run may change them in place."""
         if not self.changes_input:
             return batch
         return batch.map(lambda *xs: [x.clone() for x in xs], [VALUE])

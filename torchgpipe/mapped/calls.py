@@ -1,10 +1,10 @@
-"""Interception: a wrapper learns that one of its mapped modules is called.
+"""Interception: a call of a mapped module goes to its wrapper.
 
-PyTorch calls a module through an attribute that ``module.compile()`` sets, if it is set. So the
-wrapper sets it. All that belongs to the module stays within the call: its own hooks, and compiled
-code. Copies and pickles of the module leave the attribute out by themselves, and neither its class
-nor its state dict changes. Forward hooks would run within the compiled code, and another
-``forward``, as Accelerate sets it, would run within the module's own hooks.
+``module.compile()`` sets an attribute through which PyTorch calls the module then. The wrapper sets
+the same one. So the module's own hooks and compiled code run within the intercepted call. Copies
+and pickles of the module leave the attribute out, and neither its class nor its state dict changes.
+Other ways fail: forward hooks would run within the compiled code, and another ``forward``, as
+Accelerate sets it, would run within the module's own hooks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Call(Interception):
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         course, module = current.course, self.mapped.module
-        # Looked up by each call, since it holds the module, and the module holds this.
+        # Looked up by each call: to store the bound method would make a reference cycle.
         inner = self.inner or module._call_impl
         if course is INSIDE:
             return inner(*args, **kwargs)
@@ -78,7 +78,7 @@ def _near(device: torch.device, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def intercept(mapped: Mapped, lasting: Lasting) -> Call:
-    """Make calls of a module ours."""
+    """Make calls of a module go to its wrapper."""
     module: nn.Module = mapped.module
     inner: Any = module._compiled_call_impl
     if isinstance(inner, Call):
@@ -90,7 +90,7 @@ def intercept(mapped: Mapped, lasting: Lasting) -> Call:
 
 
 def is_intercepted(call: Call) -> bool:
-    """Whether calls of the module still come here, also if it was compiled since then."""
+    """Whether calls of the module still go to its wrapper, even if it was compiled since."""
     module: nn.Module = call.mapped.module
     found: Any = module._compiled_call_impl
     if found is not None and not isinstance(found, Call):
@@ -100,7 +100,7 @@ def is_intercepted(call: Call) -> bool:
 
 
 def let_go(call: Call) -> None:
-    """Make calls of a module its own again."""
+    """Make calls of a module go to the module itself again."""
     if call.mapped.module._compiled_call_impl is call:
         call.mapped.module._compiled_call_impl = call.inner
 
@@ -128,13 +128,13 @@ class Signed:
 def signed(method: Any, model: Callable[..., Any]) -> Callable[..., Any]:
     """Make a function of a method, with the signature of a model's forward.
 
-    It has the code of the method, which the compiler knows by its code.
+    It has the code object of the method, by which torch.compile knows what not to compile.
     """
     found: Any = FunctionType(method.__code__, method.__globals__, method.__name__)
     own = [*inspect.signature(method).parameters.values()]
     given = inspect.signature(model)
     found.__doc__ = method.__doc__
-    # Among these is what the compiler is told of the method.
+    # These include the marks that torch.compile reads.
     found.__dict__.update(method.__dict__)
     found.__signature__ = given.replace(parameters=[own[0], *given.parameters.values()])
     function: Callable[..., Any] = found

@@ -15,9 +15,9 @@
                             layers
 
 The functions, and the streams that each of them belongs to, are those of
-:mod:`torchgpipe.engine.cell`. What differs is that nobody knows beforehand which tensors will go
-where. A tensor leaves when a module elsewhere is called with it. It comes to a device once, however
-many modules there are called with it.
+:mod:`torchgpipe.engine.cell`. What differs is that it is unknown beforehand which tensors go to
+which device. A tensor leaves when a module on another device is called with it. It is copied to a
+device once, however many modules there are called with it.
 """
 
 from __future__ import annotations
@@ -66,20 +66,20 @@ class Cell:
         self._offloaded: dict[Offloading, Offloaded] = {}
         #: What was computed in this visit, if it is not the first one.
         self._made: dict[int, weakref.ref[Tensor]] = {}
-        #: What has come, and what has left.
+        #: The tensors that were copied here, and those that were cloned to leave.
         self._come, self._left = Copies(), Copies()
-        #: Whether a gradient goes back from here, whose arrival the fence holds back.
+        #: Whether a received tensor needs a gradient: its join holds this cell's backward back.
         self._held = False
 
     @property
     def label(self) -> labels.Label | None:
-        """The label of what is computed here, if somebody observes it."""
+        """The label of the work of this cell; None without an observation."""
         return labels.of("F", self.stage.number, self.i)
 
     def fetch(
         self, tensors: Sequence[Tensor], sources: Mapping[torch.device, Cell]
     ) -> dict[int, Tensor]:
-        """Bring tensors here, those of one device together, each once.
+        """Copy tensors to this device, those of one device together, each once.
 
         Args:
             tensors: tensors on any device.
@@ -95,7 +95,7 @@ class Cell:
             if device in sources:
                 arrived = self.receive(sources[device], originals)
             else:
-                # The host waits anyway.
+                # Without lanes, since the host waits for such a copy anyway.
                 arrived = tuple([x.to(own) for x in originals])
             fetched |= self._come.added(originals, arrived)
         if self.stage.visit:
@@ -103,7 +103,7 @@ class Cell:
         return fetched
 
     def taken_over(self, tensors: Iterable[Tensor]) -> dict[int, Tensor]:
-        """Tensors of an earlier visit of this device for the stream of this one, by identity.
+        """Hand tensors of an earlier visit over to the stream of this one; return them by identity.
 
         Their gradients leave this stream as clones, since autograd may add others to them.
         """
@@ -128,7 +128,7 @@ class Cell:
         return found is not None and found() is tensor
 
     def receive(self, source: Cell, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Bring tensors here anew, from the cell on their device."""
+        """Copy tensors to this device on lanes, from the cell on their device."""
         leaving = source.send(tensors)
         there, here, fence = source.stage, self.stage, self.step.fence
         needed = any(x.requires_grad for x in leaving)
@@ -149,13 +149,13 @@ class Cell:
         return arriving
 
     def stay(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Fence what the model returns from here."""
+        """Fence the outputs of the model that are on this device."""
         self._record(tensors)
         with use_stream(self.stage.compute), labels.within(self.label):
             return self._fenced(tensors)
 
     def _record(self, tensors: Iterable[Tensor]) -> None:
-        """Keep the memory of what an earlier visit has made."""
+        """Keep memory of an earlier visit from being reused before this stream is done with it."""
         if self.stage.visit:
             for tensor in tensors:
                 # guard: recording for a later visit
@@ -180,7 +180,7 @@ class Cell:
     def _fenced(
         self, tensors: tuple[Tensor, ...], checkpoints: Sequence[Checkpoint] = ()
     ) -> tuple[Tensor, ...]:
-        """Fence tensors, whose gradients trigger the recomputation of checkpoints."""
+        """Join and fork tensors for the fence; their gradients trigger recomputation."""
         fence, j = self.step.fence, self.stage.number
         if fence is None or not needs_backward(tensors):
             return tensors
@@ -211,25 +211,24 @@ class Cell:
 
 
 class Copies:
-    """Copies of tensors that are somewhere else, by the identities of the originals."""
+    """A table of copies of tensors, by the identities of the originals."""
 
     def __init__(self) -> None:
-        #: The original, which is held so that no other tensor has its identity, how often it had
-        #: been changed in place, and the copy.
+        #: The original, held so that no other tensor gets its identity; its version; and the copy.
         self._found: dict[int, tuple[Tensor, int, Tensor]] = {}
 
     def known(self, tensors: Iterable[Tensor]) -> tuple[dict[int, Tensor], list[Tensor]]:
-        """The copies that there are, by the identities of the originals, and tensors without."""
+        """The valid copies, by the identities of the originals, and the tensors that have none."""
         copies: dict[int, Tensor] = {}
         missing = {id(x): x for x in tensors}
         for key, tensor in [*missing.items()]:
             _, version, copy = self._found.get(key, (tensor, -1, None))
             now = version_of(tensor)
-            # The tensor has changed since, or nobody counts its changes.
+            # The tensor was changed in place since, or has no version counter.
             # guard: copies of what has changed
             if copy is None or version != now or now < 0:
                 continue
-            # A copy that was made without grad leads no gradient back.
+            # A copy that was made without grad mode passes no gradient back.
             # guard: copies without grad
             if tensor.requires_grad and not copy.requires_grad and torch.is_grad_enabled():
                 continue

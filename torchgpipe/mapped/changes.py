@@ -1,8 +1,8 @@
-"""Changes: what the model's own code changes of its state, such as a mean that its root keeps.
+"""Changes of the model's state by its own code, such as a running mean that its root keeps.
 
-Micro-batches change it one after another, each where the model has come to by then. A device that
-the model comes back to computes that on another stream, which knows nothing of the next
-micro-batch in front of it. So whatever uses such state again waits for the change.
+Micro-batches change it one after another, each on the stream of the stage that it has reached. A
+later visit of a device has another stream, which does not wait for the first one. So whatever uses
+changed state next waits for an event after the change.
 
 Mapped modules are called on one stream each, or see to it themselves.
 """
@@ -47,7 +47,7 @@ class Changes:
 
     def of(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """The tensors that are state of the model, or views of it."""
-        # What needs a gradient is computed of state, and no state.
+        # A tensor with a ``grad_fn`` was computed from state, and is no state.
         tensors = [x for x in tensors if x.grad_fn is None and is_dense(x)]
         if tensors and self._own is None:
             model = self._model()

@@ -38,8 +38,8 @@ def replaced(value: Any, others: Mapping[int, Tensor], copies: list[Any] | None 
     """A value with others in place of some of its tensors.
 
     The containers are those of Python, and subclasses of them that PyTorch knows. Other objects may
-    be somebody's state, as a cache of keys and values is, which must not become a copy. They stay
-    what they are, and what is in them stays where it is. So do containers without such a tensor.
+    hold state, as a key-value cache does, and must not be copied. They stay as they are, and so do
+    the tensors in them, on whatever device. Containers without such a tensor stay, too.
 
     Args:
         value: the value.
@@ -72,7 +72,7 @@ def replaced(value: Any, others: Mapping[int, Tensor], copies: list[Any] | None 
 
 
 def filling_nothing(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a module of this name with containers that are copies."""
+    """Call a module, and check that it does not fill lists and dicts, which are copies."""
     with unfilled(name, lists_and_dicts((args, *kwargs.values()))):
         return function(*args, **kwargs)
 

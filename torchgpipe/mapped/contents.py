@@ -1,13 +1,13 @@
-"""Contents: what the model's code puts into lists, dicts and plain objects of a mapped module.
+"""Contents that the model's code puts into lists, dicts and plain objects of a mapped module.
 
 ::
 
     self.block.state["mask"] = mask
     x = self.block(x)
 
-The dict stays where it is, so its identity tells nothing. A snapshot has what is within it, and
-within what is within it, by identity, as far as it is of Python's own containers or of classes that
-set attributes in the plain way.
+The dict stays where it is, so its identity tells nothing. A snapshot holds its elements, and theirs
+in turn, by identity. It looks into Python's own containers, and into objects of classes that set
+attributes in the plain way.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Contents(NamedTuple):
                 continue
             half = len(now) // 2
             if isinstance(container, dict) and _same(now[:half], elements[: len(elements) // 2]):
-                # Some values: other threads may use others meanwhile.
+                # Only values that differ, since other threads may use the others at the same time.
                 pairs = zip(now[:half], now[half:], elements[half:])
                 changed = [x for x in pairs if x[1] is not x[2]]
                 keys, whole = [key for key, _, _ in changed], False
@@ -115,7 +115,7 @@ def fill(container: Any, elements: list[Any], whole: bool = True) -> None:
 def _elements(container: Any) -> list[Any]:
     if isinstance(container, dict):
         return [*container, *container.values()]
-    # A set that is filled anew may come in another order, which says nothing.
+    # Sorted, since a set that is filled again may have another order.
     return sorted(container, key=id) if isinstance(container, set) else [*container]
 
 
@@ -134,7 +134,7 @@ def attributes_of(x: Any) -> dict[str, Any] | None:
     kind = type(x)
     if kind.__module__.split(".")[0] in _OTHERS or isinstance(x, Tensor | nn.Module):
         return None
-    # Objects with a way of their own may keep more than their attributes in step.
+    # A class with its own way to set attributes may keep other state in accord with them.
     owners = [owner for owner in kind.__mro__[:-1] if owner is not SimpleNamespace]
     own = any("__setattr__" in vars(owner) for owner in owners)
     found: dict[str, Any] | None = None if own else getattr(x, "__dict__", None)

@@ -8,11 +8,11 @@ order of the micro-batches, as under :class:`~torchgpipe.GPipe`::
     device 0   [0,0] [1,0] [2,0]
     device 1         [0,1] [1,1] [2,1]       consecutive modules on one device are one cell
 
-A course knows which cell is on its way. When a module on another device is called, the next cell
-begins, and the tensors that the module is called with come there on lanes. The obvious way,
-``tensor.to(device)``, makes the current streams of both devices wait for each other. Then no two
-micro-batches are computed at the same time. So :class:`~torchgpipe.mapped.glue.Glue` sees to the
-copies that the model makes itself, between its modules.
+A course has a present cell. When a module on another device is called, the next cell begins, and
+the arguments of the module are copied there on lanes. The obvious way, ``tensor.to(device)``, makes
+the current streams of both devices wait for each other. Then no two micro-batches are computed at
+the same time. So :class:`~torchgpipe.mapped.glue.Glue` replaces the copies that the model itself
+makes, between its modules.
 
 A model may come back to a device, as an encoder and a decoder over the same devices do. Each visit
 is a stage of its own. All but the first compute on a stream of their own: on one stream, the next
@@ -63,33 +63,33 @@ class Course:
     Args:
         step: the step.
         i: the number of the micro-batch.
-        turns: the order of courses on their way at the same time; None if there is one at a time.
+        turns: the order of courses that run at the same time; None if one runs at a time.
     """
 
     def __init__(self, step: MappedStep, i: int, turns: Turns | None = None) -> None:
         self.step, self.i = step, i
         self._turns = turns
         if turns:
-            # Code in front of the first mapped module computes there.
+            # Code before the first mapped module computes on the first device.
             turns.come(i, (step.devices[0], 0))
-        #: The cell that is on its way.
+        #: The present cell.
         self._cell: Cell | None = None
         self._all: list[Cell] = []
-        #: The devices to which the model came, in order.
+        #: The devices that the micro-batch has visited, in order.
         self._way: list[torch.device] = []
         #: The latest cell on each device.
         self._cells: dict[torch.device, Cell] = {}
-        #: Where code between mapped modules is.
+        #: The position of code between mapped modules, for notes on exceptions.
         self._place = "in front of the first mapped module"
         self._noted = False
         #: How often each module with names on several devices was called.
         self._counts: Counter[Mapped] = Counter()
-        #: The label of what the thread computes besides.
+        #: The label that the thread had before.
         self._outer = labels.current.label
         #: The cells of later visits, by device, once the model came back to one.
         self.later: dict[torch.device, Cell] = {}
         self._numbers = CourseNumbers(step.numbers, i, step.devices, alone=turns is None)
-        #: The mode of code between mapped modules, which they are computed without.
+        #: The torch-function mode for code between mapped modules, which is off within them.
         self.glue: TorchFunctionMode | None = None
         #: The code behind the latest mapped module, if it may be the last one.
         self.tail: Tail | None = None
@@ -121,7 +121,7 @@ class Course:
             self.tail.keep()
             self.tail = None
         if mapped.turns:
-            # Under the first name when it is called first, under the second one then, and so on.
+            # The first call counts for the first name, the second one for the second, and so on.
             count, places = self._counts[mapped], (mapped, *mapped.turns)
             self._counts[mapped] += 1
             mapped = places[count % len(places)]
@@ -179,7 +179,7 @@ class Course:
             )
 
     def _fetch(self, cell: Cell, value: tuple[Any, Any]) -> tuple[tuple[Any, Any], list[Any]]:
-        """Bring the arguments of a call to a cell.
+        """Copy the arguments of a call to the device of a cell.
 
         Returns:
             The arguments, and the lists and dicts in them that are copies.
@@ -191,11 +191,11 @@ class Course:
             on_lanes = [x for x in elsewhere if has_streams(x) and has_streams(here)]
             fetched = cell.fetch(tensors, {device: self._at(device) for device in on_lanes})
             value = replaced(value, fetched, copies)
-        # The dict of keyword arguments is the call's own.
+        # The dict of keyword arguments is made by the call, so the module may fill it.
         return value, [x for x in copies if x is not value[1]]
 
     def _items(self, cell: Cell, items: dict[Any, Any]) -> dict[Any, Any]:
-        """Bring what is in a mapping to a cell."""
+        """Copy the tensors in a mapping to the device of a cell."""
         (_, found), _ = self._fetch(cell, ((), items))
         return {**found}
 
@@ -212,7 +212,8 @@ class Course:
         step, stage, label = self.step, cell.stage, cell.label
         if label is not None:
             label = label._replace(layer=mapped.name, layer_type=type(body.layers).__name__)
-        # The cache has weights that were cast on the stream of one visit, and frees them at will.
+        # Autocast's cache has weights that were cast on one visit's stream, and may free them any
+        # time.
         # guard: weights that were cast
         casts = own_casts() if stage.visit and body.shared else NOTHING
         undrawn = NOTHING
@@ -254,29 +255,29 @@ class Course:
         return output
 
     def _may_be_last(self, name: str) -> bool:
-        """Whether code behind a module may be computed again with the module."""
+        """Whether code behind a module may be a tail, which is recomputed with the module."""
         if self.glue is None or current_hooks() is not None or is_verifying():
             return False
         return self.step.last in (None, name)
 
     def move(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """Bring a tensor to another device, for code between mapped modules."""
+        """Copy a tensor to another device on lanes, for code between mapped modules."""
         target = self._goes_on(device)
         (arrived,) = target.receive(self._at(tensor.device), (tensor,))
         return arrived
 
     def together(self, tensors: Sequence[Tensor], target: torch.device | None) -> dict[int, Tensor]:
-        """Bring tensors together that code between mapped modules uses together.
+        """Copy tensors to one device, for code between mapped modules that uses them together.
 
         Args:
-            tensors: the tensors. What is on no device of the map stays there.
-            target: the device; None for the one of theirs that the model came to last.
+            tensors: the tensors. One that is on no device of the map is not copied.
+            target: the device; None for the one of theirs that was visited last.
 
         Returns:
-            The tensors that came, by the identities of the originals.
+            The copies, by the identities of the originals.
         """
         devices = self.step.devices
-        # PyTorch uses a number of the CPU on any device.
+        # PyTorch takes a 0-dimensional tensor of the CPU on any device.
         own = [x for x in tensors if x.device in devices and (x.dim() or has_streams(x.device))]
         places = {x.device for x in own}
         if target is None and places:
@@ -292,16 +293,16 @@ class Course:
         return cell.fetch(elsewhere, {device: self._at(device) for device in on_lanes})
 
     def _goes_on(self, device: torch.device) -> Cell:
-        """The cell on a device for code that goes on there with something that comes late."""
+        """The cell for code between modules on a device: a new one if the model has left it."""
         found = self._cells.get(device)
         if found is not None and found.entered and found is not self._cell:
-            # On the stream of an earlier visit the next micro-batch would wait for it.
+            # On the stream of the earlier visit, the next micro-batch would wait for this code.
             # guard: code that comes back
             self._begin(device)
         return self._at(device)
 
     def end(self, output: Any) -> Batch:
-        """Fence the output of the model."""
+        """Finish the forward of the micro-batch: copy outputs to their device, and fence them."""
         batch = Batch(output)
         self.step.last = self._latest
         omitted = self._end_tail(output, batch)
@@ -313,7 +314,7 @@ class Course:
             # guard: leaving a device with its numbers
             self._numbers.leave()
             self._turns.wait_for_end_before(self.i)
-        # Micro-batches may end on different devices, by their values.
+        # Micro-batches may end on different devices, if the model's code depends on values.
         wanted = self.step.output_device
         places = [wanted] * len(batch) if wanted else self.step.places
         if len(places) == len(batch):
@@ -330,7 +331,7 @@ class Course:
         return self.step.omitted.without(self.i, batch.replace([found[id(x)] for x in batch]))
 
     def _end_tail(self, output: Any, batch: Batch) -> set[int]:
-        """Drop what the code behind the last module keeps; identities of outputs to let go of."""
+        """Drop the tensors that the tail has saved; return the identities of omitted outputs."""
         tail, step = self.tail, self.step
         if tail is None:
             return set()
@@ -342,7 +343,7 @@ class Course:
         return {*map(id, tensors)}
 
     def close(self) -> None:
-        """End the course, after a failure too, and let go of all tensors."""
+        """End the course, after a failure too, and release all tensors."""
         if labels.current.label is not self._outer:
             labels.put(self._outer)
         self._numbers.end()
@@ -363,8 +364,8 @@ class Course:
             found = self._cells.get(device)
             if self._turns:
                 self._take_turn(device, found, value)
-            # What the caller has on a device, or what came there between modules, begins a cell,
-            # too, which the first module goes on with.
+            # Tensors of the caller, or code between modules, may have begun a cell on the device
+            # already, with which its first module goes on.
             cell = self._begin(device) if found is None or found.entered else found
             cell.entered = True
             self._cell = cell

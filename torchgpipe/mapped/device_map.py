@@ -5,8 +5,8 @@ module belongs to the longest name that leads to it::
 
     {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "lm_head": 1}
 
-A *mapped module* is computed as a whole: a name without another name below it, or one of the
-modules in a name that has. All code between mapped modules runs where its tensors are.
+A *mapped module* is computed as a whole: one that the map names, or, if the map also names modules
+below it, each of its other modules. All code between mapped modules runs where its tensors are.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ __all__: list[str] = []
 class Mapped:
     """A module that is computed as a whole on one device.
 
-    Where it shares tensors with modules on other devices, they may be at home there. A module with
-    names on several devices is called under one name after another.
+    Tensors that it shares with modules on other devices may be at home there. A module with names
+    on several devices computes on these in turn, call by call.
 
-    It does not hold the module, whose call holds it: only Python's collector would free both.
+    It holds the module by a weak reference, since the module's call refers to this object: a
+    reference cycle would wait for the garbage collector.
 
     Args:
         name: its name in the model.
@@ -49,14 +50,14 @@ class Mapped:
     ) -> None:
         self.name, self.key, self.device, self.place = name, key, device, place
         self._module = weakref.ref(module)
-        #: The places in it of tensors that modules on several devices have, if there are any.
+        #: Where it holds tensors that modules on several devices share, if there are any.
         self.lent: list[Place] | None = None
-        #: Its further places, in the order of their names, if it has names on several devices.
+        #: The same module under its further names, in order, if it has names on several devices.
         self.turns: Sequence[Mapped] = ()
 
     @property
     def module(self) -> nn.Module:
-        """The module, as long as its wrapper or somebody who calls it holds it."""
+        """The module, as long as its wrapper or a caller holds it."""
         found = self._module()
         assert found is not None
         return found
@@ -106,8 +107,8 @@ def checked_map(device_map: Mapping[str, Device], model: nn.Module) -> dict[str,
 def place(model: nn.Module, device_map: Mapping[str, torch.device]) -> None:
     """Move the modules of a model to their devices; shared tensors stay shared.
 
-    One that modules on several devices share is at home on the device of the longest name that
-    leads to it, and of the first one of those.
+    The home of a tensor that several devices share is the device of the longest name that leads to
+    it; of several such names, of the first one.
     """
     homes: dict[Tensor, torch.device] = {}
     modules = [*placed(model, device_map)]
@@ -200,8 +201,8 @@ def _computed_as_a_whole(
         return
     for child, inner in module.named_children():
         has_tensors = any(True for _ in inner.parameters()) or any(True for _ in inner.buffers())
-        # Entries of a list belong to it, activations too. What has no tensors is computed where
-        # they are if code of the module's own calls it, or if it has several names.
+        # A module without tensors is mapped only as an entry of a list, and only if it has one
+        # name. Otherwise it computes where its inputs are.
         if start + child not in device_map and (
             has_tensors or (is_list(module) and inner not in several)
         ):

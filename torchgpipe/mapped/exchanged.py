@@ -1,9 +1,9 @@
-"""Exchanged: mappings and plain objects through which modules hand values on to later ones.
+"""Exchanged: mappings and plain objects by which modules pass values to later modules.
 
 Some models call all layers with one object, into which one layer writes keys and values that later
 layers read. It must stay the same object, so no layer can get a copy with tensors of its device.
-While a module is computed, copies stand in it in place of what is elsewhere. What the module writes
-or changes stays, and all else that was there before comes back.
+While a module is computed, tensors of other devices in it are replaced by copies. Afterwards,
+values that the module wrote or changed stay, and all others are restored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__: list[str] = []
 
 
 def mappings_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MutableMapping[Any, Any]]:
-    """The mappings among the arguments of a call that keep their identity, as no dict does.
+    """Find mappings among the arguments of a call that must stay the same objects; dicts need not.
 
     The attributes of a plain object that holds tensors are such a mapping, too.
     """
@@ -42,7 +42,7 @@ def _collect(
     if len(values) > COUNT:
         return
     for x in values:
-        # Most are tensors, and asking for an abstract class takes longer.
+        # Most are tensors, and isinstance() with an abstract class takes longer.
         if isinstance(x, Tensor) or type(x) in ATOMS:
             continue
         inner: Any = x if isinstance(x, dict | list | tuple) else None
@@ -59,7 +59,7 @@ def _collect(
 
 
 class Exchanged:
-    """The contents of mappings as one call of a module has them.
+    """The contents of mappings, as one call of a module finds them.
 
     Args:
         mappings: the mappings.
@@ -84,7 +84,7 @@ class Exchanged:
         return [version_of(x) for _, found in self._found for x in tensors_of(found)]
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function that computes the module, for the first or the second time.
+        """Call a function that computes the module, in forward or in recomputation.
 
         Raises:
             RuntimeError: a tensor that a second run needs was changed in place.
@@ -100,7 +100,7 @@ class Exchanged:
         # guard: mappings of several devices
         with self._lock if again else nullcontext():
             before = [{**mapping} for mapping, _ in self._found]
-            # The other run must find containers as they are now.
+            # New containers in each run, so that recomputation finds them unchanged.
             given = [{k: _fresh(x) for k, x in found.items()} for _, found in self._found]
             states = [{k: _state(x) for k, x in items.items()} for items in given]
             for (mapping, _), items in zip(self._found, given):
@@ -109,7 +109,7 @@ class Exchanged:
                 return function(*args, **kwargs)
             finally:
                 for (mapping, _), had, items, state in zip(self._found, before, given, states):
-                    # A second run finds the mapping as it was early on, and leaves no trace.
+                    # Recomputation restores the mapping entirely.
                     if not again:
                         left = {
                             k
@@ -130,20 +130,20 @@ def _fill(mapping: MutableMapping[Any, Any], items: dict[Any, Any]) -> None:
 
 
 def _state(value: Any) -> list[Any]:
-    """A number for each container and tensor in a value, which change with their contents."""
+    """The sizes of all containers and the versions of all tensors in a value, to see changes."""
     sizes = [(id(x), len(x)) for x in lists_and_dicts(value)]
     return sizes + [(id(x), version_of(x)) for x in tensors_of(value)]
 
 
 def _fresh(value: Any) -> Any:
-    """A value with lists and dicts of its own."""
+    """Copy the lists and dicts in a value, but not its tensors."""
     if type(value) is dict:
         return {k: _fresh(x) for k, x in value.items()}
     return type(value)(map(_fresh, value)) if type(value) in (list, tuple) else value
 
 
 def _handed_on(had: Any, value: Any) -> Any:
-    """The value that a module has left, in the list or dict that was there: others may hold it."""
+    """Put a module's value into the list or dict that was there before, which others may hold."""
     if type(had) is type(value) is list:
         had[:] = value
         return had

@@ -1,4 +1,4 @@
-"""Functions: what a ``torch.autograd.Function`` of the user's does with tensors of several devices.
+"""Functions: errors in backward of a user's ``torch.autograd.Function`` on several devices.
 
 PyTorch applies such a function without asking a mode, so nothing brings its tensors together. Its
 forward may combine them all the same, since each operator within is asked for. Its backward may
@@ -52,9 +52,9 @@ def watch(outputs: Iterable[Tensor]) -> bool:
 def _telling(
     node: Callable[[], Any], function: Any, devices: Sequence[torch.device]
 ) -> Callable[..., Any]:
-    """The ``apply`` of a node, with an error of ours about devices.
+    """Wrap the ``apply`` of a node, to explain an error about devices.
 
-    The function must not hold the node, since the node holds the function.
+    The wrapper must not refer to the node, since the node refers to the wrapper.
     """
 
     def apply(*grads: Any) -> Any:
@@ -70,7 +70,7 @@ def _telling(
         given = found if isinstance(found, tuple) else (found,)
         wanted = [x for x, needed in zip(given, this.needs_input_grad) if needed]
         for x, device in zip(wanted, devices):
-            # PyTorch brings single numbers itself.
+            # PyTorch itself copies 0-dimensional tensors.
             if isinstance(x, Tensor) and x.dim() and x.device != device:
                 code = function.backward.__code__
                 line = f"{code.co_filename}:{code.co_firstlineno}"
@@ -82,7 +82,7 @@ def _telling(
 
 
 def _apart(what: str, function: type, line: str, devices: Iterable[torch.device]) -> RuntimeError:
-    """The error of a function whose backward does not go with its devices."""
+    """The error of a function whose backward fails on its devices."""
     places = ", ".join(dict.fromkeys(map(str, devices)))
     return RuntimeError(
         "a torch.autograd.Function between the modules of a device map gets its tensors where they "

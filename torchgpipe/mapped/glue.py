@@ -5,9 +5,9 @@ scores. On accelerators PyTorch's copy makes the current streams of both devices
 other, so it would hold back all micro-batches that come behind. While glue runs, this mode brings
 the tensor over on lanes first, and the copy finds it there.
 
-Such code may also use tensors of several devices together, as ``x + block(x)`` does. They come to
-the device among theirs that the model came to last, since that is where the model goes on. What
-code changes in place stays where it is, and the others come there.
+Such code may also use tensors of several devices together, as ``x + block(x)`` does. They are
+copied to the device among theirs that the model has visited last, since the model goes on there. A
+tensor that is changed in place stays on its device, and the others are copied to it.
 
 Within mapped modules the mode is off. All tensors are on one device there, and a mode takes a
 microsecond for each operator.
@@ -133,7 +133,7 @@ class Glue(TorchFunctionMode):
     def _later(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Call a function with tensors that an earlier visit of a device has made, perhaps."""
+        """Call a function in a later visit; hand tensors of earlier visits over to its stream."""
         found: dict[int, Tensor] = {}
         tensors = tensors_of((args, kwargs))
         for device, cell in self._course.later.items():
@@ -148,8 +148,8 @@ class Glue(TorchFunctionMode):
             taken = replaced((args, dict(kwargs)), found)
             result = self._moved(func, *taken)
             if any(_torch.is_alias_of(x, y) for x in tensors_of(result) for y in found.values()):
-                # A view must be one of the tensor itself: somebody may change it in place. Its
-                # gradient leaves this visit as a clone, too.
+                # A view must be one of the tensor itself: the model may change the view in place.
+                # Its gradient leaves this visit as a clone, too.
                 return self._moved(func, args, kwargs)
         for device, cell in self._course.later.items():
             cell.made([x for x in tensors_of(result) if x.device == device])
@@ -169,8 +169,8 @@ class Glue(TorchFunctionMode):
         others, named = replaced((others, dict(kwargs)), found)
         if id(target) not in found or func.__name__ in SHAPES:
             return self._moved(func, (target, *others), named)
-        # The gradient would go on to the earlier visit as it is, beside those of other arguments.
-        # That of what is copied goes on to the clone alone.
+        # Changed directly, the target would pass one gradient to the earlier visit and to the other
+        # arguments. Copied back from a clone, it passes its gradient to the clone alone.
         # guard: changes of what an earlier visit has made
         clone = found[id(target)].clone()
         result = self._moved(func, (clone, *others), named)
@@ -194,7 +194,7 @@ ATTRIBUTES |= {"register_post_accumulate_grad_hook", "requires_grad_", "record_s
 SHAPES = frozenset({"detach_", "resize_", "resize_as_", "set_", "squeeze_", "unsqueeze_", "t_"})
 SHAPES |= {"transpose_", "swapaxes_", "swapdims_", "as_strided_", "share_memory_", "rename_"}
 
-#: Functions that look at no values of their arguments, or take tensors each for itself.
+#: Functions that do not read the values of their arguments, or treat each tensor separately.
 APART = frozenset({"expand_as", "view_as", "reshape_as", "is_same_size", "is_set_to", "grad"})
 APART |= {"result_type", "can_cast", "broadcast_tensors"}
 
@@ -248,7 +248,7 @@ def _as_tensor(glue: Glue, data: Any, /, *args: Any, **kwargs: Any) -> tuple[Any
     return data, *args
 
 
-#: By function, what moves its tensors first: it returns the positional arguments.
+#: For functions that copy between devices: copies on lanes first, and returns the arguments.
 TARGETS: dict[Any, Callable[..., tuple[Any, ...]]] = {
     Tensor.to: _to,
     Tensor.cuda: _cuda,

@@ -94,13 +94,12 @@ def release(model: nn.Module) -> None:
 
 
 def verify_trainer() -> None:
-    """Check that no Trainer as it is waits for the loss of a wrapper.
+    """Check that no plain Trainer is the caller: it would take the micro-batches' losses for one.
 
-    Autograd would say no more than that it needs a scalar. The Trainer must be asked, since those
-    with a loss of their own work.
+    Autograd would only say that it needs a scalar. Trainers with a loss of their own may call.
 
     Raises:
-        RuntimeError: one does.
+        RuntimeError: a plain Trainer calls the wrapper.
     """
     kind: Any = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     plain = getattr(kind, "compute_loss", None)

@@ -1,8 +1,8 @@
-"""The random numbers of a course, which travel with it from device to device.
+"""The RNG state of a course, which it carries from device to device.
 
-A micro-batch draws, on the next device, the numbers that follow those it drew on the one before, as
-under :class:`~torchgpipe.GPipe`. So dropout does not depend on the map. Here code between mapped
-modules draws, too, on whatever device it computes.
+A micro-batch continues its random sequence from device to device, as under
+:class:`~torchgpipe.GPipe`. So dropout does not depend on the map. Here code between mapped modules
+may draw, too, on any device.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ __all__: list[str] = []
 
 
 class CourseNumbers:
-    """The generators while a micro-batch is on its way.
+    """The generators while the course of a micro-batch runs.
 
     Args:
-        numbers: the numbers of the step.
+        numbers: the RNG states of the step.
         i: the number of the micro-batch.
         devices: all devices of the map; code in front of the first mapped module is taken to
             compute on the first of them.
-        alone: whether no other micro-batch is on its way at the same time. Otherwise code draws
-            nowhere but on the device where the micro-batch is.
+        alone: whether no other course runs at the same time. Otherwise draws are followed only on
+            the device where the course is.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class CourseNumbers:
         self._numbers, self._i = numbers, i
         self._states = numbers.states[i]
         self._all = [*dict.fromkeys(map(generator_of, devices))]
-        #: The generators to look after: none if they may be another micro-batch's.
+        #: The generators to compare: none if another course may draw from them.
         self._generators = self._all if alone else []
-        #: Whether code has drawn on a device behind the cell that was on its way.
+        #: Whether code has drawn on another device than that of the present cell.
         self.drawn_behind = False
         #: The state that each generator was seen in last.
         self._known: dict[torch.device, Tensor] = {}
@@ -50,7 +50,7 @@ class CourseNumbers:
         self.go_to(devices[0])
 
     def go_to(self, device: torch.device) -> None:
-        """Go on drawing on a device."""
+        """Set the course's RNG state on a device, and save it from the one before."""
         self.leave()
         here = self._numbers.of(self._i, device)
         self._look(here.device)
@@ -58,13 +58,13 @@ class CourseNumbers:
         self._here = here
 
     def end(self) -> None:
-        """Take along what was drawn, also by code on another device."""
+        """Save the RNG state, also where code has drawn on another device."""
         self.leave()
         for device in self._generators:
             self._look(device)
 
     def leave(self) -> None:
-        """Take along what was drawn, and draw no more."""
+        """Save the RNG state of the present device, and leave the device."""
         here = self._here
         if here is not None:
             here.__exit__()
@@ -80,7 +80,7 @@ class CourseNumbers:
 
     @contextmanager
     def undrawn(self, name: str, device: torch.device) -> Iterator[None]:
-        """Check that a module in a checkpoint of PyTorch draws no numbers of several accelerators.
+        """Check that a module in a checkpoint of PyTorch draws nothing if accelerators are several.
 
         In backward each accelerator has a thread. Such a checkpoint sets the generators of all
         devices that its arguments are on, which other threads draw from at the same time.

@@ -1,13 +1,13 @@
-"""Outputs on demand: whatever stands beside a loss is computed when somebody looks at it.
+"""Outputs on demand: other outputs than the loss are computed when they are first read.
 
 Models of Hugging Face return their logits with the loss. The logits of all micro-batches take
 more memory than anything else, and most callers use the loss alone. Where all micro-batches are
 checkpointed, what :mod:`torchgpipe.mapped.tail` computes again in backward can be computed for the
-caller, too. So the wrapper returns an output of the model's own class that fills itself when
-somebody looks at more of it than is there. From then on it is an object like any other.
+caller, too. So the wrapper returns an output of the model's own class that computes omitted tensors
+when one is read. From then on it is an ordinary object.
 
-Until then, a stand-in holds the place of such a tensor in the graph of autograd: one number,
-expanded to the shape of the tensor.
+Until then, a stand-in replaces such a tensor in the graph of autograd: one number, expanded to the
+shape of the tensor.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def can_fill_itself(output: Any) -> bool:
 
 
 def omissible(output: Any, batch: Batch, tail: Tail) -> list[Tensor]:
-    """The tensors of an output that can be computed when somebody looks at them.
+    """The tensors of an output that can be omitted, and computed when they are read.
 
     Args:
         output: what a model has returned for a micro-batch.
@@ -57,7 +57,7 @@ def omissible(output: Any, batch: Batch, tail: Tail) -> list[Tensor]:
 
 
 class StandIn(torch.autograd.Function):
-    """Let go of a tensor, but not of its place in the graph."""
+    """Replace a tensor by one expanded number, but keep its place in the graph of autograd."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -86,17 +86,16 @@ class Filled(torch.autograd.Function):
 
 
 class Omitted:
-    """The outputs of a step that are not there."""
+    """The omitted outputs of a step."""
 
     def __init__(self) -> None:
-        #: By micro-batch: the places of the tensors among those of the output, and what computes
-        #: them again.
+        #: By micro-batch: the indices of its omitted tensors, and a checkpoint to compute them.
         self._found: dict[int, tuple[Sequence[int], Checkpoint]] = {}
         self._rows: list[list[Tensor]] = []
         self._places: list[int] = []
 
     def add(self, i: int, batch: Batch, tensors: Sequence[Tensor], maker: Checkpoint) -> None:
-        """Take note of the tensors of a micro-batch."""
+        """Note which tensors of a micro-batch are omitted."""
         numbers = {id(x): k for k, x in enumerate(batch)}
         self._found[i] = [numbers[id(x)] for x in tensors], maker
 
@@ -108,7 +107,7 @@ class Omitted:
         return batch.replace([StandIn.apply(x) if k in places else x for k, x in enumerate(batch)])
 
     def take(self, batches: list[Batch]) -> None:
-        """Put tensors without memory in the places of stand-ins, to be joined."""
+        """Replace stand-ins by meta tensors, which take no memory when they are joined."""
         self._places = sorted({k for places, _ in self._found.values() for k in places})
         for i, batch in enumerate(batches if self._places else ()):
             self._rows.append([batch[k] for k in self._places])
@@ -120,7 +119,7 @@ class Omitted:
             )
 
     def put(self, output: Any, device: torch.device | None) -> Any:
-        """Make the output of a step fill itself.
+        """Make the output of a step compute its omitted tensors when they are read.
 
         Args:
             output: the outputs of all micro-batches, joined, or a list of them.
@@ -141,7 +140,7 @@ class Omitted:
 
     @uncompiled
     def _made(self, numbers: range, device: torch.device | None) -> list[Tensor]:
-        """Compute the tensors that are not there, those of some micro-batches joined."""
+        """Compute the omitted tensors of some micro-batches, and join them."""
         columns: list[list[Tensor]] = [[] for _ in self._places]
         with torch.inference_mode(False), torch.enable_grad():
             for i in numbers:
@@ -171,10 +170,10 @@ class Omitted:
         return found
 
 
-#: The attribute of an output that has the names of what is not there, and a function for it.
+#: The attribute of an output with the names of omitted tensors, and a function to compute them.
 MISSING = "_torchgpipe_missing"
 
-#: What does not depend on values, or belongs to the class.
+#: Attributes that can be read without the omitted tensors.
 HARMLESS = {"__class__", "__init__", "__new__", "__init_subclass__", "__subclasshook__"}
 HARMLESS |= {"__class_getitem__", "__del__", "__getattribute__", "__setattr__", "__post_init__"}
 HARMLESS |= {"__contains__", "__len__", "__iter__", "__reversed__", "keys"}
@@ -182,7 +181,7 @@ HARMLESS |= {"__contains__", "__len__", "__iter__", "__reversed__", "keys"}
 
 @cache
 def on_demand(own: type) -> type:
-    """Make a class of outputs that fill themselves, and are of their own class from then on.
+    """Derive a class of outputs that fill themselves when read, and then become ``own`` again.
 
     Args:
         own: a class of outputs, which are mappings of their attributes.
@@ -227,7 +226,7 @@ def on_demand(own: type) -> type:
     ]
     table: dict[str, Any] = {name: filling(name) for name in special}
     table |= {"__getattribute__": get, "__getitem__": item, "__module__": own.__module__}
-    # Others make objects of the class of an object that they have looked at.
+    # Code such as ``type(output)(...)`` must make an object of the output's own class.
     table["__new__"] = lambda _, *args, **kwargs: own(*args, **kwargs)
     # By its own name, since classes of outputs register themselves by their names.
     return type(f"{own.__name__}OnDemand", (own,), table)

@@ -73,7 +73,7 @@ class Stage:
     offloadings: dict[Offload, Offloading] = field(default_factory=dict)
 
     def lead_of(self, target: Stage) -> range:
-        """The lead in backward of a stage that this one sends to, for the fence.
+        """Tell the fence how far a stage that this one sends to may be ahead of it in backward.
 
         The numbers of stages tell little of their order in time, so there is no shorter lead.
         """
@@ -92,11 +92,11 @@ class Lasting:
         #: The thread that runs a step.
         self.thread: int | None = None
         self.learned: Learned = WeakKeyDictionary()
-        #: The name of the mapped module that was called last; None if nobody knows.
+        #: The name of the mapped module that was called last; None before the first step.
         self.last: str | None = None
         #: The spans of steps, while somebody traces the model.
         self.recording: Recording | None = None
-        #: Whether functions of the user's get tensors of several devices; None before a step.
+        #: Whether user autograd functions get tensors of several devices; None before a step.
         self.functions: bool | None = None
         #: The figures of the last step that was traced.
         self.figures: Figures | None = None
@@ -107,8 +107,8 @@ class MappedStep:
 
     Args:
         lasting: what lasts from step to step.
-        known: the attributes of mapped modules that earlier steps have looked at. Calls of these
-            modules refer to ``lasting``, and would never be free if it held the modules.
+        known: the attributes of mapped modules, from earlier steps. They are no part of
+            ``lasting``, to which calls of these modules refer: that would be a reference cycle.
         devices: the devices of the map.
         model: the model.
         m: the number of micro-batches.
@@ -161,12 +161,12 @@ class MappedStep:
         self._outside = {device: current_stream(device) for device in self.devices}
         self._streams = current_streams(self.devices)
         self._lock = threading.Lock()
-        #: Whether code has drawn random numbers on a device behind the cell that was on its way.
+        #: Whether code has drawn random numbers on another device than that of the present cell.
         self.drawn_behind = False
 
     @property
     def last(self) -> str | None:
-        """The mapped module that the latest micro-batch has called last; None if nobody knows."""
+        """The mapped module that the last micro-batch has called last; None before the first."""
         return self._lasting.last
 
     @last.setter
@@ -180,7 +180,7 @@ class MappedStep:
 
     def _new_stage(self, device: torch.device, visit: int) -> Stage:
         pools = self._lasting.pools
-        # A device has some streams only, and a model may come back to it any number of times.
+        # Later visits take these pools in turns: streams are limited, and visits are not.
         place = visit and 1 + (visit - 1) % (len(pools) - 1)
         # A pool gives each of several partitions a stream of its own to compute on.
         streams = pools[place].get(device, 2 if visit else 1, skips=False)[0]
@@ -267,7 +267,7 @@ class MappedStep:
         return Lent(places, bring, self._lasting.lock)
 
     def new_context(self) -> Context:
-        """The modes of this moment, for a second run."""
+        """Capture the present modes, for recomputation."""
         context = Context()
         context.over = False
         self._contexts.append(context)
@@ -308,13 +308,13 @@ class MappedStep:
             for body in bodies.values():
                 body.settle()
             if body.attributes is not None:
-                # Those of the module, whose bodies share them.
+                # All bodies of a module share its attributes.
                 body.attributes.end_step(self.m)
         for context in self._contexts:
             context.over = True
 
     def fail(self) -> None:
-        """Take note that no further micro-batch will be computed."""
+        """Release the attributes of modules after a failure."""
         for bodies in self._bodies.values():
             for body in bodies.values():
                 if body.attributes is not None:
@@ -322,11 +322,11 @@ class MappedStep:
 
     @property
     def is_divisible(self) -> bool:
-        """Whether another such step gives the same if several threads compute it.
+        """Whether several threads would compute the same in such a step.
 
-        The numbers that code draws behind a cell would be those of another micro-batch. And where
-        several stages change the buffers of a module, or code between modules changes any, threads
-        would take turns as they come.
+        Code that draws on another device than that of its cell would use the RNG state of another
+        micro-batch. And if several stages, or code between modules, change buffers, the order of
+        these changes would depend on the timing of the threads.
         """
         return not (self.drawn_behind or self.changes) and not any(
             len(bodies) > 1 and any(True for _ in module.buffers())

@@ -1,8 +1,8 @@
 """The tail: the model's own code behind its last mapped module, which is computed again with it.
 
-Models of Hugging Face compute their loss there. What such code keeps for backward is larger than
-anything else, since each logit is kept several times. Under checkpointing the last mapped module is
-computed again anyway, so what the code behind it keeps is computed from that once more::
+Models of Hugging Face compute their loss there. The tensors that such code saves for backward are
+larger than anything else, since each logit is saved several times. Under checkpointing the last
+mapped module is recomputed anyway, and the code behind it is recomputed from its output::
 
     first run    module ── f ── g ── loss      what f and g keep is dropped
     second run   module ── f ── g              f and g are called again
@@ -47,10 +47,10 @@ class Noted(NamedTuple):
 
     Attributes:
         function: the function.
-        given: its arguments, with empty tensors in place of what depends on the module.
-        used: for each of these its identity, and the number of what it stands for.
+        given: its arguments, with empty tensors in place of those that depend on the module.
+        used: for each empty tensor its identity, and the number of the tensor that it stands for.
         kept: the other tensors among the arguments, detached, with their versions.
-        needing: those of them that require a gradient.
+        needing: the kept tensors that require a gradient.
         made: the numbers of the tensors that it has returned.
         grad: whether autograd recorded it.
     """
@@ -65,7 +65,7 @@ class Noted(NamedTuple):
 
 
 class State(NamedTuple):
-    """The number of a tensor that depends on the module, and what the tensor is like."""
+    """The number of a tensor that depends on the module, its version and ``requires_grad``."""
 
     number: int
     version: int
@@ -91,11 +91,11 @@ class Tail:
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._count = 0
         self._calls: list[Noted] = []
-        #: The places of what the code keeps, filled until the end of the micro-batch.
+        #: The slots of the tensors that the code saves, filled until the end of the micro-batch.
         self._slots: list[Slot] = []
-        #: The number of calls up to the last one that keeps something.
+        #: The number of calls up to the last one that saves a tensor.
         self._needed = 0
-        #: Whether a second run would be like this one.
+        #: Whether recomputation would give the same.
         self._repeats = True
         self._note(output.parts[VALUE])
 
@@ -122,11 +122,11 @@ class Tail:
         given = replaced((args, dict(kwargs)), others)
         before, grad = len(self._slots), torch.is_grad_enabled()
         try:
-            # Nodes of autograd hold what unpacks, which must not hold what nobody needs later.
+            # Nodes of autograd hold the unpack hook, so it must not refer to this object.
             with saved_tensors_hooks(self._keep, self._checkpoint.unpack):
                 result = function(*args, **kwargs)
         except BaseException:
-            # Code may go on behind an error.
+            # The model may catch the error and go on.
             self._repeats = False
             raise
         made = tensors_of(result)
@@ -136,7 +136,7 @@ class Tail:
         if len(self._slots) > before:
             self._needed = len(self._calls)
         if any(not state.fits(x) for x, state in self._known.items()):
-            # Views change with what they are views of.
+            # A change in place also changes the versions of views.
             for x, state in [*self._known.items()]:
                 self._known[x] = State(state.number, version_of(x), x.requires_grad)
         return result
@@ -167,7 +167,7 @@ class Tail:
         return slot
 
     def keep(self) -> None:
-        """Keep all, since this was not the tail, or cannot be computed again."""
+        """Keep all saved tensors, since this was not the tail, or cannot be recomputed."""
         self._let_go()
         self._checkpoint.settle()
 
@@ -177,7 +177,7 @@ class Tail:
         self._calls, self._slots = [], []
 
     def end(self, wanted: Sequence[int]) -> Checkpoint | None:
-        """Drop what the code has kept, at the end of the micro-batch.
+        """Drop the tensors that the code has saved, at the end of the micro-batch.
 
         Args:
             wanted: the numbers of the tensors to return in :meth:`Checkpoint.compute`.
@@ -194,7 +194,7 @@ class Tail:
         maker = None
         if wanted:
             maker = copy.copy(checkpoint)
-            # A second run uses up both.
+            # Copies, since recomputation uses up both.
             maker.places, maker.values = [], checkpoint.values.copied()
             maker.function = partial(_repeated, function, calls, wanted)
         if self._slots:
@@ -209,7 +209,7 @@ class Tail:
 
     def _is_unchanged(self) -> bool:
         return (
-            # What draws may depend on nothing of the module.
+            # A function that draws may not depend on the module, and so may not be noted.
             # guard: numbers of the tail
             not self._numbers.drawn
             # guard: changes within the tail
@@ -217,7 +217,7 @@ class Tail:
         )
 
 
-#: Functions that a second run cannot call: what they do is no value, or runs backward.
+#: Functions that cannot be repeated: they have a side effect, or run backward.
 ONCE = frozenset({"__set__", "grad", "backward"})
 
 
@@ -227,13 +227,13 @@ def changes_others(
     kwargs: Mapping[str, Any],
     own: Container[int],
 ) -> bool:
-    """Whether a function changes in place what a second run would find changed.
+    """Whether a function changes a tensor in place that recomputation does not make anew.
 
     Args:
         function: the function.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        own: the identities of the tensors that a second run makes itself.
+        own: the identities of the tensors that recomputation makes anew.
     """
     name = getattr(function, "__name__", "")
     if name in STATISTICS or name in ONCE:
@@ -247,10 +247,10 @@ def changes_others(
 def _repeated(
     function: Callable[[Batch], Batch], calls: Sequence[Noted], wanted: Sequence[int], batch: Batch
 ) -> Batch:
-    """Run a module, and the calls behind it, for the second time.
+    """Run a module and the calls behind it in recomputation.
 
     Raises:
-        RuntimeError: what the calls were given was changed in place since.
+        RuntimeError: an argument of the calls was changed in place since.
     """
     found = dict(enumerate(function(batch).parts[VALUE]))
     last = {number: k for k, call in enumerate(calls) for _, number in call.used}

@@ -66,7 +66,7 @@ class Threads:
                 course(i, None)
         # guard: numbers of the CPU in threads
         drawn = content(numbers) != content(get_state(CPU))
-        # Another buffer in the place of one is of a micro-batch, as an attribute is.
+        # A buffer that was replaced belongs to one micro-batch, as an attribute does.
         replaced = count > 1 and _differing(buffers, _buffers(model))
         equal = step.is_divisible and not drawn and not replaced
         self._equal[model.training] = equal and all(map(has_streams, step.devices))

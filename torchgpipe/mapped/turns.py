@@ -45,15 +45,15 @@ class Turns:
         self._holders: dict[torch.device, int] = {}
         #: The stage of each micro-batch.
         self._stages: list[Place | None] = [None] * m
-        #: The number of autograd's next node when a micro-batch has left a stage.
+        #: The sequence number of autograd's next node when a micro-batch has left a stage.
         self._numbers: dict[Place, int] = {}
         #: The first micro-batch that has failed.
         self._failed = m
-        # Its lock may be taken by the thread that has it.
+        # Reentrant: a thread that has its lock may take it again.
         self._changed = threading.Condition()
 
     def come(self, i: int, stage: Place) -> None:
-        """Wait until micro-batch ``i`` may come to a stage, away from where it has been.
+        """Wait until micro-batch ``i``, which leaves its stage, may come to another one.
 
         Raises:
             Abandoned: a micro-batch before this one has failed.
@@ -74,7 +74,7 @@ class Turns:
         number_from(self._numbers.get(stage, 0))
 
     def leave(self, i: int) -> None:
-        """Let the next micro-batch come to where ``i`` is, which has sent on what it computed."""
+        """Let the next micro-batch come to the stage of ``i``, which has sent its results on."""
         with self._changed:
             self._free(i)
             stage = self._stages[i]
@@ -89,7 +89,7 @@ class Turns:
             Abandoned: a micro-batch before this one has failed.
         """
         with self._changed:
-            # The one before may have to come back to this device.
+            # The micro-batch before may have to come back to this device.
             self._free(i)
             self._wait(i, lambda: i == 0 or self._over[i - 1])
 
@@ -100,7 +100,7 @@ class Turns:
             self._over[i] = True
 
     def stop(self, i: int = -1) -> None:
-        """Let no micro-batch behind ``i`` go any further, which has failed."""
+        """Stop all micro-batches after ``i``, which has failed."""
         with self._changed:
             # guard: errors of the first micro-batch
             self._failed = min(self._failed, i)

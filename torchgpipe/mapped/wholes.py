@@ -2,7 +2,7 @@
 
 A list has no code between its entries, be it an ``nn.ModuleList`` or an ``nn.Sequential``, so it
 may be divided, and lists within lists too. A module with code of its own is kept whole, unless it
-has such a list within and would hold up all devices.
+contains such a list, and is too large to spread blocks evenly.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Wholes(NamedTuple):
         return self._once(self._below("", self.model)) or {"": self.model}
 
     def coarsest(self) -> dict[str, nn.Module]:
-        """The model's own modules."""
+        """The direct submodules of the model that have weights, as blocks."""
         return self._once(x for x in self.model.named_children() if _has_weights(x[1]))
 
     def finer(
@@ -57,7 +57,7 @@ class Wholes(NamedTuple):
         found: list[tuple[str, nn.Module]] = []
         for name, block in blocks.items():
             parts = [(name, block)]
-            # A list loses nothing, and leaves the choice of more cuts.
+            # To divide a list costs nothing, and allows more cuts.
             if costs.get(name, 0.0) > (share / 2 if is_list(block) else share):
                 parts = self._parts(name, block)
             found += parts
@@ -86,7 +86,7 @@ class Wholes(NamedTuple):
                 yield path, inner
 
     def _is_divided(self, module: nn.Module, within: bool) -> bool:
-        """Whether a module is divided at once.
+        """Whether a module is divided from the beginning, whatever it costs.
 
         Args:
             module: the module.
@@ -103,7 +103,7 @@ class Wholes(NamedTuple):
         return own and not within
 
     def _once(self, found: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
-        """Modules by name; one with several names may be called several times."""
+        """Modules by name, without shared ones that have no weights."""
         several = with_several_names(self.model)
         return {
             name: module for name, module in found if _has_weights(module) or module not in several
@@ -129,8 +129,8 @@ def is_list(module: nn.Module) -> bool:
 def with_several_names(model: nn.Module) -> set[nn.Module]:
     """The modules that have several names in a model.
 
-    One of them without weights, as an activation that all layers share, is at home nowhere: it is
-    computed where its tensors are.
+    One of them without weights, as an activation that all layers share, belongs to no device: it
+    computes where its inputs are.
     """
     counts = Counter(module for _, module in model.named_modules(remove_duplicate=False))
     return {module for module, count in counts.items() if count > 1}

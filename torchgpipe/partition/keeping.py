@@ -71,7 +71,7 @@ Keepings: TypeAlias = Keeping | tuple[Keeping, ...]
 
 
 def checked_keeping(checkpoint: object) -> Keeping:
-    """Check a checkpoint mode, or an object that prints as one.
+    """Check a checkpoint mode: an :class:`Offload`, a policy, or an object that prints as a word.
 
     Raises:
         ValueError: there is no such mode.

@@ -1,11 +1,10 @@
-"""Lent weights: modules on one device compute with copies of weights whose home is another one.
+"""Lent weights: modules compute with copies of weights that are at home on another device.
 
 A head that is tied to an embedding has the embedding's weight, and may be on the last device. There
-is one parameter, at home. In each step, each other device that needs it gets a copy, which is a
-result of the parameter for autograd. So the gradients of all micro-batches are added up there, and
-go home once. While a module computes, the copies stand in its tables in place of the parameters.
-
-At home modules compute with an alias of the parameter: see :mod:`torchgpipe.autograd.shared`.
+is one parameter, on its home device. In each step, each other device that needs it gets a copy,
+which autograd records. So the gradients of all micro-batches are added up on that device, and
+copied home once. While a module computes, the copies replace the parameters in its dicts. On the
+home device, modules compute with an alias of the parameter: see :mod:`torchgpipe.autograd.shared`.
 """
 
 from __future__ import annotations
@@ -23,18 +22,19 @@ from torchgpipe.partition.placement import tables
 
 __all__: list[str] = []
 
-#: A table of parameters or buffers, and a name in it.
+#: The dict of a module's parameters or buffers, and a name in it.
 Place: TypeAlias = tuple[dict[str, Tensor | None], str]
 
 
 def places_of(modules: Iterable[tuple[nn.Module, torch.device]]) -> list[list[Place] | None]:
-    """The places of modules that hold tensors at home elsewhere, or parameters used elsewhere.
+    """Find where modules hold tensors of another device, or parameters that another device uses.
 
     Args:
         modules: modules, each with a device that it computes on.
 
     Returns:
-        For each, its places; None without any, unless it has a table of another one.
+        For each module, its places; None if it has none, and its dicts are not used on another
+        device.
     """
     modules = [(module, canonical_device(device)) for module, device in modules]
     entries = {
@@ -60,9 +60,9 @@ class Lent:
     """The copies that a module computes with, in one step.
 
     Args:
-        places: where they stand meanwhile.
+        places: the entries of the module's dicts that the copies replace during a call.
         bring: copies tensors to the device of the module, differentiably.
-        lock: held while they stand there, since other threads may call the module, too.
+        lock: held during a call, since other threads may call the module, too.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Lent:
         """Call a function that computes the module.
 
         Raises:
-            RuntimeError: the module changed a copy in place, which nobody would notice.
+            RuntimeError: the module changed a copy in place, which the weight would not get.
         """
         # guard: weights that several threads lend
         with self._lock:
@@ -108,7 +108,7 @@ class Lent:
 
     @staticmethod
     def _key(tensor: Tensor) -> tuple[int, int, bool]:
-        # A copy that was made without grad leads no gradient back.
+        # A copy that was made without grad mode passes no gradient back.
         return id(tensor), version_of(tensor), tensor.requires_grad and torch.is_grad_enabled()
 
 

@@ -28,7 +28,7 @@ def place(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> N
     """
     verify_sharing(partitions, devices)
     verify_loading(partitions, devices)
-    #: A parameter that partitions on several devices share is at home on the first one's.
+    #: The home device of a parameter that several partitions share: that of the first of them.
     homes: dict[Tensor, torch.device] = {}
     for partition, device in zip(partitions, devices):
         for _, x in tensors(partition):
@@ -45,11 +45,11 @@ def move(
     *,
     recurse: bool = True,
 ) -> None:
-    """Move the tensors of a module to where they are at home; all others to a device."""
+    """Move tensors of a module to their home devices, and all others to ``device``."""
     for inner in module.modules() if recurse else [module]:
         table: dict[str, Any] = inner._parameters
         for name, x in table.items():
-            # Packed weights have a move of their own. On the way to some devices PyTorch makes new
+            # Packed weights have a ``to()`` of their own. For some devices, Module._apply makes new
             # parameters, and refuses such a class.
             if x is not None and type(x).to is not Tensor.to and x.device != homes.get(x, x.device):
                 table[name] = x.to(homes[x])
@@ -59,15 +59,15 @@ def move(
 def moving_home(
     homes: Mapping[Tensor, torch.device], device: torch.device
 ) -> Callable[[Tensor], Tensor]:
-    """A function that moves tensors, and their gradients, to where they are at home."""
+    """Make a function that moves tensors, and their gradients, to their home devices."""
     grads = {x.grad: home for x, home in homes.items() if x.grad is not None}
     known = {**homes, **grads}
 
     def moved(x: Tensor) -> Tensor:
         if x in known:
             return moved_to(known[x], x)
-        # A wrapper within asks by an empty tensor whether it is moved. Others have been moved, and
-        # are new tensors.
+        # An inner wrapper passes an empty tensor, to see whether it is moved. Any other tensor here
+        # was moved already, which has made a new one.
         return x if x.numel() else moved_to(device, x)
 
     return moved
@@ -75,10 +75,10 @@ def moving_home(
 
 @contextmanager
 def sharing(tables: Iterable[dict[str, Tensor | None]]) -> Iterator[None]:
-    """Let tensors that several tables share stay shared when a ``with`` block moves them."""
+    """Let tensors that several dicts share stay shared when a ``with`` block moves them."""
     each = [(table, name, x) for table in tables for name, x in table.items() if x is not None]
     yield
-    # On the way to some devices, a shared tensor becomes a new one for each table that holds it.
+    # For some devices, Module._apply makes a new tensor in each dict that holds a shared one.
     moved: dict[Tensor, Tensor | None] = {}
     for table, name, tensor in each:
         table[name] = moved.setdefault(tensor, table[name])
@@ -134,7 +134,7 @@ def _shared(
 
 
 def groups(partitions: Iterable[nn.Module]) -> list[int]:
-    """Group the partitions that share layers or tensors: for each, the first one of its group.
+    """Group the partitions that share layers or tensors; return the first of the group for each.
 
     Layers may have state, so partitions that share a layer must not compute at the same time.
     Torch's own layers without parameters and buffers, such as an activation, have no state.
@@ -152,7 +152,7 @@ def groups(partitions: Iterable[nn.Module]) -> list[int]:
 
 
 def verify_loading(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
-    """Check that no buffer that nobody can load is on the meta device and would pass for loaded.
+    """Check that no integer buffer on the meta device is left out of the state dict.
 
     Raises:
         ValueError: a buffer of integers or flags is on the meta device and not in the state dict.
@@ -179,7 +179,7 @@ def verify_placement(
     Args:
         partitions: the partitions.
         devices: the device of each.
-        lent: for each, the places of tensors that may be on the device of another one, too.
+        lent: for each partition, the places of tensors that may be on another one's device.
 
     Raises:
         RuntimeError: a parameter or buffer was moved.
@@ -198,13 +198,13 @@ def elsewhere(
     lent: Iterable[tuple[Any, str]] = (),
     homes: Collection[torch.device] = (),
 ) -> str | None:
-    """The first parameter or buffer that is not on its device, as messages say it, if any is.
+    """Describe the first parameter or buffer that is not on its device; None if there is none.
 
     Args:
         module: the module.
         device: its device.
-        lent: the places of tensors that may be at home elsewhere.
-        homes: the devices where.
+        lent: the places of tensors that may be on their home devices.
+        homes: these home devices.
     """
     own = {(id(table), key) for table, key in lent}
     for table in tables(module):
@@ -218,7 +218,7 @@ def elsewhere(
 
 
 def tables(module: nn.Module) -> list[dict[str, Tensor | None]]:
-    """The tables in which each submodule holds its parameters and its buffers."""
+    """The dicts in which each submodule holds its parameters and its buffers."""
     found: list[dict[str, Tensor | None]] = []
     for submodule in modules_of(module):
         found += [submodule._parameters, submodule._buffers]  # type: ignore[list-item]

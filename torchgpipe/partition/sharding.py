@@ -1,7 +1,7 @@
 """Layers that FSDP2 has sharded (``torch.distributed.fsdp.fully_shard``).
 
-FSDP2 exchanges the parameters of such layers: between steps each is a shard, and while layers run
-it is whole. So nobody else may put these parameters back to what they were.
+FSDP2 replaces the parameters of such layers: between steps each is a shard, and while layers run it
+is whole. So no other code may restore an earlier parameter.
 
 Nothing here imports torch.distributed.fsdp. A program without sharded layers does not need it.
 """
@@ -25,7 +25,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def exchanged(modules: Sequence[nn.Module]) -> set[nn.Module]:
-    """The modules whose parameters FSDP2 exchanges.
+    """The modules whose parameters FSDP2 replaces.
 
     Args:
         modules: all modules of a partition.
@@ -42,10 +42,10 @@ def is_shard(parameter: object) -> bool:
 
 
 def verify_sharding(module: nn.Module, devices: Sequence[torch.device]) -> None:
-    """Check that there is one device only if layers are sharded: FSDP2 knows one in each process.
+    """Check that sharded layers are on a single device: FSDP2 has one in each process.
 
-    FSDP2 would move the parameters of all partitions there. And at the end of backward nobody would
-    wait for the gradients that FSDP2 sums up on other devices.
+    FSDP2 would move the parameters of all partitions there. And the end of backward would not wait
+    for the gradients that FSDP2 sums up on other devices.
 
     Raises:
         ValueError: there are sharded layers and several devices.

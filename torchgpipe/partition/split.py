@@ -105,12 +105,12 @@ def split_module(module: nn.Sequential, balance: Sequence[int]) -> list[Partitio
 
 
 def own_key(key: str, homes: Mapping[str, str | None]) -> str | None:
-    """A wrapper's own key for one of the plain module's state dict, or of any wrapper's.
+    """Translate a key of a state dict, of the plain module or any wrapper, to the wrapper's own.
 
     Args:
         key: the key.
-        homes: what the wrapper's keys have before the name of each layer; None for layers of other
-            processes, whose keys it does without.
+        homes: the start of the wrapper's keys of each layer, by the layer's name; None for layers
+            of other processes, whose keys are left out.
     """
     path = key.split(".")
     if path[0] == "partitions" and len(path) > 2 and path[1].isdecimal() and path[2] in homes:
@@ -125,7 +125,7 @@ def rename(state_dict: dict[str, Any], prefix: str, homes: Mapping[str, str | No
     Args:
         state_dict: the state dict, which is changed.
         prefix: what the keys of the wrapper start with.
-        homes: what they have before the name of each layer.
+        homes: the start of its keys of each layer, by the layer's name.
     """
     for key in [key for key in state_dict if key.startswith(prefix)]:
         own = own_key(key[len(prefix) :], homes)
@@ -151,6 +151,6 @@ def _takes_one(layer: nn.Module) -> bool:
     try:
         (parameter,) = signature(layer.forward).parameters.values()
     except ValueError:
-        # There are several parameters, or nobody knows.
+        # There are several parameters, or no signature.
         return False
     return parameter.kind is parameter.POSITIONAL_OR_KEYWORD

@@ -1,7 +1,7 @@
-"""Likely traps: what is allowed, and seldom what a user means. Each is a warning, once per wrapper.
+"""Likely mistakes: calls that are allowed, but seldom meant. Each is a warning, once per wrapper.
 
-A warning may be wrong, since nobody sees from outside what a layer does with its input. So each
-message also says how to silence it.
+A warning may be wrong, since it is not known what a layer does with its input. So each message also
+says how to silence it.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Traps:
             rows: the number of rows of each micro-batch; none if there is one.
             inputs: the shapes of the input. If one has a size equal to the rows, the output's size
                 may come from there.
-            parameters: those of the layers, likewise.
+            parameters: those of the layers, whose sizes may explain the output's size, too.
         """
         if len(rows) < 2 or rows[0] < 2 or "coupled" in self._known or not outputs:
             return
@@ -181,7 +181,7 @@ def _is_container(value: Any) -> bool:
 
 
 def _is_list(value: Any) -> bool:
-    """Whether the entries of a value may be rows, as those of a text, set or shape are not."""
+    """Whether the entries of a value may be rows: no text, set or shape has such entries."""
     if isinstance(value, tuple | list):
         # Named tuples have fields, and a few integers are a shape.
         is_shape = len(value) < 4 and all(isinstance(x, int) for x in value)

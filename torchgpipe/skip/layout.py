@@ -61,8 +61,8 @@ def verify_skippables(module: nn.Sequential) -> None:
             within it in any order.
 
     Raises:
-        TypeError: some skip is not, or a layer yields and is not skippable; the message lists
-            every fault.
+        TypeError: a skip is not stashed once and popped once, or a layer yields and is not
+            skippable; the message lists every fault.
     """
     verify_a_module(module, "module")
     faults: list[str] = []
@@ -107,7 +107,7 @@ def verify_skippables(module: nn.Sequential) -> None:
 
 
 def _closed(layers: Sequence[tuple[str, list[Skip], list[Skip]]]) -> set[Skip]:
-    """The skips that one layer both stashes and pops, by turns: none is stashed over another.
+    """Find the skips that one layer both stashes and pops, and pops before it stashes them again.
 
     Args:
         layers: the path of the layer, and of each layer within it, and what it stashes and pops.
@@ -125,7 +125,7 @@ def _closed(layers: Sequence[tuple[str, list[Skip], list[Skip]]]) -> set[Skip]:
 
 
 def _undecorated(path: str, layer: nn.Module) -> Iterator[str]:
-    """The faults of layers that yield to nobody: the next layer would get a generator."""
+    """Report layers that yield and are not skippable: the next layer would get a generator."""
     if isgeneratorfunction(layer.forward):
         yield (
             f"{path} ({type(layer).__name__}) yields in forward, and its class is not decorated "

@@ -16,18 +16,18 @@ class Parcels:
 
     def __init__(self) -> None:
         self._waiting: dict[Any, PackedSkip] = {}
-        #: Those that share memory with another part of the micro-batch.
+        #: The waiting skips that share memory with another part of the micro-batch.
         self._shared: set[Any] = set()
 
     def unpacked(self, value: Batch, skips: Iterable[Any]) -> Batch:
-        """A value beside skips, for the stage that pops them.
+        """Join a value and waiting skips, for the stage that pops them.
 
         Raises:
             RuntimeError: a skip was not stashed.
         """
         popped = {}
         for skip in skips:
-            # Nobody else holds what is popped: it is let go of at its last use.
+            # No reference is kept here: a popped skip is freed after its last use.
             # guard: letting go of a skip
             part = self._waiting.pop(skip, None)
             if part is None:
@@ -36,7 +36,7 @@ class Parcels:
         return value.with_skips(popped, self._shared) if popped else value
 
     def packed(self, output: Batch) -> Batch:
-        """Keep the skips of an output; the value alone, for the next stage."""
+        """Keep the skips of an output; return the value alone, for the next stage."""
         if len(output.parts) == 1 and not (output.shared or self._waiting):
             return output
         value = self.put(output)
@@ -46,7 +46,7 @@ class Parcels:
         return value
 
     def put(self, batch: Batch) -> Batch:
-        """Keep the skips of a micro-batch; the value alone."""
+        """Keep the skips of a micro-batch; return the value alone."""
         if len(batch.parts) > 1:
             self._waiting.update(batch.skips)
         self._shared |= batch.shared

@@ -119,12 +119,12 @@ def _declare(cls: Layer, declared: Declared, first: Layer) -> Layer:
     Args:
         cls: the class.
         declared: the names.
-        first: the class that was decorated for the first time: the same, or the one below it.
+        first: the class that was decorated first: ``cls`` itself, or its base.
     """
     forward = cls.forward
     driven = getattr(cls, "skips_driven", None)
     if driven and forward is driven[0]:
-        # A generator that another class, below this one, was decorated for.
+        # The generator of the base, without what the decorator put around it.
         forward = driven[1]
 
     @wraps(forward)
@@ -136,7 +136,7 @@ def _declare(cls: Layer, declared: Declared, first: Layer) -> Layer:
     @wraps(load)
     def load_either(self: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
         # torchgpipe 0.0.7 put the layer into another one, by the name of "module". The layer may
-        # have a child of this name itself. So the keys are those that lead further.
+        # have a child of this name itself. So the keys are taken that fit the layer better.
         old = [key for key in state if key.startswith(f"{prefix}module.")]
         own = [key.removeprefix(prefix) for key in old]
         new = [key.removeprefix("module.") for key in own]
@@ -160,14 +160,14 @@ def _declare(cls: Layer, declared: Declared, first: Layer) -> Layer:
 
 @cache
 def _declared_again(first: Any, declared: Declared) -> Any:
-    """The class that declares other names than the class that it is derived from."""
+    """Derive a class from a skippable one, to declare other names."""
     named = {name: getattr(first, name) for name in ("__module__", "__qualname__", "__doc__")}
     again = _declare(type(first.__name__, (first,), named), declared, first)
     return picklable(again, _declared_again, first, declared)
 
 
 def _unknown(layer: nn.Module, key: str) -> int:
-    """The length of the end of a key, in names, that leads nowhere in a layer."""
+    """Count the names at the end of a key that lead nowhere in a layer."""
     names = key.split(".")
     for k, name in enumerate(names):
         inner = layer._modules.get(name)

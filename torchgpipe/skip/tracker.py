@@ -51,7 +51,7 @@ class SkipTracker:
 
     @uncompiled_before_2_13
     def load(self, skip: Skip) -> Any:
-        """Pop a value, and let go of it.
+        """Pop a value, and keep no reference to it.
 
         Raises:
             RuntimeError: the value was not stashed.

@@ -41,7 +41,7 @@ def build() -> Path:
     verify_torch(torch.__version__)
     command = [*compiler(), *flags()]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchgpipe"
-    # The name begins with "lib", so that nobody takes the file for a module of Python.
+    # The name begins with "lib", so that Python does not take the file for a module.
     library = cache / f"libvirtual-{torch.__version__}-{_digest(command)}.so"
     try:
         if library.exists():

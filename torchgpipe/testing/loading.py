@@ -63,7 +63,7 @@ def load(devices: int = 8) -> list[torch.device]:
 
 
 def loaded(least: int) -> list[torch.device]:
-    """The first virtual accelerators of this process, which is given them if it has none."""
+    """The first virtual accelerators of this process; they are loaded if it has none."""
     if _loaded is not None and _loaded >= least:
         return [torch.device(NAME, i) for i in range(least)]
     return load(least)

@@ -124,14 +124,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Place:
-    """A place in a step: where a device's memory peaked, or did not do, or an operator failed.
+    """A place in a step: where a device's memory peaked or was exceeded, or an operator failed.
 
     Args:
         device: the index of the device.
         title: the cell, the layer and the operator, where they are known.
         bytes: what was allocated then, with what the operator asked for.
         op: the operator.
-        layer: the name of the layer; empty if it belongs to none, or nobody knows.
+        layer: the name of the layer; empty if it belongs to none, or it is unknown.
         detail: why the operator failed.
     """
 

@@ -63,7 +63,7 @@ def verify_settings(
     """Check that the settings of an observation are possible and have an effect.
 
     Raises:
-        ValueError: a setting is not, or has none.
+        ValueError: a setting is impossible, or has no effect.
     """
     if not (is_number(host) and finite(host) and host >= 0):
         raise ValueError(

@@ -1,7 +1,8 @@
-"""Pieces: what was recorded around parts of a cell, as one span for each computation.
+"""Pieces: recorded spans of parts of a cell become one span for each computation.
 
-A backward may begin before its cell is computed again, at the first tensor that is missing, so one
-lies within the other. And a cell of any model is several modules, each of which was recorded.
+A backward may begin before recomputation, which then starts at the first missing tensor, so one
+span lies within the other. And a cell under a device map is several modules, each of which was
+recorded.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ __all__ = ["cells", "pieces"]
 
 
 def pieces(spans: Sequence[Span]) -> list[Span]:
-    """Cut each backward where its cell was computed again within it, and join parts of one cell.
+    """Cut recomputation out of the backward around it, and join the parts of one cell.
 
     Args:
         spans: the spans, in the order in which they were issued.
@@ -42,7 +43,7 @@ def cells(spans: Sequence[Span]) -> list[Span]:
     for span in spans:
         stream = span.stream
         if span.target in places:
-            # The device that sends a copy makes it, and a timeline has it where it arrives.
+            # The sending device makes a copy, but a timeline shows it on the receiving device.
             stream = stream._replace(device=places[span.target])
         name = span.cell or span.name
         found.append(replace(span, stream=stream, name=name, after=-1, layer="", layer_type=""))

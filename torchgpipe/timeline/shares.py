@@ -77,7 +77,7 @@ def shares(spans: Sequence[Span]) -> list[Shares]:
     found = []
     for name, own in by_device(spans).items():
         recompute = _covered([span for span in own if span.kind == "R"])
-        # Where a device computes again on one stream, what it does on another one is not seen.
+        # Work of a device beside a recomputation on another stream counts as recomputation.
         busy = _covered(own) - recompute
         copies, away = (copied.get((own[0].stream.place, x), 0.0) for x in (False, True))
         host = _host_bound(own)
@@ -105,7 +105,7 @@ def _covered(spans: Sequence[Span]) -> float:
 
 
 def _host_bound(spans: Sequence[Span]) -> float | None:
-    """The time that a device had nothing to do since the host was late."""
+    """The time that a device had nothing to do because the host was late."""
     if any(span.issued is None for span in spans):
         return None
     total, until = 0.0, 0.0

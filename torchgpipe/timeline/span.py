@@ -1,4 +1,4 @@
-"""A span: a piece of work with its times, whoever found them.
+"""A span: a piece of work with its times.
 
 A span of a real device was measured by events, one of a virtual device is exact, and one of a
 simulation was computed. All have this one type, so that they can be drawn side by side.
@@ -53,18 +53,18 @@ class Span:
         end: when the work ended.
         name: the instruction, as ``0F3``; or the operator; for a busy layer, F, I or W and its own
             name.
-        after: the index of the span whose end let this one start; -1 if nothing held it up, or
-            nobody knows.
+        after: the index of the span whose end let this one start; -1 if nothing held it up, or it
+            is unknown.
         kind: ``F``, ``R``, ``B``, ``I`` or ``W`` for a computation of a cell, ``copy`` for what
             passes between cells, ``out`` and ``back`` for what a cell keeps in the memory of the
             host; empty for anything else.
         stage: the partition, or the one that a copy leaves; None if the work belongs to no cell.
-        microbatch: the number of the micro-batch, likewise.
+        microbatch: the number of the micro-batch; None if the work belongs to no cell.
         target: the partition that a copy goes to.
         issued: when the host issued the work, if that is known.
         step: the number of the training step.
         layer: the name in the model of the layer that an operator belongs to; empty if it belongs
-            to none, or nobody knows.
+            to none, or it is unknown.
         layer_type: the class of the layer.
     """
 

@@ -42,7 +42,7 @@ class Timeline:
 
     Args:
         spans: the spans, in the order in which they were issued.
-        advisor: knows which change is expected to gain the most, if anybody does.
+        advisor: tells which change is expected to gain the most; None without advice.
         memory: the most bytes that tensors occupied on each device, by its name.
         host: the bytes of the host's memory that each device has for what cells keep there.
         unit: the unit of time.

@@ -102,10 +102,10 @@ class Part(nn.Module):
 
 
 class Given(nn.Module):
-    """Stand in place of a base model whose output has been computed."""
+    """Stand in for a base model whose output was computed by earlier layers."""
 
     def forward(self, inputs_embeds: Tensor, **_: Any) -> Any:
-        """Return it."""
+        """Return the hidden states as the output of the base model."""
         return _output(inputs_embeds)
 
 
@@ -116,11 +116,11 @@ def _output(hidden: Tensor) -> Any:
 
 
 def _shell(base: Any, layers: list[nn.Module], *kept: str, number: int = 0) -> Any:
-    """A base model with its own code, some layers, and some of the modules of its plan."""
+    """Copy a base model with some layers and some modules of its plan; its code stays."""
     shell, config = _copied(base), copy.deepcopy(base.config)
     for name, x in vars(base.config).items():
         if isinstance(x, list) and len(x) == base.config.num_hidden_layers:
-            # What is said of each layer, such as its kind of attention: that of this one.
+            # A list with an entry for each layer, such as attention types, keeps this one's.
             vars(config)[name] = x[number : number + 1]
     vars(config)["num_hidden_layers"] = len(layers)
     shell.config = config
@@ -128,7 +128,7 @@ def _shell(base: Any, layers: list[nn.Module], *kept: str, number: int = 0) -> A
         if name in kept:
             shell._modules[name] = module
         elif name not in base.config.base_model_pp_plan:
-            # Such as that of rotary positions, which has no parameters.
+            # A module beside the plan, as for rotary positions, which has no parameters.
             shell._modules[name] = copy.deepcopy(module)
         else:
             shell._modules[name] = nn.Identity()

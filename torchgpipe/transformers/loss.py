@@ -3,7 +3,7 @@ r"""The loss of a mini-batch, from the losses that a model returns for its micro
 Models of Transformers return the mean over the labels that count: those that are not -100, and in a
 causal model those that have a token in front of them. Trainer may tell a model how many labels all
 mini-batches of a step have, *N*. Some models divide the sum of their losses by that number, and
-others ignore it. Nobody can tell which by looking at the model. So let micro-batch *i* have
+others ignore it. The model does not show which of the two it does. So let micro-batch *i* have
 :math:`c_i` labels that count, of *C* in the mini-batch. It is told :math:`N c_i / C`, and its loss
 counts :math:`c_i / C`:
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 __all__: list[str] = []
 
-#: The label of what has none, for PyTorch's losses and so for those of Transformers.
+#: The label that counts nowhere, for PyTorch's losses and so for those of Transformers.
 IGNORED = -100
 
 
@@ -55,19 +55,19 @@ def shares_of(counts: Tensor, *, alone: bool = False) -> Tensor:
 
     Args:
         counts: the labels of each micro-batch.
-        alone: whether a mini-batch without a label has no loss, which is not a number then.
+        alone: whether the loss of a mini-batch without labels is NaN, and not zero.
     """
     return counts / (counts.sum() if alone else counts.sum().clamp(min=1))
 
 
 def told(counts: Tensor, items: Tensor | float) -> list[Tensor]:
-    """The number of labels that each micro-batch is told.
+    """The number of labels to pass to each micro-batch as ``num_items_in_batch``.
 
     Args:
         counts: the labels of each micro-batch.
         items: the labels of all mini-batches of a step.
     """
-    # A micro-batch without a label divides by this, too.
+    # At least one, since a micro-batch without labels divides by this, too.
     return [*(counts.clamp(min=1) * items / counts.sum().clamp(min=1))]
 
 
@@ -76,7 +76,7 @@ def whole(losses: Tensor, shares: Tensor) -> Tensor:
 
     Args:
         losses: the losses of the micro-batches, of shape ``(m,)``.
-        shares: their shares. A mean over no label is no number, and its share is zero.
+        shares: their shares. A mean over no label is NaN, and its share is zero.
     """
     shares = shares.to(losses.device, losses.dtype)
     return torch.where(shares == 0, torch.zeros_like(losses), losses * shares).sum()

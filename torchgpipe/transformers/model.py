@@ -19,16 +19,16 @@ __all__: list[str] = []
 
 
 class PipelinedModel:
-    """The model within a wrapper, whose calls are the wrapper's, with one loss.
+    """A stand-in for the wrapped model: calls go to the wrapper, and return one loss.
 
-    It passes for the model (``isinstance``, attributes): trainers ask it for its class.
+    Its class and its attributes are those of the model, since trainers look at both.
 
     Args:
         pipe: the wrapper.
         names: the arguments that are labels.
         shifted: whether the first label in each row counts nowhere.
         device: where the loss goes to.
-        alone: whether nobody looks at other outputs than the loss. Else they go there, too.
+        alone: whether the loss alone is used. Otherwise the other outputs go to ``device``, too.
     """
 
     _pipe: MappedGPipe
@@ -50,7 +50,7 @@ class PipelinedModel:
             _pipe=pipe, _names=names, _shifted=shifted, _device=device, _alone=alone
         )
 
-    # Types take the class of an object for what it is.
+    # The type checker does not allow a property for the class of an object.
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         return type(self._pipe.module)
@@ -86,7 +86,7 @@ class PipelinedModel:
         return self._finished(output, sizes, shares_of(counts, alone=items is None))
 
     def _finished(self, output: Any, sizes: Sequence[int], shares: Tensor) -> Any:
-        """Make one number of those of all micro-batches, and bring it to its device."""
+        """Combine the losses of all micro-batches into one, and move it to its device."""
         m, rows = len(sizes), sum(sizes)
 
         def finished(name: str, value: Any) -> Any:

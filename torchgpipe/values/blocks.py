@@ -1,4 +1,4 @@
-"""Context managers made of generators, through which any exception passes as it is."""
+"""Context managers made from generators, which let any exception pass unchanged."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Value = TypeVar("Value", covariant=True)
 
 
 class Block(AbstractContextManager[Value, None], Generic[Value]):
-    """A generator around a ``with`` block.
+    """A context manager around a generator with one ``yield``.
 
-    What the block raises is not thrown into the generator, which is closed instead: its ``finally``
-    runs, and nothing behind its ``yield``. An exception that comes back from a generator gets its
-    traceback set, and those that take no attributes would become another error.
+    An exception of the block is not thrown into the generator. The generator is closed instead: its
+    ``finally`` clauses run, but not the code after its ``yield``. To throw it would set the
+    exception's traceback, which fails for an exception without settable attributes, and hides it.
     """
 
     def __init__(self, generator: Iterator[Value]) -> None:
@@ -37,7 +37,7 @@ class Block(AbstractContextManager[Value, None], Generic[Value]):
 def contextmanager(
     function: Callable[Given, Iterator[Value]],
 ) -> Callable[Given, Block[Value]]:
-    """Make context managers of a function, as :func:`contextlib.contextmanager` does."""
+    """Make context managers of a generator, as :func:`contextlib.contextmanager` does."""
 
     @wraps(function)
     def made(*args: Given.args, **kwargs: Given.kwargs) -> Block[Value]:

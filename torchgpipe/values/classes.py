@@ -1,4 +1,4 @@
-"""Classes that are made while a program runs, and have no name in a module."""
+"""Pickling of classes that are created at run time, and have no importable name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__: list[str] = []
 def picklable(cls: Any, make: Callable[..., Any], *args: Any) -> Any:
     """Make instances of a class picklable, though pickle does not find the class by its name.
 
-    Classes that are derived from it are left to pickle.
+    Instances of subclasses are pickled in the ordinary way.
 
     Args:
         cls: the class.

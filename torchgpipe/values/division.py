@@ -1,9 +1,9 @@
-"""A division: what each micro-batch gets of a mini-batch.
+"""Division of a mini-batch: which rows and which objects each micro-batch gets.
 
-A tensor is divided along dimension 0, unless it is marked. A list with one tensor for each row is
-divided as a list, and its tensors stay whole: images of several sizes come so. What the caller has
-divided (:class:`~torchgpipe.Chunks`) is handed out. All other objects, tensors without a dimension
-and what is marked by :class:`~torchgpipe.NoChunk` go into every micro-batch.
+A tensor is split along dimension 0, unless it is marked. A list with one tensor per row, such as
+images of several sizes, is sliced as a list, and its tensors are not split. The entries of
+:class:`~torchgpipe.Chunks` go to one micro-batch each. All other objects, 0-dimensional tensors and
+values marked by :class:`~torchgpipe.NoChunk` go whole into every micro-batch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Division(NamedTuple):
 
     Args:
         sizes: the number of rows of each micro-batch; 0 where nothing has rows.
-        is_given: whether the caller has divided something.
+        is_given: whether the caller has divided a value by :class:`~torchgpipe.Chunks`.
     """
 
     sizes: list[int]
@@ -40,7 +40,7 @@ class Division(NamedTuple):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the caller has divided all that is divided."""
+        """Whether the caller has divided everything, so that no rows are left to split."""
         return self.is_given and not any(self.sizes)
 
     @property
@@ -53,7 +53,7 @@ class Division(NamedTuple):
 
 
 def divided(rows: int, m: int) -> list[int]:
-    """The sizes of ``m`` micro-batches of so many rows, which differ by one row at most."""
+    """Divide rows among ``m`` micro-batches; return their sizes, which differ by at most one."""
     size, larger = divmod(rows, m)
     return [size + (i < larger) for i in range(m)]
 
@@ -74,8 +74,8 @@ def division_of(value: Any, chunks: int) -> Division:
     Raises:
         TypeError: the value holds tensors in something that is no known container, or has a
             :class:`~torchgpipe.PerMicroBatch` mark.
-        ValueError: there is no tensor to divide, the numbers of rows differ, or those of
-            micro-batches that the caller has made.
+        ValueError: there is no tensor to divide, tensors differ in their number of rows, or several
+            :class:`Chunks` differ in length.
     """
     if not isinstance(value, Tensor) and any(map(is_marked, trees.leaves_of(value, is_marked))):
         raise TypeError(
@@ -123,11 +123,11 @@ def division_of(value: Any, chunks: int) -> Division:
 def _looked_at(
     value: Any,
 ) -> tuple[dict[str, tuple[int, tuple[int, ...]]], dict[str, int], list[str]]:
-    """The leaves of a mini-batch, by name.
+    """Inspect the leaves of a mini-batch.
 
     Returns:
-        The rows and the shape of each leaf that has rows; the length of each :class:`Chunks`; texts
-        about tensors that have no rows to be split.
+        The rows and the shape of each leaf that has rows; the length of each :class:`Chunks`;
+        messages about sparse and nested tensors, which cannot be split.
     """
     shapes, given, sparse = {}, {}, []
     for name, leaf in names(value, leaves_in(value)):
@@ -144,12 +144,12 @@ def _looked_at(
 
 
 def leaves_in(value: Any, rows: int | None = None) -> Callable[[Any], bool]:
-    """Make a predicate for what is one leaf: marks, and lists with a tensor for each row.
+    """Make a predicate that tells leaves from containers: marks, and lists with a tensor per row.
 
     Args:
         value: the value.
-        rows: the number of its rows; by default what the value says besides its lists. A list of
-            tensors alone is a container like any other.
+        rows: the number of its rows; by default taken from the leaves that are not lists. If there
+            are none, lists of tensors are containers like any other.
     """
     if isinstance(value, Tensor):
         return is_of_input
@@ -183,7 +183,7 @@ def rows_in(leaf: Any) -> int | None:
 
 
 def has_chunks(value: Any) -> bool:
-    """Whether the caller has divided something in a value."""
+    """Whether a value contains a :class:`Chunks` mark."""
     return any(isinstance(x, Chunks) for x in trees.leaves_of(value, is_of_input))
 
 
@@ -194,12 +194,12 @@ def row_count(value: Any) -> int:
 
 
 def split(value: Any, division: Division, rows: int | None = None) -> Iterator[Any]:
-    """Generate what each micro-batch gets.
+    """Generate the value of each micro-batch.
 
     Args:
         value: the mini-batch, or something else with as many rows.
         division: its division.
-        rows: the number of rows, if another value says it.
+        rows: the number of rows, where another value determines it.
     """
     sizes = division.sizes
     starts = [*accumulate(sizes, initial=0)]
@@ -230,7 +230,7 @@ def split(value: Any, division: Division, rows: int | None = None) -> Iterator[A
         tensor, dim = (leaf.value, leaf.dim) if isinstance(leaf, Chunk) else (leaf, 0)
         return _rows(tensor, dim, starts[i], sizes[i])
 
-    # One tensor in several places stays one.
+    # A tensor that occurs several times stays one object.
     own = {id(x): x for x in leaves if _is_divided(x)}
     whole = [
         x if id(x) in own else trees.map_leaves(alias, x.value if isinstance(x, NoChunk) else x)
@@ -248,6 +248,6 @@ def _is_divided(leaf: Any) -> bool:
 
 
 def _rows(tensor: Tensor, dim: int, start: int, size: int) -> Tensor:
-    # Not a view where no gradient comes back: PyTorch's compiler would make a graph for each base.
+    # Detached where no gradient is needed: torch.compile would compile a graph per base of a view.
     rows = tensor.narrow(dim, start, size)
     return rows if rows.requires_grad or _torch.forward_level() >= 0 else rows.detach()

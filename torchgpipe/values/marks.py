@@ -28,7 +28,7 @@ class NoChunk:
         self.value = value
 
     def map(self, function: Callable[[Any], Any]) -> NoChunk:
-        """The same mark of what a function makes of each leaf."""
+        """Apply a function to each leaf; return the results under the same mark."""
         return NoChunk(trees.map_leaves(function, self.value))
 
     def __repr__(self) -> str:
@@ -74,7 +74,7 @@ class Chunk:
         self.dim = dim % value.dim()
 
     def map(self, function: Callable[[Any], Any]) -> Chunk:
-        """The same mark of what a function makes of the tensor."""
+        """Apply a function to the tensor; return the result under the same mark."""
         return Chunk(function(self.value), self.dim)
 
     def __repr__(self) -> str:
@@ -84,16 +84,16 @@ class Chunk:
 class Chunks:
     """Mark a value that its caller has divided: ``model(Chunks([first, second, third]))``.
 
-    Entry ``i`` goes to micro-batch ``i``, whatever it is: tensors of any shapes, plain objects,
-    None. All marks of a call have one length, which is the number of micro-batches of that step,
-    whatever ``chunks`` is. Values without the mark are divided into as many. Where all tensors of a
-    call come so, the model returns a list of what it returned for each micro-batch.
+    Entry ``i`` goes to micro-batch ``i``. It may be anything: tensors of any shapes, plain objects,
+    None. All marks of a call have the same length. It is the number of micro-batches of that step,
+    whatever ``chunks`` is, and values without the mark are split into as many. If all tensors of a
+    call are marked so, the model returns a list with the output of each micro-batch.
 
     Args:
         values: an entry for each micro-batch.
 
     Raises:
-        TypeError: the values have no order, or there are marks in them.
+        TypeError: the values are no sequence, or contain marks.
         ValueError: there is no entry.
     """
 
@@ -154,7 +154,7 @@ class Chunks:
         return {key: cls([x[key] for x in found]) for key in found[0]}
 
     def map(self, function: Callable[[Any], Any]) -> Chunks:
-        """The same mark of what a function makes of each leaf."""
+        """Apply a function to each leaf; return the results under the same mark."""
         return Chunks([trees.map_leaves(function, x) for x in self.values])
 
     def __len__(self) -> int:
@@ -190,7 +190,7 @@ def is_mark(value: Any) -> bool:
 
 
 def is_marked(value: Any) -> bool:
-    """Whether a value is marked as one for each micro-batch."""
+    """Whether a value is a :class:`PerMicroBatch` mark."""
     return isinstance(value, PerMicroBatch)
 
 

@@ -37,7 +37,7 @@ VALUE = None
 
 
 class PackedSkip(NamedTuple):
-    """A skip on its way, taken apart."""
+    """A skip between stash and pop, as its tensors and its structure."""
 
     tensors: Tensors
     structure: Structure
@@ -46,11 +46,11 @@ class PackedSkip(NamedTuple):
 class Batch:
     """One micro-batch at the entrance of a partition, or at its exit.
 
-    It consists of parts: its value and skips, each taken apart into tensors and a structure. A skip
-    is taken apart when the layers that stash it have run, and put together when it is popped.
+    It consists of parts: its value and its skips, each flattened into tensors and a structure. A
+    skip is flattened after the layers that stash it have run, and unflattened when it is popped.
 
     Args:
-        value: the value that a layer takes and gives: any nested structure.
+        value: the input or output of a layer: any nested structure.
 
     Raises:
         TypeError: the value holds tensors in something that is no known container.
@@ -76,7 +76,7 @@ class Batch:
         structures: Mapping[Any, Structure],
         shared: frozenset[Any],
     ) -> Batch:
-        """A micro-batch that is taken apart already.
+        """Make a micro-batch of parts that are flattened already.
 
         Args:
             parts: the tensors of the value, and of each skip.
@@ -90,7 +90,7 @@ class Batch:
 
     @property
     def atomic(self) -> bool:
-        """Whether the value is a tensor alone."""
+        """Whether the value is a single tensor."""
         return self.structures[VALUE] is ALONE
 
     @property
@@ -124,24 +124,24 @@ class Batch:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether a gradient will be asked of one of the tensors."""
+        """Whether any of the tensors requires a gradient."""
         if self._single:
             return self.parts[VALUE][0].requires_grad
         return any(tensor.requires_grad for tensor in self.tensors)
 
     def call(self, function: Callable[..., Any]) -> Batch:
-        """Call a layer with the value; the micro-batch that the layer makes of it."""
+        """Call a layer with the value; return the output as a micro-batch."""
         value = self.value
         if not isinstance(value, Arguments):
             return Batch(function(value))
         return Batch(function(*value.args, **value.kwargs))
 
     def with_skips(self, skips: Mapping[Any, PackedSkip], shared: Iterable[Any] = ()) -> Batch:
-        """The same value beside other skips.
+        """Make a micro-batch of the same value and other skips.
 
         Args:
             skips: the skips, taken apart.
-            shared: the skips that share memory with what is elsewhere by now.
+            shared: the skips that share memory with a tensor that is no longer in this micro-batch.
         """
         if not skips and len(self.parts) == 1:
             return self
@@ -156,18 +156,18 @@ class Batch:
         return batch
 
     def take(self) -> Batch:
-        """The same micro-batch; this object lets go of it."""
+        """Move the tensors into a new micro-batch; this object releases them."""
         parts, self.parts = self.parts, {}
         return self._of(parts)
 
     def replace(self, tensors: Iterable[Tensor]) -> Batch:
-        """The same micro-batch with others instead of its :attr:`tensors`."""
+        """Make a micro-batch with other tensors in place of its :attr:`tensors`."""
         return self.map(lambda *_: tensors, self.parts)
 
     def map(self, function: Callable[..., Iterable[Tensor]], parts: Iterable[Any]) -> Batch:
-        """The same micro-batch with tensors of some parts replaced by a function of them.
+        """Apply a function to the tensors of some parts; return a micro-batch with the results.
 
-        One tensor in several places stays one.
+        A tensor that occurs several times is passed once, and stays one object.
         """
         if self._single:
             for _ in parts:
@@ -184,7 +184,7 @@ class Batch:
         )
 
     def copy(self) -> Batch:
-        """The same micro-batch in another object, which can let go of it on its own."""
+        """Copy the object, and not its tensors, so that the copy can release them on its own."""
         return self._of(self.parts)
 
     def _of(self, parts: dict[Any, Tensors]) -> Batch:
@@ -198,7 +198,7 @@ class Batch:
         return any(starmap(_torch.is_alias_of, product(self.parts[VALUE], other.tensors)))
 
     def _aliased(self) -> frozenset[Any]:
-        # One tensor in several places of the value stays one, but becomes another one as a skip.
+        # A tensor that occurs twice in one part stays one object. In two parts it becomes two.
         sharing: defaultdict[int, list[tuple[Any, Tensor]]] = defaultdict(list)
         for key, part in self.parts.items():
             for x in _distinct([part]):
@@ -266,13 +266,13 @@ def gather(outputs: Sequence[Batch], rows: Sequence[int] = (), blocks: Container
 
     Args:
         outputs: the outputs, in order.
-        rows: the number of rows of each micro-batch. Without it, any first size is taken.
-        blocks: the places of tensors with several rows for each row, block by block.
+        rows: the number of rows of each micro-batch. Without it, dimension 0 may have any size.
+        blocks: the indices of output tensors that have several rows per input row, block by block.
 
     Raises:
-        ValueError: the micro-batches differ in more than their tensors, or these in more than
-            their first dimension, or their first sizes are not one multiple of the rows, or these
-            are block by block.
+        ValueError: the outputs differ in structure or in objects that are no tensors, or tensors
+            differ in another dimension than 0, or their sizes in dimension 0 are not the same
+            multiple of the rows, or their rows are block by block.
     """
     first = outputs[0]
     for i, other in enumerate(outputs):
@@ -281,7 +281,7 @@ def gather(outputs: Sequence[Batch], rows: Sequence[int] = (), blocks: Container
     joined: dict[tuple[int, ...], Tensor] = {}
     found = []
     for k, tensors in enumerate(zip(*[batch.parts[VALUE] for batch in outputs])):
-        # One tensor in several places stays one.
+        # A tensor that occurs several times stays one object.
         stacked = marked is not None and k in marked
         key = (stacked, *map(id, tensors))
         if key not in joined:
@@ -302,7 +302,7 @@ def joined(outputs: Sequence[Batch], division: Division, blocks: Container[int] 
     Args:
         outputs: the outputs, in order.
         division: the division of the input.
-        blocks: the places of tensors with several rows for each row, block by block.
+        blocks: the indices of output tensors that have several rows per input row, block by block.
     """
     if division.is_ready:
         return [unmarked(x.value) for x in outputs]
@@ -326,7 +326,7 @@ def _marked(batch: Batch) -> set[int] | None:
 
 
 def _name(first: Batch, k: int) -> str:
-    """The name of a tensor among those of an output."""
+    """The path to tensor ``k`` in an output, for messages."""
     return [name for name, leaf in names(first.value) if isinstance(leaf, Tensor)][k]
 
 
@@ -341,7 +341,7 @@ def _stacked(tensors: Tensors, rows: Sequence[int]) -> Tensor:
 
 
 def join_tensors(tensors: Tensors) -> Tensor:
-    """Join the tensors of all micro-batches along dimension 0, or stack those without one."""
+    """Concatenate the tensors of all micro-batches along dimension 0; stack 0-dimensional ones."""
     if len({(x.dim(), x.shape[1:]) for x in tensors}) > 1:
         raise ValueError(
             "the outputs of all micro-batches must have the same shape but for dimension 0, along "
@@ -350,7 +350,7 @@ def join_tensors(tensors: Tensors) -> Tensor:
         )
     kind = tensors[0].device.type
     if kind in device_types() and torch.is_autocast_enabled(kind):
-        # Autocast has nothing to cast here, and cannot join another half precision than its own.
+        # Without autocast, which cannot concatenate tensors of a half precision other than its own.
         with torch.autocast(kind, enabled=False):
             return _cat_or_stack(tensors)
     return _cat_or_stack(tensors)

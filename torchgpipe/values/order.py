@@ -1,4 +1,4 @@
-"""The order of rows: whether outputs with several rows for each row can be joined.
+"""The order of rows: whether outputs with several rows per input row can be concatenated.
 
 A layer may return several rows for each row of its input, in one of two orders, here for the rows
 ``a`` and ``b``::
@@ -6,10 +6,10 @@ A layer may return several rows for each row of its input, in one of two orders,
     row by row       a0 a1 b0 b1      as of repeat_interleave, or of the k best of each row
     block by block   a0 b0 a1 b1      as of torch.cat([crop, other crop])
 
-Micro-batches that are joined have the order of the mini-batch only if it is row by row. Shapes do
-not tell, nor do values. So where a function returns more rows than it was given for the first
-micro-batch, PyTorch's functions that put blocks one behind another are looked for while it computes
-the second one, and what becomes of their results. Other models are not watched.
+The concatenated outputs of micro-batches are the output for the mini-batch only if rows are in the
+order row by row. Neither shapes nor values show the order. So if layers return more rows than they
+got for the first micro-batch, a torch-function mode watches them compute the second one. It looks
+for functions such as ``torch.cat``, and follows their results. Other models are not watched.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ __all__: list[str] = []
 
 NOTHING: AbstractContextManager[None] = nullcontext()
 
-#: What is known of a tensor: it depends on the micro-batch, or has its rows, or has them in blocks.
+#: Knowledge of a tensor: it depends on the micro-batch, has its rows, or has them in blocks.
 DEPENDS, HAS_ROWS, IN_BLOCKS = 1, 2, 3
 
-#: Functions that put what they are given one behind another.
+#: Functions that concatenate their arguments, or copies of one.
 JOINING = {"cat", "concat", "concatenate", "vstack", "row_stack", "repeat", "tile"}
 #: Functions that make dimension 0 of several dimensions.
 RESHAPING = {"flatten", "reshape", "reshape_as", "view", "view_as"}
-#: Functions that return views, in which another dimension may be the first one.
+#: Functions that return views with dimensions in another order.
 TURNING = {"t", "transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis"}
 TURNING |= {"unbind", "select", "narrow", "__get__"}
-#: Functions that return parts.
+#: Functions that split a tensor.
 SPLITTING = {"chunk", "split", "tensor_split", "split_with_sizes"}
 #: Functions that may put rows into another order.
 REORDERING = {"index_select", "gather", "take", "take_along_dim", "sort", "argsort", "flip", "roll"}
@@ -52,12 +52,12 @@ class Order:
 
     Args:
         layers: the layers.
-        before: the order of what comes to them; None if that is the caller's mini-batch.
+        before: the order of the layers before them; None if these are the first ones.
 
     Attributes:
-        blocks: the places of tensors whose rows are block by block, among those that the layers
-            have returned for the second micro-batch.
-        known: whether no micro-batch is left that tells anything.
+        blocks: the indices of the output tensors whose rows are block by block, as seen in the
+            second micro-batch.
+        known: whether the result is final, so that no further micro-batch is watched.
     """
 
     def __init__(self, layers: nn.Module, before: Order | None = None) -> None:
@@ -70,7 +70,7 @@ class Order:
         self.known = False
 
     def begin(self, given: Tensors) -> AbstractContextManager[Any]:
-        """Context manager for a call of the layers: with the first micro-batch, then the second.
+        """Context manager for a call of the layers, which watches the second micro-batch if needed.
 
         Args:
             given: the tensors that the layers are called with.
@@ -79,7 +79,7 @@ class Order:
             return NOTHING
         entering = self._before.blocks if self._before is not None else ()
         rows = rows_of(given)
-        # Compiled code would be compiled anew for the mode.
+        # Compiled layers would be compiled again because of the mode.
         if rows and (self._grows or entering) and not any(map(is_compiled, self._layers.modules())):
             self._watch = BlockWatch(rows, given, entering)
             return self._watch
@@ -96,7 +96,7 @@ class Order:
         if self._grows is None:
             rows = rows_of(given)
             self._grows = any(rows_of([x]) > rows > 0 for x in returned)
-            # Most models have no rows in blocks, which nobody pays for more than once in a step.
+            # For most models, which return no further rows, this is the end, without any mode.
             joined = before is None or (before.known and not before.blocks)
             self.known = joined and not self._grows
             return
@@ -104,7 +104,7 @@ class Order:
             watch, self._watch = self._watch, None
             watch.over = True
             self.blocks = frozenset([k for k, x in enumerate(returned) if watch.is_in_blocks(x)])
-        # Last, since the layers behind may be in another thread.
+        # Set last, since the next layers may read the result in another thread.
         self.known = True
 
 
@@ -114,11 +114,10 @@ class BlockWatch(TorchFunctionMode):
     Args:
         rows: the number of rows of a micro-batch.
         given: the tensors that depend on the micro-batch.
-        entering: the places of those among them whose rows are block by block.
+        entering: the indices of those among them whose rows are block by block.
 
     Attributes:
-        over: whether to look no more. Whoever has taken the modes of the block along enters them
-            later.
+        over: whether to stop watching. A recomputation may enter the modes of the block later.
     """
 
     def __init__(self, rows: int, given: Sequence[Tensor], entering: Container[int]) -> None:
@@ -157,13 +156,13 @@ class BlockWatch(TorchFunctionMode):
             self._known[x] = max([self._kind(name, source, x, several) for source in sources])
 
     def _kind(self, name: str, source: Tensor, result: Tensor, several: bool) -> int:
-        """The knowledge of a result, as far as one of its sources tells.
+        """Derive the knowledge of a result from one of the arguments.
 
         Args:
             name: the name of the function.
-            source: what it was given.
-            result: what it has returned.
-            several: whether it puts several tensors one behind another, or one several times.
+            source: the argument.
+            result: the returned tensor.
+            several: whether it concatenates several tensors, or copies of one.
         """
         kind: int = self._known[source]
         rows = self._rows
@@ -174,7 +173,7 @@ class BlockWatch(TorchFunctionMode):
             # Rows are in dimension 1 now.
             return IN_BLOCKS if kind == HAS_ROWS and several else DEPENDS
         if name in RESHAPING and size != before and size in _products(source.shape):
-            # So they are where the sequence is first.
+            # Rows in dimension 1, as where the sequence comes first, end up block by block.
             second = source.dim() > 1 and source.shape[1] % rows == 0 and before % rows != 0
             return IN_BLOCKS if second else kind
         if name == "repeat_interleave" and size > before:
@@ -189,26 +188,26 @@ class BlockWatch(TorchFunctionMode):
 
 
 def _name(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """The name of a function, as far as what it does to rows does not depend on its arguments."""
+    """The name of a function, or another name if its arguments decide what it does to rows."""
     name = getattr(func, "__name__", "")
     if name == "stack" and kwargs.get("dim", [*args, 0][1]) != 0:
         return ""
     if name == "__getitem__":
         index = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
-        # Other indices take some rows, or in another order.
+        # Other indices select rows, or change their order.
         whole = index is Ellipsis or (isinstance(index, slice) and index == slice(None))
         return "select" if whole else "index_select"
     return name
 
 
 def _products(shape: Iterable[int]) -> list[int]:
-    """The sizes that several first dimensions may become one of."""
+    """The sizes that dimension 0 can get by merging it with the dimensions after it."""
     sizes = [*shape]
     return [prod(sizes[:k]) for k in range(2, len(sizes) + 1)]
 
 
 def rows_of(tensors: Iterable[Tensor]) -> int:
-    """The first size of the first of some tensors that has a row; 0 without any."""
+    """The size of dimension 0 of the first tensor that has rows; 0 if none has."""
     for x in tensors:
         if is_dense(x) and x.dim() and (rows := x.shape[0]):
             return rows
@@ -235,9 +234,10 @@ def verify_rows(
         in_blocks: whether several rows for each row are block by block.
 
     Raises:
-        ValueError: their first sizes are not one multiple of the rows, or the rows are in blocks.
+        ValueError: their sizes in dimension 0 are not the same multiple of the rows, or rows are in
+            blocks.
     """
-    # One element alone is one for each micro-batch, as a loss is: 0.0.7 joined no other losses.
+    # A tensor of one element, such as a loss, is one per micro-batch, as in 0.0.7.
     if all(x.numel() == 1 for x in tensors) or not all(x.dim() for x in tensors):
         return
     multiple = tensors[0].shape[0] // rows[0]

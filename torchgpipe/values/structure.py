@@ -20,7 +20,7 @@ from torchgpipe.values.marks import is_of_input
 
 __all__: list[str] = []
 
-#: Stands for what is not there, where None may be.
+#: A sentinel for a missing value, where None is a possible value.
 MISSING: Any = object()
 
 Tensors: TypeAlias = tuple[Tensor, ...]
@@ -42,7 +42,7 @@ def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether two objects are equal; one that is not a number is equal to itself."""
+    """Whether two objects are equal; NaN counts as equal to NaN."""
     try:
         return a is b or (type(a) is type(b) and bool(a == b or (a != a and b != b)))
     except Exception:
@@ -65,12 +65,12 @@ class Structure:
         self.others = others
 
     def __reduce__(self) -> Any:
-        # The two structures of most values are known by their identities, in any process.
+        # The two most common structures are singletons, which unpickle to themselves.
         for name, known in (("ALONE", ALONE), ("TUPLE", TUPLE)):
             if self is known:
                 return name
         assert self.spec is not None
-        # Another process may know a kind of containers by another object.
+        # As a value of zeros, since the types in the spec may be other objects in another process.
         return _restored, (self.spec.unflatten([0] * self.spec.count), self.others)
 
     def equals(self, other: Structure, equal: Callable[[Any, Any], bool] = equal) -> bool:
@@ -99,7 +99,7 @@ class Structure:
 
 
 def _restored(containers: Any, others: dict[int, Any]) -> Structure:
-    """The structure of a value, from another process, with a number for each leaf."""
+    """Rebuild a structure after unpickling, from a value with a number for each leaf."""
     return Structure(trees.flatten(containers)[1], others)
 
 

@@ -1,8 +1,8 @@
 """Trees: nested containers are taken apart into leaves, and put together again.
 
 The containers are those that PyTorch knows: Python's own, and what is registered with
-:mod:`torch.utils._pytree`. PyTorch's functions for them would do, but each call leaves objects
-behind that refer to each other. Only Python's collector frees these, and a step leaves it nothing.
+:mod:`torch.utils._pytree`. PyTorch's functions for them would do, but each call creates a reference
+cycle. Only Python's garbage collector frees these, and a step must not leave it any.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _flattened(tree: Any, is_leaf: IsLeaf | None, leaves: list[Any]) -> Spec:
 
 
 def _filled(spec: Spec, rest: list[Any]) -> Any:
-    """A tree with the last ones of some leaves, which it takes away, the first one last."""
+    """Build a tree from leaves that it pops off the end of a reversed list."""
     if spec.kind is None:
         return rest.pop()
     children = [_filled(x, rest) for x in spec.children]
