@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.models.choices import LLAMA, MODELS, Model, llama
+from benchmarks.simulate.choice_models import LLAMA, MODELS, Model, llama
 from torchgpipe import GPipe, MappedGPipe, ScheduledLoss
 from torchgpipe.planner.cuts import others
 from torchgpipe.planner.plan import ranked

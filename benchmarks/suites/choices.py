@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from benchmarks.command import at_least, output, parse, parser
-from benchmarks.models.choices import MODELS
 from benchmarks.progress import progress
 from benchmarks.report.files import Result, head, publish
 from benchmarks.report.summary import Summary, Table
+from benchmarks.simulate.choice_models import MODELS
 from benchmarks.simulate.choices import measure, measure_map
 from torchgpipe import testing
 

@@ -40,7 +40,7 @@ TESTS = {
         "test_norms_that_are_deferred",
         {"kind": "products", "wrapper": "GPipe"},
     ),
-    "casts": (
+    "casts of policies": (
         "behaviour.test_policies",
         "test_casts_of_weights",
         {"wrapper": "GPipe", "around": False},
@@ -68,7 +68,7 @@ MUTANTS = {
     ),
     "graphs that are thrown away": (("ref(view)", "lambda: view"), "offloaded, trials"),
     "results on another stream": ((" and bool(own)", ""), "offloaded, results"),
-    "casts of both runs": (("own_casts()", "nullcontext()"), "casts"),
+    "casts of both runs": (("own_casts()", "nullcontext()"), "casts of policies"),
     "operators of one run": (("uncounted()", "torch.no_grad()"), "norms of one run"),
     "small views of large storages": (("storage.nbytes()", "tensor.nbytes"), "offloaded, small"),
 }

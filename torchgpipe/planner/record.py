@@ -182,22 +182,23 @@ class Sizes:
         return self._found[rows]
 
 
+def _mix(x: Any, y: Any, share: float) -> Any:
+    """Mix numbers, also within tuples and tables, and leave what is none."""
+    if isinstance(y, dict):
+        return {k: _mix(None if x is None else x.get(k, z), z, share) for k, z in y.items()}
+    if isinstance(y, tuple):
+        return type(y)(*[_mix(None if x is None else x[k], z, share) for k, z in enumerate(y)])
+    if y is None or isinstance(y, bool):
+        return y
+    return max(0.0, share * y if x is None else x + share * (y - x))
+
+
 def _mixed(a: Record | None, b: Record, share: float) -> Record:
     """The record on the line through two others, or from nothing to the second one."""
 
-    def mix(x: Any, y: Any) -> Any:
-        """Mix numbers, also within tuples and tables, and leave what is none."""
-        if isinstance(y, dict):
-            return {k: mix(None if x is None else x.get(k, z), z) for k, z in y.items()}
-        if isinstance(y, tuple):
-            return type(y)(*[mix(None if x is None else x[k], z) for k, z in enumerate(y)])
-        if y is None or isinstance(y, bool):
-            return y
-        return max(0.0, share * y if x is None else x + share * (y - x))
-
     def mixed(x: Any, y: Any, keys: str) -> Any:
         pairs = {key: (x and getattr(x, key), getattr(y, key)) for key in keys.split()}
-        return replace(y, **{key: mix(*pair) for key, pair in pairs.items()})
+        return replace(y, **{key: _mix(*pair, share) for key, pair in pairs.items()})
 
     sections, values = (a.sections, a.values) if a else (repeat(None), repeat(None))
     return Record(

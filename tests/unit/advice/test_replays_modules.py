@@ -12,7 +12,7 @@ NAMES = ["embed", *(f"layers.{k}" for k in range(4)), "head"]
 
 
 def modules(places):
-    found = [Mapped(*x, "") for x in zip(NAMES, LAYERS, places)]
+    found = [Mapped(x, x, *more, "") for x, *more in zip(NAMES, LAYERS, places)]
     return Modules({"": CPU, "layers": CPU, **dict(zip(NAMES, places))}, found)
 
 

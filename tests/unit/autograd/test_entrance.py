@@ -47,11 +47,14 @@ def test_backward_ends_here(arriving):
         found.sum().backward()
 
 
-def test_layers_may_change_what_enters(arriving):
-    (found, _), (edge, _) = enter(*arriving())
+def test_layers_may_change_what_enters():
+    """And who has saved what arrives for backward notices."""
+    given = [torch.rand(3, requires_grad=True) for _ in range(2)]
+    (found, _), (edge, _) = enter(*given)
     changed = found.mul_(2)
     (grad,) = torch.autograd.grad(changed.sum(), [edge])
     assert grad.tolist() == [2] * 3
+    assert given[0]._version == 1
 
 
 def test_the_graph_lets_go_of_what_arrives(arriving):

@@ -72,8 +72,8 @@ def test_a_wrapper_has_the_mode_that_it_was_given():
     assert [row.checkpoint for row in model.describe().rows] == ["never", str(Offload())]
 
 
-def test_graphs_do_not_offload():
+def test_words_alone():
     for modes in (("offload",), (Offload(),), ("never", Offload(0.5))):
-        with pytest.raises(ValueError, match=r"graph keeps all .* \(checkpoint: .*; use stages="):
-            verify_words(modes)
-    verify_words(("never", "always"))
+        with pytest.raises(ValueError, match=r"^it keeps all .* \(checkpoint: .*; do not$"):
+            verify_words(modes, "it", "do not")
+    verify_words(("never", "always"), "it", "do not")
