@@ -36,7 +36,7 @@ def rows_of(texts: list[list[int]], length: int, packed: bool) -> list[dict[str,
     Args:
         texts: the tokens of each line of a text.
         length: the number of tokens in a row.
-        packed: whether lines are put one behind another, so that no row needs padding.
+        packed: whether lines are put one after another, so that no row needs padding.
     """
     if packed:
         tokens = [token for ids in texts for token in ids]

@@ -1,6 +1,6 @@
 """Train a ResNet of timm under GPipe, beside the ResNet as timm has it.
 
-The forward of timm's ResNet runs its children one behind the other, so they go into an
+The forward of timm's ResNet runs its children one after the other, so they go into an
 nn.Sequential as they are, under their names. Batch normalisations see micro-batches. So timm's
 model gets the micro-batches, too, one after another, and both learn the same. timm's ModelEmaV3
 keeps a moving average of the weights, and the average is tested at the end.

@@ -100,8 +100,8 @@ def interruptible():
 def run():
     """Run the code blocks of a file, and return their names.
 
-    What stands behind the line ``This prints::`` is compared with what the block before it printed,
-    whatever the ends of lines. A page that has such a line has one behind each block that prints.
+    What stands after the line ``This prints::`` is compared with what the block before it printed,
+    whatever the ends of lines. A page that has such a line has one after each block that prints.
     """
 
     def run(file, **names):

@@ -81,8 +81,8 @@ class DeferredBatchNorm(Base):
     Args:
         num_features: the number of features, or channels.
         eps: see :class:`nn.BatchNorm2d`.
-        momentum: likewise.
-        affine: likewise.
+        momentum: the same.
+        affine: the same.
         chunks: the number of runs that are one mini-batch outside of a wrapper.
 
     Raises:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.batchnorm import defer
 from torchgpipe.checks import checked_flag
-from torchgpipe.describe.description import Description
+from torchgpipe.describe import Description
 from torchgpipe.devices.streams import Device
 from torchgpipe.engine.mini_batch import MiniBatch
 from torchgpipe.engine.pipeline import Pipeline
@@ -20,8 +20,7 @@ from torchgpipe.engine.stages import Stages
 from torchgpipe.engine.wrapper import Wrapper, moving_denied
 from torchgpipe.partition.arguments import MISSING, checked_balance, checked_devices, checked_index
 from torchgpipe.partition.keeping import Keeping
-from torchgpipe.partition.placement import place, verify_placement
-from torchgpipe.partition.sharding import verify_sharding
+from torchgpipe.partition.placement import place, verify_placement, verify_sharding
 from torchgpipe.partition.split import own_key, plain_module, rename, split_module, verify_module
 from torchgpipe.planner.plan import chosen
 from torchgpipe.skip.layout import verify_skippables
@@ -40,7 +39,7 @@ class GPipe(Wrapper):
         F.cross_entropy(output, target.to(model.devices[-1])).backward()
 
     The layers are split into partitions, each on a device, and every mini-batch is split into
-    micro-batches, which flow through the partitions one behind the other. Checkpointing computes
+    micro-batches, which flow through the partitions one after the other. Checkpointing computes
     each micro-batch again in backward instead of keeping its activations.
 
     Args:
@@ -294,7 +293,7 @@ class GPipe(Wrapper):
                 all on ``devices[0]``, and other objects. Tensors have the same size in dimension 0,
                 along which they are split into micro-batches. Each micro-batch gets whole: tensors
                 that are marked by :class:`NoChunk` or have no dimension, and other objects.
-            **kwargs: likewise.
+            **kwargs: the same.
 
         Returns:
             The outputs of the last layer, on ``devices[-1]``: tensors of all micro-batches joined

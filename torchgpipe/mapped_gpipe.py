@@ -16,7 +16,7 @@ from torchgpipe.ambient.nesting import holding
 from torchgpipe.autograd.ends import drain_after_failure
 from torchgpipe.batchnorm import defer
 from torchgpipe.checks import checked_flag
-from torchgpipe.describe.description import DescribedPart, Description
+from torchgpipe.describe import DescribedPart, Description
 from torchgpipe.devices.streams import Device, has_streams
 from torchgpipe.engine.mini_batch import MiniBatch, compute
 from torchgpipe.engine.wrapper import Wrapper
@@ -33,8 +33,7 @@ from torchgpipe.mapped.hugging_face import (
     without_cache,
 )
 from torchgpipe.mapped.step import Lasting, MappedStep
-from torchgpipe.mapped.threads import Threads
-from torchgpipe.mapped.turns import Turns
+from torchgpipe.mapped.threads import Threads, Turns
 from torchgpipe.partition.arguments import checked_device, checked_threads
 from torchgpipe.partition.keeping import Keeping, keepings_of, recomputed_by, words_of
 from torchgpipe.partition.placement import elsewhere, tensors
@@ -287,7 +286,7 @@ class MappedGPipe(Wrapper):
                 micro-batch gets whole: tensors that are marked by :class:`NoChunk` or have no
                 dimension, and other objects. If all tensors are on the CPU, they come to the first
                 device of the map.
-            **kwargs: likewise. ``use_cache`` is off by default, if the model has it.
+            **kwargs: the same. ``use_cache`` is off by default, if the model has it.
 
         Returns:
             The model's output, joined: tensors along dimension 0, and tensors without a dimension,

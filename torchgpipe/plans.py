@@ -15,7 +15,7 @@ from torchgpipe.engine.stages import stages_of
 from torchgpipe.gpipe import GPipe
 from torchgpipe.partition.sample import input_of
 from torchgpipe.planner.given import Memory
-from torchgpipe.planner.layers import Layer
+from torchgpipe.planner.layers import LayerCosts
 from torchgpipe.planner.plan import ranked, too_large
 from torchgpipe.planner.search import Problem, Trial
 from torchgpipe.schedule.limits import bounds
@@ -71,7 +71,7 @@ def plan(
         batch: the rows of a mini-batch; by default those of the sample.
         loss: the loss of a micro-batch, as for :class:`~torchgpipe.ScheduledLoss`. Without it only
             the order of :class:`~torchgpipe.GPipe` is planned, whose loss is outside.
-        targets: the arguments of the loss behind the output, with the rows of the sample.
+        targets: the arguments of the loss after the output, with the rows of the sample.
         chunks: the numbers of micro-batches to try; by default 1, 2, 4 and so on, up to the rows.
         timeout: the seconds to measure. A warm-up comes on top.
         progress: whether to show a progress bar.
@@ -230,7 +230,7 @@ class Plans:
 
     candidates: list[Candidate]
     misfits: list[Candidate] = field(repr=False)
-    layers: list[Layer] = field(repr=False)
+    layers: list[LayerCosts] = field(repr=False)
     limits: dict[torch.device, int]
 
     @property

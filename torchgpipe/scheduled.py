@@ -11,29 +11,27 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe._torch.dynamo import uncompiled
-from torchgpipe.ambient.autocast import is_within_float16
+from torchgpipe.ambient.modes import is_within_float16
 from torchgpipe.ambient.notes import warn
 from torchgpipe.checks import checked_flag, verify, verify_kind
-from torchgpipe.describe.description import Description
+from torchgpipe.describe import Description
 from torchgpipe.engine.mini_batch import MiniBatch
 from torchgpipe.engine.stages import Stages, stages_of
 from torchgpipe.engine.wrapper import Alone
 from torchgpipe.executor.cell import Cells
-from torchgpipe.executor.criterion import Criterion
-from torchgpipe.executor.executor import Crew, Executor
-from torchgpipe.executor.plan import Choice, Plan, plan, text_of, title_of, verify_choice
-from torchgpipe.executor.targets import arguments_of, explaining
+from torchgpipe.executor.criterion import Criterion, arguments_of, explaining
+from torchgpipe.executor.loop import Crew, Executor
+from torchgpipe.executor.step_plan import Choice, Plan, plan, text_of, title_of, verify_choice
 from torchgpipe.gpipe import GPipe
 from torchgpipe.graphs.cell import GraphCells
-from torchgpipe.graphs.choice import CHOICES
-from torchgpipe.graphs.compiled import compiler
 from torchgpipe.graphs.estimates import costs_of, traced_all
 from torchgpipe.graphs.overlap import Overlaps
+from torchgpipe.graphs.passes import CHOICES, compiler
 from torchgpipe.graphs.slices import function_of
 from torchgpipe.graphs.stage import StageGraphs
 from torchgpipe.partition.arguments import verify_loss
 from torchgpipe.partition.keeping import keepings_of, verify_words
-from torchgpipe.partition.sharding import is_shard
+from torchgpipe.partition.placement import is_shard
 from torchgpipe.schedule.costs import Costs
 from torchgpipe.values.structure import arguments as packed
 
@@ -152,7 +150,7 @@ class ScheduledLoss(Alone):
                 tensors, on the first device.
             *targets: further arguments of the loss. Tensors are split along dimension 0, as those
                 of the input are, and moved to the last device.
-            **more: likewise, by name.
+            **more: the same, by name.
 
         Returns:
             The loss, of shape ``()``, on the last device; with ``outputs``, also the outputs of the
@@ -186,8 +184,8 @@ class ScheduledLoss(Alone):
 
         Args:
             input: an input as for a step; its values do not matter.
-            *targets: further arguments of the loss, likewise.
-            **more: likewise, by name.
+            *targets: further arguments of the loss in the same way.
+            **more: the same, by name.
 
         Returns:
             The costs of one micro-batch, for :func:`~torchgpipe.schedule.validate`,
@@ -228,7 +226,7 @@ class ScheduledLoss(Alone):
             raise ValueError(
                 "a scheduled loss must not have layers that are sharded by FSDP2, which gathers "
                 "and frees weights around a backward of its own (schedule: "
-                f"{self.schedule!r}); use the GPipe itself, with the loss behind it"
+                f"{self.schedule!r}); use the GPipe itself, with the loss after it"
             )
         return executor
 
@@ -344,7 +342,7 @@ def _verify_model(model: Any) -> None:
         "model",
         "wrap the layers first, as in GPipe(layers, balance)",
     )
-    rule = "model must have a partition, behind which the loss is"
+    rule = "model must have a partition, after which the loss is"
     verify(model.devices, rule, "partitions", len(model.devices), "wrap at least one layer")
 
 

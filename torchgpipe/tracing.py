@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from torch import nn
 
 from torchgpipe.advice.watch import Watch
-from torchgpipe.describe.figures import Figures
-from torchgpipe.devices.measures import forget_peak, peak_memory
-from torchgpipe.devices.recorder import Recorder
+from torchgpipe.describe import StepFigures
+from torchgpipe.devices.recorder import Recorder, forget_peak, peak_memory
 from torchgpipe.engine.recorded import Recording, Traceable
 from torchgpipe.timeline.timeline import Timeline
 
@@ -69,7 +68,7 @@ def trace(model: nn.Module) -> Iterator[Timeline]:
         timeline.host = recording.recorder.host
         timeline.memory = {name: size for name, size in found.items() if size is not None}
         timeline.advisor = watch.end(timeline)
-        holder.figures = Figures.of(timeline) or holder.figures
+        holder.figures = StepFigures.of(timeline) or holder.figures
 
 
 def _found(model: nn.Module) -> Traceable:

@@ -18,9 +18,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchgpipe.skip.layout import inspect_skip_layout
-from torchgpipe.skip.namespace import Skip
 from torchgpipe.skip.skippable import skips
-from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
+from torchgpipe.skip.tracker import Skip, SkipTracker, use_skip_tracker
 
 __all__ = ["carried"]
 
@@ -67,7 +66,7 @@ class Carrier(nn.Module):
         return (*values, *[tracker.load(skip) for skip in self.leaving])
 
     def unpacked(self, parts: tuple[Tensor, ...]) -> tuple[Any, tuple[Tensor, ...]]:
-        """Split arguments into the value, and the skips behind it."""
+        """Split arguments into the value, and the skips after it."""
         count = len(parts) - len(self.arriving)
         values = parts[:count]
         return values[0] if count == 1 else values, parts[count:]

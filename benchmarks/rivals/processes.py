@@ -33,7 +33,7 @@ class UnavailableError(RuntimeError):
 
     @property
     def reason(self) -> str:
-        """The last line that says what went wrong; notes on the place come behind it."""
+        """The last line that says what went wrong; notes on the place come after it."""
         lines = [x for x in str(self).splitlines() if not x.startswith("raised in ")]
         return lines[-1] if lines else "no reason given"
 

@@ -89,7 +89,7 @@ class Blocks:
         library: makes the pipeline.
         mode: which micro-batches are checkpointed.
         forward: seconds of each cell's forward, in row ``i``, column ``j``.
-        backward: seconds of each cell's backward, likewise.
+        backward: seconds of each cell's backward in the same way.
     """
 
     def __init__(self, library: Library, mode: str, forward: Times, backward: Times) -> None:

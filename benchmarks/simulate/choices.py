@@ -25,8 +25,7 @@ from torchgpipe.planner.cuts import others
 from torchgpipe.planner.plan import ranked
 from torchgpipe.planner.search import Search, Trial
 from torchgpipe.testing import dry_run, observe
-from torchgpipe.testing.dry_run.run import without_values
-from torchgpipe.testing.dry_run.weightless import weightless
+from torchgpipe.testing.dry_run.run import weightless, without_values
 from torchgpipe.testing.hardware import NAMED
 
 __all__ = ["measure", "measure_map"]

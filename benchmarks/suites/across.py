@@ -141,7 +141,7 @@ def work(rank: int, folder: str, options: dict[str, Any]) -> None:
         for size, m in product(options["sizes"], options["m"]):
             made = steps(name, m, *map(int, size.split("x")))
             times: dict[str, list[float]] = {way: [] for way in made}
-            # Behind "one process", in which a process is idle, a step takes longer, whose it is.
+            # After "one process", in which a process is idle, a step takes longer, whose it is.
             orders = cycle(permutations(made.items()))
             for _ in range(options["repeat"]):
                 for way, step in next(orders):

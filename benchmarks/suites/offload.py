@@ -192,7 +192,7 @@ def summarise(result: Result) -> Summary:
         "What a cell keeps: kept, computed again, or in the memory of the host, in virtual time",
         tables,
         [],
-        "Times are over that of `never`; one behind a stroke is the simulator's, where it differs. "
+        "Times are over that of `never`; one after a stroke is the simulator's, where it differs. "
         "Peaks are those of the fullest device, beyond weights. The simulator knows cells alone: "
         "gradients and tensors of one layer are beside. The host's memory is that of all devices, "
         "measured, and the same as simulated unless a stroke says so.",

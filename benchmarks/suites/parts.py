@@ -92,7 +92,7 @@ def measure(devices: list[torch.device], mode: str, m: int, steps: int) -> dict[
     return {
         "mode": mode,
         "cell_us": round(1e6 * least / (n * m), 1),
-        "shares": {part: round(found.get(part, 0) / total, 3) for part in columns()},
+        "shares": {part: round(found.get(part, 0) / total, 6) for part in columns()},
     }
 
 

@@ -36,7 +36,7 @@ def equal(found, expected):
 
 
 @pytest.mark.parametrize("off", [False, True])
-def test_weights_that_a_second_run_casts_are_not_used_after_a_step(off, models):
+def test_weights_that_a_recomputation_casts_are_not_used_after_a_step(off, models):
     """Backward and the next forward are in one block, and backward has another block within it."""
     x, found = torch.rand(8, 4), []
     for model in models:
@@ -131,7 +131,7 @@ def test_casts_that_a_worker_makes_after_its_step_has_failed(monkeypatch):
     with pytest.raises(KeyError), autocast(BF16):
         workers.run(tasks, Context())
     go_on.set()
-    # Behind the task that is still running.
+    # After the task that is still running.
     workers._worker((CPUS[0], 0)).submit(ended.set)
     assert ended.wait(10)
     with torch.no_grad():

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.contract.layers import Pop
 from tests.support.helpers import note_of
 from torchgpipe import GPipe, MappedGPipe
-from torchgpipe.ambient import backward
+from torchgpipe.ambient import notes as backward
 from torchgpipe.skip import skippable, stash
 
 

@@ -144,7 +144,7 @@ def test_clone_would_be_seen():
 
 
 def test_buffers_are_not_kept_alive(mode, device):
-    """After backward, nothing that a step keeps for its second runs holds a buffer."""
+    """After backward, nothing that a step keeps for its recomputations holds a buffer."""
     model = wrap(nn.Sequential(nn.Linear(4, 4), Table()), device, mode)
     model(torch.rand(6, 4, device=device)).sum().backward()
     buffer = weakref.ref(model[1].table)

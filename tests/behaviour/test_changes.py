@@ -120,12 +120,12 @@ def test_values_put_elsewhere_between_forward_and_backward(mode):
 
 
 class OwnParameter(nn.Parameter):
-    """A parameter that second runs find as it is: nobody can say what a copy of it would be."""
+    """A parameter that recomputations find as it is: nobody can say what a copy of it would be."""
 
 
 @pytest.mark.parametrize("kind", [nn.Parameter, OwnParameter])
 def test_parameter_that_the_layer_changes_after_its_use_is_an_error(mode, kind):
-    """The change is an error even behind the last tensor to be recomputed."""
+    """The change is an error even after the last tensor to be recomputed."""
 
     class Grow(nn.Module):
         def __init__(self):
@@ -150,7 +150,7 @@ def test_parameter_that_the_layer_changes_after_its_use_is_an_error(mode, kind):
 
 @pytest.mark.parametrize("mode", ["always", "except_last"])
 def test_memory_of_a_buffer_replaced_between(mode):
-    """A second run has the buffer that the first run had, in the first step and in later ones."""
+    """A recomputation has the buffer of the first run, in the first step and in later ones."""
 
     class Scale(nn.Module):
         def __init__(self):

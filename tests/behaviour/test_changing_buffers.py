@@ -1,4 +1,4 @@
-"""Buffers that layers change in their forward: a second run finds what the first run found."""
+"""Buffers that layers change in their forward: a recomputation finds what the first run found."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Parameters that layers change in their forward: a second run finds what the first run found."""
+"""Parameters that layers change in forward: a recomputation finds what the first run found."""
 
 import copy
 

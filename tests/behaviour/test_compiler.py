@@ -281,7 +281,7 @@ def test_batch_normalisation(deferred, backend):
 
 @pytest.mark.parametrize("way", ["in place", "partitions"])
 def test_dropout(way, backend):
-    """A second run draws the same numbers as the first."""
+    """A recomputation draws the same numbers as the first."""
     found = []
     for mode in ("never", "always"):
         torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Values that a second run gets from the first one, as the choices of a router."""
+"""Values that a recomputation gets from the first one, as the choices of a router."""
 
 import copy
 import gc
@@ -15,7 +15,7 @@ M = 4
 
 
 class Router(nn.Module):
-    """A layer that sends rows to one of two experts, and chooses otherwise in a second run.
+    """A layer that sends rows to one of two experts, and chooses otherwise in a recomputation.
 
     So would a router whose scores are almost equal, and are added up in another order.
     """
@@ -67,7 +67,7 @@ def grads(model):
 
 
 @pytest.mark.parametrize("make", [of_gpipe, of_schedule, of_map])
-def test_second_runs_get_what_was_kept(make):
+def test_recomputations_get_what_was_kept(make):
     expected = grads(make(layers(), "never"))
     for mode in ("always", "except_last"):
         assert all(map(torch.equal, grads(make(layers(), mode)), expected))

@@ -1,4 +1,4 @@
-"""Values that a model stores on its blocks: second runs find those of their micro-batch."""
+"""Values that a model stores on its blocks: recomputations find those of their micro-batch."""
 
 import copy
 import gc
@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.support.helpers import plain
 from torchgpipe import MappedGPipe, is_recomputing
-from torchgpipe.mapped.contents import Contents
+from torchgpipe.mapped.changes import Contents
 
 M = 3
 

@@ -132,7 +132,7 @@ def test_what_is_in_front_of_the_adapters_runs_forward_only(mode):
         def before(*_):
             again[k] += is_recomputing()
 
-        # A recomputation may end within a layer, so that no hook behind it would run.
+        # A recomputation may end within a layer, so that no hook after it would run.
         layer.register_forward_pre_hook(before)
         layer.register_forward_hook(lambda _, __, output: Counted.apply(output, count))
 

@@ -5,7 +5,7 @@ from torch import nn
 
 from tests.support.size import some
 from torchgpipe import GPipe
-from torchgpipe.planner.storages import LiveStorages
+from torchgpipe.planner.sandbox import LiveStorages
 
 LAYERS, WIDTH, ROWS, LENGTH, CHUNKS = some(8, 4), 32, 20, 24, 4
 

@@ -18,7 +18,7 @@ COMBINATIONS = rotated(MODES, MODES, MODES)
 
 
 class Counter(nn.Module):
-    """A layer that counts its second runs, and changes a buffer."""
+    """A layer that counts its recomputations, and changes a buffer."""
 
     def __init__(self):
         super().__init__()

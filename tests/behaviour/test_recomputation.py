@@ -61,7 +61,7 @@ def test_layers_that_save_each_other_s_tensors_are_an_error():
 
 
 def test_a_layer_may_differ_if_it_saves_the_same():
-    """The gradient is that of the second run, which only verify_recomputation() notices."""
+    """The gradient is that of the recomputation, which only verify_recomputation() notices."""
     model = wrap([Differs(torch.sin, lambda x: (x * 1).sin(), rows=1)])
     x = numbered()
     model(x).sum().backward()
@@ -125,7 +125,7 @@ def test_empty_tensors_keep_nothing_alive(end):
         gc.enable()
 
 
-def test_hooks_that_are_always_called_are_called_in_a_second_run_too(mode):
+def test_hooks_that_are_always_called_are_called_in_a_recomputation_too(mode):
     calls = []
     layer = Apply(lambda x: x * x.exp())
     layer.register_forward_hook(lambda *_: calls.append(is_recomputing()), always_call=True)
@@ -182,7 +182,7 @@ class Unused(torch.autograd.Function):
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_output_that_the_loss_does_not_use(n):
-    """Backward runs behind such an output on several devices, but for the last micro-batch."""
+    """Backward runs after such an output on several devices, but for the last micro-batch."""
     linear, seen = nn.Linear(2, 2), []
     layers = nn.Linear(2, 2), Apply(lambda x: (x, Unused.apply(linear(x), seen)))
     partitions = [nn.Sequential(layer) for layer in layers]

@@ -24,7 +24,7 @@ from torchgpipe.planner.plan import ranked
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("tutorial*.rst"))
-#: A block of code that runs, and what it prints where nothing but that stands behind it.
+#: A block of code that runs, and what it prints where nothing but that stands after it.
 BLOCK = re.compile(
     r"\.\. code-block:: python\n\n((?:   .*\n|\n)+)(?:::\n\n((?:   .*\n|\n)+))?", re.MULTILINE
 )

@@ -6,7 +6,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from torchgpipe import GPipe
-from torchgpipe.ambient import thread
+from torchgpipe.ambient import context as thread
 from torchgpipe.ambient.context import EnteredModes, Modes, autocast_nesting, current_hooks
 from torchgpipe.ambient.random_numbers import CellNumbers, RestoredNumbers
 from torchgpipe.devices.streams import current_streams, use_stream

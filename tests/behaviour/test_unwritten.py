@@ -22,7 +22,7 @@ def fresh_memory_is_nan():
 
 
 def frozen():
-    """A layer that saves its weight, and not its input, which a second run need not compute."""
+    """A layer that saves its weight, and not its input, which a recomputation need not compute."""
     return nn.Linear(2, 2).requires_grad_(False)
 
 

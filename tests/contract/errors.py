@@ -218,7 +218,7 @@ class Forgetful(nn.Module):
 
 @promise(
     "A layer that forgets to return its output makes the error that plain layers make, with a note "
-    "that names the layer behind it.",
+    "that names the layer after it.",
     fails=True,
 )
 def nothing(make):

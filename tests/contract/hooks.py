@@ -220,7 +220,7 @@ def of_all(make):
 
     def look(kind):
         def hook(layer, *_):
-            # Forward hooks run in second runs, too.
+            # Forward hooks run in recomputations, too.
             if id(layer) in number and (kind > 1 or not is_recomputing()):
                 log.append((number[id(layer)], kind))
 

@@ -36,7 +36,7 @@ def frozen(make):
 
 
 class Counted(nn.Module):
-    """A layer that counts its second runs."""
+    """A layer that counts its recomputations."""
 
     def __init__(self, log, name):
         super().__init__()

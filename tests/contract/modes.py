@@ -43,7 +43,7 @@ class Look(nn.Module):
 
     def __init__(self, note):
         super().__init__()
-        # A function: a list would be put back for second runs, as several layers add to it.
+        # A function: a list would be put back for recomputations, as several layers add to it.
         self.linear, self.note = nn.Linear(6, 6), note
 
     def __deepcopy__(self, memo):
@@ -159,7 +159,7 @@ def no_grad(make):
 # Autocast.
 
 
-@promise("Autocast around a call casts in all layers, and in their second runs.", modes=True)
+@promise("Autocast around a call casts in all layers, and in their recomputations.", modes=True)
 def autocast(make):
     layers = linears(6, 6, 6)
     model = make(layers)
@@ -249,7 +249,7 @@ def seen(make):
 
 
 @promise(
-    "A second run in backward sees what was set around forward.",
+    "A recomputation in backward sees what was set around forward.",
     otherwise={"Pipe": NO_GRAPH},
     modes=True,
     devices=True,
@@ -260,7 +260,7 @@ def seen_again(make):
 
 
 @promise(
-    "A dispatch mode of the caller sees all operators, those of second runs and of backward, too.",
+    "A dispatch mode of the caller sees all operators, also of recomputations and backward.",
     otherwise={
         POLICY: Otherwise(
             "Under a policy, PyTorch refuses operators that it has not counted in the first run, "
@@ -298,7 +298,7 @@ class Sines(TorchFunctionMode):
 
 
 class SinesOfOperators(TorchDispatchMode):
-    """Likewise, of operators."""
+    """The same, of operators."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         func = torch.ops.aten.sin.default if func is torch.ops.aten.tanh.default else func

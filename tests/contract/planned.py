@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.support.helpers import MODES
 from tests.support.size import some
-from torchgpipe.ambient import thread
+from torchgpipe.ambient import context as thread
 from torchgpipe.ambient.context import Modes, autocast_nesting, current_hooks
 from torchgpipe.engine import workers
 

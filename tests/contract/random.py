@@ -18,11 +18,11 @@ LAYERS = {
 }
 
 
-def drawing(name, before=0, behind=0):
+def drawing(name, before=0, after=0):
     """Layers that draw, with others around them, which shift what comes to which device."""
     inner = [nn.Linear(4, 4), LAYERS[name](), nn.Linear(4, 4), LAYERS[name]()]
     return nn.Sequential(
-        *[nn.Identity() for _ in range(before)], *inner, *[nn.Identity() for _ in range(behind)]
+        *[nn.Identity() for _ in range(before)], *inner, *[nn.Identity() for _ in range(after)]
     )
 
 
@@ -107,9 +107,9 @@ def state_of_the_generator(make):
 def balances(make):
     x = torch.randn(5, 3, 4)
     found = []
-    for before, behind in make.some([(0, 0), (2, 0), (0, 2), (0, 3)]):
+    for before, after in make.some([(0, 0), (2, 0), (0, 2), (0, 3)]):
         torch.manual_seed(0)
-        layers = drawing("dropout", before, behind)
+        layers = drawing("dropout", before, after)
         found.append(steps(make(layers, loss=mean_of_squares, chunks=3), x))
     torch.manual_seed(0)
     layers = drawing("dropout")

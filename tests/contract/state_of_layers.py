@@ -23,7 +23,7 @@ from torchgpipe.batchnorm import DeferredBatchNorm
 
 
 def between(*layers):
-    """Layers in front of and behind the middle, where a device begins."""
+    """Layers in front of and after the middle, where a device begins."""
     return nn.Sequential(nn.Linear(4, 4), *layers, nn.Linear(4, 4))
 
 

@@ -112,7 +112,7 @@ def compared_rows(make):
     layers = layers_of(nn.Linear(8, 8), lambda x: x @ x.T)
 
     run = steps(make, layers, torch.rand(6, 8), chunks=2)
-    checked_warning(run, r"output: \(3, 3\), rows of the mini-batch: 6", "behind the wrapper")
+    checked_warning(run, r"output: \(3, 3\), rows of the mini-batch: 6", "after the wrapper")
 
 
 @promise(

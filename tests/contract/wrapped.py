@@ -196,7 +196,7 @@ class Wrapped:
         return self.called_with(given, input, *targets)
 
     def called_with(self, given, input, *targets):
-        """Likewise, by their names in the wrapper."""
+        """The same, by their names in the wrapper."""
         return self.criterion(functional_call(self.model, given, (input,)), *targets)
 
     def train(self, mode=True):

@@ -13,7 +13,7 @@ from torch import nn
 from tests.distributed.test_schedules import beside, pipe_of
 from tests.support.schedules import linear, same
 from torchgpipe.distributed.messages import pack, unpack
-from torchgpipe.distributed.routes import Routes
+from torchgpipe.distributed.peers import Routes
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.skip.layout import SkipLayout
 from torchgpipe.values.microbatch import VALUE, Batch, PackedSkip

@@ -13,7 +13,7 @@ import torchgpipe
 from tests.distributed.test_schedules import beside, pipe_of
 from tests.support.schedules import linear, relu, same
 from torchgpipe.distributed import Pipe
-from torchgpipe.planner.storages import LiveStorages
+from torchgpipe.planner.sandbox import LiveStorages
 from torchgpipe.schedule import named
 
 

@@ -164,7 +164,7 @@ def test_a_mode_for_each_stage(name, processes):
     assert max(processes.run(train, 2 if name in TWO else 4, name, 4, MIXED)) <= 1e-6
 
 
-def count_second_runs(group, modes):
+def count_recomputations(group, modes):
     layers = [Counted() for _ in range(2)]
     pipe = pipe_of(layers, "fill_drain", group, chunks=3, checkpoint="never")
     pipe.checkpoint = modes
@@ -186,8 +186,8 @@ class Counted(nn.Module):
 @pytest.mark.parametrize(
     ("modes", "counts"), [(["always", "never"], [3, 0]), (["never", "always"], [0, 3])]
 )
-def test_second_runs_of_each_stage(modes, counts, processes):
-    assert processes.run(count_second_runs, 2, modes) == [(count, modes) for count in counts]
+def test_recomputations_of_each_stage(modes, counts, processes):
+    assert processes.run(count_recomputations, 2, modes) == [(count, modes) for count in counts]
 
 
 def wrong_modes(group):

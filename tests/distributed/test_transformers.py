@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.examples import MISSING
-from tests.unit.transformers.test_layers import batch, causal_loss, model_of
+from tests.unit.transformers.test_sequential import batch, causal_loss, model_of
 
 pytest.importorskip("transformers", exc_type=MISSING)
 

@@ -45,7 +45,7 @@ def test_pairs_that_would_wait_for_each_other():
 
 
 def test_what_follows_a_pair_waits_for_both():
-    """1F2 needs 0F2, which comes behind 0B0, which needs 1B0."""
+    """1F2 needs 0F2, which comes after 0B0, which needs 1B0."""
     lines = ["0F0 0F1 0B0 0F2 0B2 0B1", "1F0 1B0 1F2 1B2 1F1 1B1"]
     found = texts(parse("\n".join(lines), [0, 1], 3).overlap("FB"))
     assert found == ["0F0 (0F1;0B0) 0F2 0B2 0B1", "1F0 1B0 1F2 (1B2;1F1) 1B1"]

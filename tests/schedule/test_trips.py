@@ -8,15 +8,15 @@ from hypothesis import given
 
 from tests.schedule.cases import examples, schedules
 from torchgpipe.schedule import Costs, fill_drain, named, one_f_one_b, parse, simulate, validate
+from torchgpipe.schedule.lifetimes import Trip, leaving, pass_through, trips
 from torchgpipe.schedule.limits import bounds
-from torchgpipe.schedule.trips import Trip, leaving, pass_through, trips
 
 
 def test_a_cell_leaves_where_three_instructions_lie_between():
     (line,) = parse("0F0 0F1 0F2 0B2 0B1 0B0", [0], 3).program
     assert trips(line, [1]) == [Trip(0, 0, 0, 1, 4, 5)]
     assert trips(line, [2]) == [Trip(0, 0, 0, 1, 3, 5)]
-    # It comes back behind the instruction that it leaves in, and no earlier.
+    # It comes back after the instruction that it leaves in, and no earlier.
     assert trips(line, [9]) == [Trip(0, 0, 0, 1, 2, 5)]
     assert trips(line, [0]) == []
     (again,) = parse("0F0 0F1 0F2 0B2 0B1 0R0 0B0", [0], 3).program

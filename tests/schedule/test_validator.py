@@ -52,22 +52,22 @@ def test_duplicates():
 
 def test_a_deadlock_is_named_in_full():
     assert faults("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1") == [
-        "deadlock: 0B0 (worker 0) needs 1B0 behind 1F1 (worker 1); "
-        "1F1 (worker 1) needs 0F1 behind 0B0 (worker 0)"
+        "deadlock: 0B0 (worker 0) needs 1B0 after 1F1 (worker 1); "
+        "1F1 (worker 1) needs 0F1 after 0B0 (worker 0)"
     ]
 
 
 def test_a_worker_that_only_waits_for_a_deadlock_is_no_part_of_it():
     assert faults("0F0 0B0\n1F0 1B0\n2B0 2F0", (0, 1, 2), 1) == [
-        "deadlock: 2B0 (worker 2) needs 2F0 behind 2B0 (worker 2)"
+        "deadlock: 2B0 (worker 2) needs 2F0 after 2B0 (worker 2)"
     ]
 
 
 def test_all_deadlocks_are_found():
     text = "0B0 0F0 0B1 0F1\n1F0 1B0 1F1 1B1"
     assert faults(text) == [
-        "deadlock: 0B0 (worker 0) needs 0F0 behind 0B0 (worker 0)",
-        "deadlock: 0B1 (worker 0) needs 0F1 behind 0B1 (worker 0)",
+        "deadlock: 0B0 (worker 0) needs 0F0 after 0B0 (worker 0)",
+        "deadlock: 0B1 (worker 0) needs 0F1 after 0B1 (worker 0)",
     ]
 
 
@@ -80,7 +80,7 @@ def test_computations_of_an_overlap_cannot_need_each_other(pair):
 
 def test_a_recomputation_comes_before_its_backward():
     assert faults("0F0 0B0 0R0", (0,), 1) == [
-        "deadlock: 0B0 (worker 0) needs 0R0 behind 0B0 (worker 0)"
+        "deadlock: 0B0 (worker 0) needs 0R0 after 0B0 (worker 0)"
     ]
 
 

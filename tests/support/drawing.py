@@ -64,7 +64,7 @@ class Layer(nn.Module):
 
 
 def within(layer, x):
-    """A checkpoint in a checkpoint, each behind a draw."""
+    """A checkpoint in a checkpoint, each after a draw."""
     y = x * torch.rand(()) if layer.draws[0] else x
 
     def inner(y):

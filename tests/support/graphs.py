@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from torchgpipe.graphs.choice import CHOICES
 from torchgpipe.graphs.overlap import communicates
 from torchgpipe.graphs.parts import Parts
+from torchgpipe.graphs.passes import CHOICES
 from torchgpipe.graphs.places import Places
 from torchgpipe.graphs.trace import chosen, trace
 from torchgpipe.testing.busy import _spend
@@ -69,7 +69,7 @@ class Stage:
         return found[:count], found[count:]
 
     def halves(self, saved, tangents):
-        """Likewise, by I and W."""
+        """The same, by I and W."""
         given = {"saved": saved, "tangent": tangents}
         found = self.call(self.parts.input, **given)
         count = len(self.parts.joint.input_grads)

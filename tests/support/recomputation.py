@@ -1,4 +1,4 @@
-"""Layers that differ in their second run, and inputs for them."""
+"""Layers that differ in their recomputation, and inputs for them."""
 
 from contextlib import nullcontext
 

@@ -85,7 +85,7 @@ def test_calls_outside_of_a_step_are_those_of_the_model():
 def test_errors_of_code_between_modules_name_the_module_before_it():
     with pytest.raises(RuntimeError, match="size") as caught:
         wrapped()(torch.rand(4, 3), shift=NoChunk(torch.rand(7)))
-    assert note_of(caught.value) == "raised behind first on cpu, micro-batch 0"
+    assert note_of(caught.value) == "raised after first on cpu, micro-batch 0"
 
 
 def test_a_module_that_is_called_in_another_thread():

@@ -28,7 +28,7 @@ VERBS = """
     triggers tries updates uses verifies waits walks watches wraps writes yields
 """
 
-#: Words behind which a noun is missing.
+#: Words after which a noun is missing.
 PRONOUNS = """
     also and as but he how if it its nor of she so that them there these they those what
     whatever where which who whoever whose yes

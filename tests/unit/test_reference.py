@@ -16,10 +16,10 @@ PUBLIC += ("transformers",)
 
 #: Classes that public functions return, which nobody makes by hand.
 RETURNED = {
-    "torchgpipe.describe.description.Description",
+    "torchgpipe.describe.Description",
     "torchgpipe.plans.Candidate",
     "torchgpipe.plans.Plans",
-    "torchgpipe.timeline.advice.Advice",
+    "torchgpipe.timeline.timeline.Advice",
     "torchgpipe.timeline.shares.Shares",
 }
 

@@ -4,6 +4,7 @@ import ast
 import importlib
 import re
 import sys
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -301,3 +302,41 @@ def names_in(node):
         yield node.name
     elif isinstance(node, ast.Constant) and isinstance(node.value, str):
         yield node.value
+
+
+#: Stems of files that stand in several rooms, with the one thing that each means in all of them.
+STEMS = {
+    "body": "what a cell runs: the layers of a partition, or a mapped module",
+    "cell": "a micro-batch in a stage, as each driver runs it",
+    "step": "what the cells of one step have in common, for stages and for maps",
+    "timeline": "the room's own class",
+}
+
+
+def test_a_stem_stands_for_one_thing():
+    stems = Counter(file.stem for file in FILES if not file.stem.startswith("__"))
+    rooms = {file.parent.name for file in PACKAGE.glob("*/__init__.py")}
+    assert {x for x, n in stems.items() if n > 1 or x in rooms} == STEMS.keys()
+
+
+#: Names of several classes, with the reason.
+CLASSES = {
+    "Cell": "one for each driver",
+    "Part": "of a graph, and of a report, which is public",
+    "Candidate": "of schedules, and of plans: both are public",
+    "Wait": "of a timeline, which is public, and of the trio leave, copy, wait",
+}
+
+
+def test_a_class_has_its_name_alone():
+    names = Counter(
+        x.name for tree in TREES.values() for x in nodes(tree) if isinstance(x, ast.ClassDef)
+    )
+    assert {x for x, n in names.items() if n > 1} == CLASSES.keys()
+
+
+def test_words_of_pytorch():
+    """Readers of PyTorch know other words for these: recomputation, in the same way."""
+    ours = re.compile(r"\b([Ss]econd runs?|[Ll]ikewise)\b")
+    found = [f"{file}: {word}" for file in FILES for word in ours.findall(file.read_text("utf-8"))]
+    assert found == []

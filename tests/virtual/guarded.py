@@ -67,9 +67,9 @@ TESTS = {
         "test_gradients_of_a_skip_that_is_the_value_too_are_added_in_place",
         {"mode": "never"},
     ),
-    "skip in a second run": (
+    "skip in a recomputation": (
         "virtual.test_memory",
-        "test_skip_is_let_go_at_its_last_use_in_a_second_run",
+        "test_skip_is_let_go_at_its_last_use_in_a_recomputation",
         {"first": nn.Identity(), "hooks": False},
     ),
     "order of skips": (
@@ -145,7 +145,7 @@ TESTS = {
         {},
     ),
     "one at a generator": (
-        "unit.ambient.test_defaults",
+        "unit.ambient.test_sources_defaults",
         "test_one_thread_at_a_time_uses_a_generator",
         {},
     ),
@@ -221,7 +221,7 @@ TESTS = {
     ),
     "always called": (
         "behaviour.test_recomputation",
-        "test_hooks_that_are_always_called_are_called_in_a_second_run_too",
+        "test_hooks_that_are_always_called_are_called_in_a_recomputation_too",
         {"mode": "always"},
     ),
     "what goes whole": (
@@ -335,7 +335,7 @@ MUTANTS = {
     "gradient of a fork": (("expand_as", "view_as"), "gradients of a skip"),
     "no leaves": (
         ("next(found) if need else x.detach()", "x.detach().requires_grad_(need)"),
-        "skip in a second run",
+        "skip in a recomputation",
     ),
     "memory of a phony": (("as_strided_copy", "as_strided"), "what has left"),
     "after the caller": (DROP, "shared last"),
@@ -394,7 +394,7 @@ MUTANTS = {
     ),
     "workers only for what blocks": (("not self.seen_to_block", "False"), "never blocks"),
     "modes that only the caller computes in": (("context.alone or ", ""), "hooks"),
-    "modes of a second run": (DROP, "modes"),
+    "modes of a recomputation": (DROP, "modes"),
     "modes of backward": (DROP, "modes of backward"),
     "context variables": (
         ("self.context.run(function, again)", "function(again)"),

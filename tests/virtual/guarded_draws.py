@@ -7,48 +7,48 @@ TESTS = {
     name: (f"unit.{module}", f"test_{function}", arguments)
     for name, (module, function, arguments) in {
         "set": (
-            "executor.test_draws",
+            "executor.test_drawing",
             "layers_that_set_the_generator_take_turns",
             {"name": "seeds", "mode": "never"},
         ),
         "set later": (
-            "executor.test_draws",
+            "executor.test_drawing",
             "layers_that_begin_to_set_the_generator_take_turns_from_the_next_step_on",
             {},
         ),
         "begins": (
-            "executor.test_draws",
+            "executor.test_drawing",
             "numbers_of_layers_that_begin_to_draw",
             {"around": "nothing", "schedule": "1f1b", "mode": "never"},
         ),
         "begins in checkpoints": (
-            "executor.test_draws",
+            "executor.test_drawing",
             "numbers_of_layers_that_begin_to_draw",
             {"around": "checkpoint", "schedule": "1f1b", "mode": "never"},
         ),
         "backward": (
-            "executor.test_draws",
+            "executor.test_drawing",
             "numbers_of_backward",
             {"first": lambda x: x, "schedule": "1f1b"},
         ),
-        "turns": ("executor.test_draws", "numbers_are_those_of_gpipe", {}),
-        "turns of backwards": ("executor.test_draws", "backward_that_sets_the_generator", {}),
+        "turns": ("executor.test_drawing", "numbers_are_those_of_gpipe", {}),
+        "turns of backwards": ("executor.test_drawing", "backward_that_sets_the_generator", {}),
         "traced": (
-            "_torch.test_draws",
+            "_torch.test_generators",
             "what_is_traced_has_no_generator",
             {"tracing_mode": "fake"},
         ),
         "within a mode": (
-            "_torch.test_draws",
+            "_torch.test_generators",
             "numbers_of_a_generator_of_its_own",
             {"name": "rand", "within": True},
         ),
         "elsewhere": (
-            "_torch.test_draws",
+            "_torch.test_generators",
             "tensors_elsewhere_are_filled_by_a_generator_of_their_device",
             {},
         ),
-        "again": ("_torch.test_checkpoints", "second_runs_begin_anew", {}),
+        "again": ("_torch.test_generators_checkpoints", "recomputations_begin_anew", {}),
     }.items()
 }
 
@@ -64,8 +64,8 @@ MUTANTS = {
     "numbers of a generator of its own": (DROP, "begins"),
     "numbers of backward": (("self._generator is not None", "False"), "backward"),
     "first runs of PyTorch's checkpoints": ((" not in ", " in "), "begins in checkpoints"),
-    "second runs of PyTorch's checkpoints": (("again is None", "True"), "begins in checkpoints"),
-    "second runs begin anew": ((" or known is not run", ""), "again"),
+    "recomputations of PyTorch's checkpoints": (("again is None", "True"), "begins in checkpoints"),
+    "recomputations begin anew": ((" or known is not run", ""), "again"),
     "draws on the CPU alone": (('tensor.device.type == "cpu" and ', ""), "elsewhere"),
     "draws within a mode": (("not _torch.count_dispatch_modes()", "True"), "within a mode"),
     "draws that are traced": (("not _torch.count_dispatch_modes()", "True"), "traced"),

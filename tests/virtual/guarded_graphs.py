@@ -7,13 +7,13 @@ TESTS = {
     f"graph {name}": (module, f"test_{function}", arguments)
     for name, (module, function, arguments) in {
         "kept": ("behaviour.test_graph_stages", "layers_that_keep_what_they_have_made", {}),
-        "effects": ("unit.graphs.test_effects", "changes_in_place", {}),
-        "tidy": ("unit.graphs.test_tidy", "references_behind_a_change_stay", {}),
+        "effects": ("unit.graphs.test_joint_effects", "changes_in_place", {}),
+        "tidy": ("unit.graphs.test_slices_tidy", "references_behind_a_change_stay", {}),
         "leaves": ("unit.graphs.test_trace_leaves", "trace_that_fails_anywhere", {}),
-        "layout": ("unit.graphs.test_strides", "strides_that_no_kernel_returns", {}),
-        "layout of outputs": ("unit.graphs.test_strides", "outputs", {}),
-        "in place": ("unit.graphs.test_cut", "changes_in_place_are_in_one_half", {}),
-        "norm": ("unit.graphs.test_masks", "norm_stays_whole", {}),
+        "layout": ("unit.graphs.test_parts_strides", "strides_that_no_kernel_returns", {}),
+        "layout of outputs": ("unit.graphs.test_parts_strides", "outputs", {}),
+        "in place": ("unit.graphs.test_slices_cut", "changes_in_place_are_in_one_half", {}),
+        "norm": ("unit.graphs.test_slices_masks", "norm_stays_whole", {}),
         "order": ("unit.graphs.test_parts", "random_numbers_stay_in_order", {}),
         "buffers": ("behaviour.test_graph_stages", "buffers_that_are_read_and_changed", {}),
         "autocast": ("behaviour.test_graph_stages", "layers_that_leave_autocast", {}),
@@ -37,7 +37,7 @@ TESTS = {
 
 MUTANTS = {
     "changes in place before a node": ((", *self.before(node)", ""), "graph effects"),
-    "changes in place behind a result": ((", *self.changes(result)", ","), "graph effects"),
+    "changes in place after a result": ((", *self.changes(result)", ","), "graph effects"),
     "changes in place before a reference": (
         (" and not effects.between(same, node)", ""),
         "graph tidy",

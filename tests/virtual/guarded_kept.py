@@ -1,4 +1,4 @@
-"""Guards of what second runs find as it is: for each a mutant, and tests that must fail with it."""
+"""Guards of what recomputations find as it is: a mutant for each, and tests that must fail."""
 
 import torch
 from torch import nn

@@ -57,14 +57,14 @@ TESTS = {
         ),
         "threads streams": ("test_mapped_threads", "streams_of_the_caller", {}),
         "skips": ("test_mapped_code", "skips_that_come_back", {}),
-        "lent": ("test_mapped_lent", "training", {"kind": "home behind", "threads": 1}),
+        "lent": ("test_mapped_lent", "training", {"kind": "home after", "threads": 1}),
         **{
             kind: (
                 "test_mapped_state",
                 "numbers_are_those_of_one_micro_batch_after_another",
                 {"kind": kind, "threads": 1, "mode": "never"},
             )
-            for kind in ("Behind", "ReadLater")
+            for kind in ("After", "ReadLater")
         },
         "logits": ("test_mapped_logits", "the_most_memory", {}),
         "looks": ("test_mapped_logits", "a_caller_who_looks", {}),
@@ -86,7 +86,7 @@ TESTS = {
         "test_what_the_code_was_given_has_changed",
         {},
     ),
-    "exchanged by threads": ("unit.mapped.test_exchanged", "test_second_runs_take_turns", {}),
+    "exchanged by threads": ("unit.mapped.test_exchanged", "test_recomputations_take_turns", {}),
     "lent to threads": ("unit.partition.test_lent", "test_threads_take_turns", {}),
     **{
         f"tail {name}": (
@@ -160,7 +160,7 @@ MUTANTS = {
     ),
     "changes in mappings": (("again and self", "False and self"), "exchanged in place"),
     "changes that would be lost": (("!= version", "is None"), "mapped lost"),
-    "changes of state": (DROP, "mapped Behind"),
+    "changes of state": (DROP, "mapped After"),
     "state in use": (DROP, "mapped ReadLater"),
     "what was changed past the tail": (
         ("all(states[id(x)].fits(x) for x in tensors if id(x) in states)", "True"),

@@ -59,9 +59,9 @@ MUTANTS = {
     "more than views": (("tensor.is_conj() or tensor.is_neg()", "False"), "offloaded, complex"),
     "what has changed by now": (("any(x.is_changed for x in found) or ", ""), "offloaded, spoilt"),
     "what somebody else holds": ((" or is_held(found)", ""), "offloaded, by others"),
-    "out behind the layers": (DROP, "offloaded, bits"),
-    "back behind compute": (DROP, "offloaded, bits"),
-    "compute behind copies": (DROP, "offloaded, bits"),
+    "out after the layers": (DROP, "offloaded, bits"),
+    "back after compute": (DROP, "offloaded, bits"),
+    "compute after copies": (DROP, "offloaded, bits"),
     "layers with a stream of their own": (
         ("current_stream(device) == self.stream", "True"),
         "offloaded, beside",

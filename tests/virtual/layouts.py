@@ -10,7 +10,7 @@ def channels_last(x):
 
 
 def permuted(x):
-    """Dimension 0 is the innermost one in memory, as behind an einsum."""
+    """Dimension 0 is the innermost one in memory, as after an einsum."""
     if x.dim() < 2:
         return x
     order = [*range(1, x.dim()), 0]

@@ -41,7 +41,7 @@ class Pipeline:
 
     def _layers(self):
         names = self.rng.choices(sorted(LAYERS), k=self.rng.randint(1, 3))
-        # A change in place behind another layer is often an error, so few models have one.
+        # A change in place after another layer is often an error, so few models have one.
         return [
             "relu" if name == "in place" and k and self.rng.random() < 0.7 else name
             for k, name in enumerate(names)

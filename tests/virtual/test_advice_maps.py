@@ -16,7 +16,7 @@ ROWS = 32
 
 
 class Waiting(Timed):
-    """A layer that waits for its device, before its own work and behind it."""
+    """A layer that waits for its device, before its own work and after it."""
 
     def forward(self, input):
         output = super().forward(input)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from tests.support.planning import Timed
 from tests.support.size import some
 from torchgpipe import GPipe, ScheduledLoss, trace
-from torchgpipe.advice.layers import Strays
+from torchgpipe.advice.observed import Strays
 from torchgpipe.devices.recorder import Recorder
 from torchgpipe.devices.streams import has_streams
 from torchgpipe.engine import workers

@@ -10,7 +10,7 @@ from tests.support.helpers import assert_no_races
 from torchgpipe import MappedGPipe
 from torchgpipe.balance import balance_by_size, balance_by_time, map_by_time
 from torchgpipe.balance.profile import profile_layers
-from torchgpipe.devices.measures import memory_free
+from torchgpipe.devices.recorder import memory_free
 from torchgpipe.planner import maps
 from torchgpipe.planner.blocks import timed
 from torchgpipe.testing import observe

@@ -20,7 +20,7 @@ NUMBER = torch.zeros(1, device="cpu")
 
 @pytest.fixture
 def counted(monkeypatch):
-    """Let copies between devices raise, before and behind each."""
+    """Let copies between devices raise, before and after each."""
 
     def counting(*args, **options):
         plan.comes("copy", NUMBER)

@@ -9,8 +9,8 @@ from torch import nn
 from tests.support.graphs import Stage
 from torchgpipe import GPipe, ScheduledLoss
 from torchgpipe.engine.workers import Workers
-from torchgpipe.executor.executor import Executor
-from torchgpipe.graphs.memory import kept, peak
+from torchgpipe.executor.loop import Executor
+from torchgpipe.graphs.estimates import kept, peak
 from torchgpipe.schedule import validate
 from torchgpipe.schedule.costs import Table
 

@@ -377,7 +377,7 @@ def test_a_forward_before_the_observation(devices):
         output = model(torch.rand(2 * M, 4, device=devices[0]))
     with observe(costs=COSTS) as later:
         output.sum().backward()
-    # The second runs know their layers anyway.
+    # The recomputations know their layers anyway.
     assert {x.kind for x in later.spans if x.name == "addmm"} == {"R"}
     assert {x.title for x in later.spans if x.name == "mm"} == {"mm"}
     assert {x.kind for x in seen.spans} == {"F"}

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream
 
 
 class Noisy(Model):
-    """Code in front of the first module, and behind it, draws numbers."""
+    """Code in front of the first module, and after it, draws numbers."""
 
     def __init__(self):
         super().__init__()

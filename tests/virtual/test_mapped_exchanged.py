@@ -21,7 +21,7 @@ class Keys(UserDict):
 
 
 class Writing(Stage):
-    """A block that writes what the blocks behind it read."""
+    """A block that writes what the blocks after it read."""
 
     def forward(self, x, shared):
         y = super().forward(x)

@@ -22,7 +22,7 @@ class Tied(Chain):
 
 
 class Hybrid(nn.Module):
-    """A block of its own behind one that others have, too."""
+    """A block of its own after one that others have, too."""
 
     def __init__(self, shared):
         super().__init__()
@@ -63,7 +63,7 @@ class Again(Chain):
         self.layers = nn.ModuleList([self.layers[0] for _ in range(n)])
 
 
-KINDS = {"tied": Tied, "shared": Shared, "home behind": Backwards, "again": Again}
+KINDS = {"tied": Tied, "shared": Shared, "home after": Backwards, "again": Again}
 
 
 def wrapped(plain, devices, n, m, mode, **options):
@@ -73,7 +73,7 @@ def wrapped(plain, devices, n, m, mode, **options):
 
 
 @pytest.mark.parametrize(
-    ("kind", "cost"), [("tied", 1), ("shared", 2), ("home behind", 1), ("again", 1)]
+    ("kind", "cost"), [("tied", 1), ("shared", 2), ("home after", 1), ("again", 1)]
 )
 def test_gradients_and_makespan(devices, kind, cost, mode):
     n, m = 4, 8

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from tests.support.mapping import GPT, EncoderDecoder, measured, tokens
 from tests.support.size import some
 from torchgpipe import MappedGPipe
-from torchgpipe.mapped.wholes import Wholes
+from torchgpipe.mapped.device_map import Wholes
 from torchgpipe.partition.keeping import checkpointed
 from torchgpipe.planner import maps
 from torchgpipe.planner.blocks import Times, Units

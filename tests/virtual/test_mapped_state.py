@@ -33,8 +33,8 @@ class Model(nn.Module):
         return x
 
 
-class Behind(Model):
-    """The mean is read in front, and changed behind."""
+class After(Model):
+    """The mean is read in front, and changed after."""
 
     def forward(self, x):
         x = self.layered(x - self.mean)
@@ -51,7 +51,7 @@ class OfSeveralDevices(Model):
 
 
 class InFront(Model):
-    """The mean is changed in front, and read behind."""
+    """The mean is changed in front, and read after."""
 
     def forward(self, x):
         self.mean.lerp_(x.detach().mean(0), 0.5)
@@ -127,7 +127,7 @@ class OfAModule(Model):
         return x
 
 
-KINDS = [Behind, OfSeveralDevices, InFront, ReadLater, Passed, Queue, Views, Replaced, OfAModule]
+KINDS = [After, OfSeveralDevices, InFront, ReadLater, Passed, Queue, Views, Replaced, OfAModule]
 KINDS = {kind.__name__: kind for kind in KINDS}
 
 
@@ -158,7 +158,7 @@ def test_numbers_are_those_of_one_micro_batch_after_another(devices, kind, threa
 
 
 class Counting(Chain):
-    """The mean is read where it is changed, behind all layers."""
+    """The mean is read where it is changed, after all layers."""
 
     def __init__(self, n):
         super().__init__(n)
@@ -177,7 +177,7 @@ def test_changes_that_nothing_in_front_reads_hold_nobody_up(devices, mode):
     assert found == [limit(mode, 4, 8)] * len(found)
 
 
-class Later(Behind):
+class Later(After):
     """Only in later steps the mean changes."""
 
     def forward(self, x):

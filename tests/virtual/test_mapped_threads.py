@@ -251,7 +251,7 @@ class Counting(Where):
 
 MODELS = {
     "numbers of the CPU": lambda: Chain(2, Drawing),
-    "numbers of a device behind": lambda: Noise(2, Where),
+    "numbers of a device after": lambda: Noise(2, Where),
     "buffers that two visits change": lambda: Chain(2, Counting, 2),
 }
 

@@ -25,7 +25,7 @@ class Residual(Chain):
 
 
 class InPlace(Chain):
-    """Likewise, in place: the sum stays where the block's output is."""
+    """The same, in place: the sum stays where the block's output is."""
 
     def forward(self, x):
         for layer in self.layers:

@@ -229,7 +229,7 @@ def test_skip_that_is_the_value_too_is_let_go_at_its_last_use(devices, grad):
 
 @pytest.mark.parametrize("first", [nn.Identity(), nn.ReLU(inplace=True)], ids=["", "in place"])
 @pytest.mark.parametrize("hooks", [False, True], ids=["", "hooks"])
-def test_skip_is_let_go_at_its_last_use_in_a_second_run(devices, first, hooks):
+def test_skip_is_let_go_at_its_last_use_in_a_recomputation(devices, first, hooks):
     k = 8
     layers = [Scale(), Stash(times=1), first, Pop(), *[nn.Tanh() for _ in range(k)]]
     model = GPipe(

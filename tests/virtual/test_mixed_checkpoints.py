@@ -83,12 +83,12 @@ def test_makespan(devices, modes):
 
 def test_limits_of_mixed_modes():
     """The slowest partition decides: its m forwards, m backwards and recomputations, and the way
-    through the others before and behind it."""
+    through the others before and after it."""
     n, m = 4, 8
     for j in range(n):
         modes = ["never"] * n
         modes[j] = "always"
-        # Backward through the partitions behind gives it the time to recompute first.
+        # Backward through the partitions after gives it the time to recompute first.
         hidden = min(1, 2 * (n - 1 - j))
         assert limit(modes, n, m) == (m + n - 1) * (1 + 2) + m - hidden, j
     assert limit(["always"] * n, n, m) == limit("always", n, m)
@@ -127,7 +127,7 @@ def test_makespan_of_a_schedule(devices, name, modes, stages):
     assert {op.stage for op in again}.isdisjoint(never)
     found = scheduled_makespans(training)
     if stages == "graph":
-        # Layers are traced behind their first step.
+        # Layers are traced after their first step.
         found = found[1:]
     assert found == pytest.approx([expected(training, costs_of())] * len(found))
 

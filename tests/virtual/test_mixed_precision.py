@@ -55,7 +55,7 @@ def test_autocast(mode, layout, where, devices):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_weights_that_a_second_run_casts_are_not_used_after_a_step(mode, devices):
+def test_weights_that_a_recomputation_casts_are_not_used_after_a_step(mode, devices):
     models, found = pair(mode, devices[:3]), []
     x = torch.rand(8, 8, device=devices[0])
     for model in models:

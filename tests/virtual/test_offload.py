@@ -13,7 +13,7 @@ from tests.support.size import some
 from tests.virtual.stages import SEEDS, own_streams
 from tests.virtual.test_memory import ACTIVATION, ROWS, allocated, stage
 from torchgpipe import Offload
-from torchgpipe.devices.host import UNUSED
+from torchgpipe.devices.pool import UNUSED
 from torchgpipe.engine.stages import stages_of
 from torchgpipe.testing import observe
 
@@ -335,7 +335,7 @@ def test_a_host_without_pinned_memory(devices, monkeypatch):
         raise RuntimeError("no memory left")
 
     model = attention(devices[:2], "offload")
-    monkeypatch.setattr("torchgpipe.devices.host.pinned", refuse)
+    monkeypatch.setattr("torchgpipe.devices.pool.pinned", refuse)
     with pytest.raises(
         RuntimeError, match=r"offloading needs pinned .* no memory left.* send less"
     ):

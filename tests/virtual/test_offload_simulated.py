@@ -100,7 +100,7 @@ def compare(devices, name, mode, ratio, switches=()):
     for kind, copies in (("out", report.out), ("back", report.back)):
         found = spans(seen, kind)
         assert {*found} == {*copies}
-        # Where autograd orders backward, copies back begin when gradients of the cell behind have
+        # Where autograd orders backward, copies back begin when gradients of the cell after have
         # come, and not yet when the one before that cell is done.
         if kind == "out" or name != "gpipe":
             assert all(found[cell] == pytest.approx(copies[cell]) for cell in found)
@@ -117,7 +117,7 @@ def test_times_and_bytes_of_the_host(devices, name, mode, ratio):
 
 
 @pytest.mark.parametrize("ratio", some([0.5, 1, 1.5, 2], [1]))
-@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+@pytest.mark.parametrize("name", some(["1f1b", "zbv"], ["1f1b"]))
 def test_devices_behind_one_switch(devices, name, ratio, monkeypatch):
     """The caller issues all work here, so that it is no chance who has the link first."""
     monkeypatch.setattr("torchgpipe.engine.workers.has_streams", has_streams)

@@ -1,4 +1,4 @@
-"""Cells whose second runs compute again what a policy of PyTorch's does not keep."""
+"""Cells whose recomputations compute again what a policy of PyTorch's does not keep."""
 
 import gc
 from functools import partial
@@ -106,7 +106,7 @@ def test_a_policy_is_asked_for_the_layers_alone(devices):
 
     model = changing(devices, selective(noting))
     model(torch.rand(2 * M, 16, 32, device=devices[0]))
-    # The layer's own, and not those for second runs.
+    # The layer's own, and not those for recomputations.
     assert asked.count(aten.clone.default) == M
 
 

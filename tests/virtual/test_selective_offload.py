@@ -97,7 +97,7 @@ def test_results_leave_and_come_back(devices, make, n):
 
 @pytest.mark.parametrize("name", some(["1f1b", "zbh1", "zbv"], ["zbv"]))
 def test_schedules(devices, name):
-    """A cell comes back before its second run, which PyTorch's policy keeps short."""
+    """A cell comes back before its recomputation, which PyTorch's policy keeps short."""
     places = [devices[k] for k in ((0, 1, 1, 0) if name == "zbv" else (0, 1, 2, 3))]
     make = partial(of_schedule, name=name)
     expected, *_ = trained(make, places, "never")

@@ -224,7 +224,7 @@ def test_nothing_is_left_behind(devices):
         recording = weakref.ref(model._stages.recording)
         with pytest.raises(RuntimeError, match="traced already"), trace(model):
             pass
-    # Backward runs behind the block: what it would have recorded is lost, and nothing else.
+    # Backward runs after the block: what it would have recorded is lost, and nothing else.
     output.sum().backward()
     assert all(x.grad is not None for x in model.parameters())
     del output
@@ -255,7 +255,7 @@ def test_cells_on_the_cpu_come_one_after_another(mode):
         for _ in range(2):
             model(torch.rand(8, 8)).sum().backward()
     spans = sorted((x.start, x.end) for x in timeline.spans)
-    assert all(before[1] <= behind[0] for before, behind in pairwise(spans))
+    assert all(before[1] <= after[0] for before, after in pairwise(spans))
     found = {(x.step, x.stage, x.microbatch) for x in timeline.spans if x.kind == "B"}
     assert len(found) == 24
     assert len({x.stream for x in timeline.spans}) == 3

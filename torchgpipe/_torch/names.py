@@ -170,7 +170,7 @@ NAMES: dict[str, Name] = {
     "multiply_each": Name("torch:_foreach_mul_", "sums of gradients", _multiply),
     # Without it, nobody knows which block of a model a backward is in.
     "current_node": Name(_C + "_current_autograd_node", "memory of the backward of blocks"),
-    # Without it, second runs of cells go to their ends.
+    # Without it, recomputations of cells go to their ends.
     "next_node": Name(_AUTOGRAD + "_get_sequence_nr", "the end of recomputation", lambda: -1),
     # Without it, memory is not known to be of one tensor, nor to be held by others: no number is
     # equal to this one, or less.
@@ -241,17 +241,17 @@ NAMES: dict[str, Name] = {
 ATTRIBUTES = {
     "_modules": "The children of a module by name. Indexing a Sequential takes much longer.",
     "_parameters": "The table of a module's parameters, where others put tensors, too.",
-    "_buffers": "Likewise of its buffers.",
+    "_buffers": "The same of its buffers.",
     "_non_persistent_buffers_set": "Which buffers no state dict has.",
     "_compiled_call_impl": "Whether compile() was called on a module, and what a call of it calls.",
     "_call_impl": "What it calls otherwise: forward with its hooks.",
-    "_forward_pre_hooks": "The tables of forward hooks, which a second run must find as they were.",
-    "_forward_pre_hooks_with_kwargs": "Likewise.",
-    "_forward_hooks": "Likewise.",
-    "_forward_hooks_with_kwargs": "Likewise.",
-    "_forward_hooks_always_called": "Likewise.",
+    "_forward_pre_hooks": "Tables of forward hooks, which a recomputation must find as they were.",
+    "_forward_pre_hooks_with_kwargs": "The same.",
+    "_forward_hooks": "The same.",
+    "_forward_hooks_with_kwargs": "The same.",
+    "_forward_hooks_always_called": "The same.",
     "_apply": "What Module.to() and the like call, to be overridden.",
-    "_load_from_state_dict": "What Module.load_state_dict() calls for each module, likewise.",
+    "_load_from_state_dict": "What Module.load_state_dict() calls for each module in the same way.",
     "_metadata": "The versions of layers in a state dict.",
     "_version": "How often a tensor was changed in place.",
     "_base": "What a tensor is a view of.",
@@ -260,9 +260,9 @@ ATTRIBUTES = {
     "_register_hook_dict": "What calls such a table before the node behind a tensor runs.",
     "_backward_pre_hooks": "A module's hooks around its backward.",
     "_indices": "The parts of a sparse tensor, also of one that is not coalesced.",
-    "_values": "Likewise.",
+    "_values": "The same.",
     "_torchdynamo_disable": "What the compiler asks functions for.",
-    "_torchdynamo_disable_msg": "Likewise.",
+    "_torchdynamo_disable_msg": "The same.",
     "_sequence_nr": "The number of a node, by which autograd chooses among nodes that are ready.",
     "_forward_cls": "The torch.autograd.Function that a node is of.",
     "_input_metadata": "The devices of the gradients that come to a node.",

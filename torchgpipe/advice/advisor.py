@@ -8,12 +8,12 @@ from functools import cached_property
 from statistics import mean
 
 from torchgpipe.advice.figures import LATE
-from torchgpipe.advice.replays import Replays, Setting, Traced
+from torchgpipe.advice.replays import Replays, TracedStep, Wrapping
 from torchgpipe.planner.cuts import cut, others
+from torchgpipe.schedule.candidates import built_in
 from torchgpipe.schedule.program import Overlap, operations_of
-from torchgpipe.schedule.search import built_in
 from torchgpipe.schedule.simulator import simulate
-from torchgpipe.timeline.advice import Advice
+from torchgpipe.timeline.timeline import Advice
 
 __all__: list[str] = []
 
@@ -28,7 +28,7 @@ ENOUGH = 0.7
 class Advisor:
     """The advisor of one traced step."""
 
-    def __init__(self, traced: Traced) -> None:
+    def __init__(self, traced: TracedStep) -> None:
         self._traced = traced
 
     @cached_property
@@ -57,7 +57,7 @@ class Advisor:
         return max(enough or found, key=lambda x: round(x.gain, 2))
 
 
-def _stray(traced: Traced, gain: float) -> Advice:
+def _stray(traced: TracedStep, gain: float) -> Advice:
     """Name the layers that copy between devices by themselves, and what to do about it."""
     found = {k: layer for k, layer in enumerate(traced.figures.layers) if layer.copied}
     if len(found) > 1:
@@ -71,7 +71,7 @@ def _stray(traced: Traced, gain: float) -> Advice:
     return Advice(reason, {}, gain, remedy=remedy)
 
 
-def _balances(replays: Replays) -> Iterator[tuple[Setting, Advice]]:
+def _balances(replays: Replays) -> Iterator[tuple[Wrapping, Advice]]:
     """Yield the best balance that is found by moving one layer at a time."""
     traced = replays.traced
     setting, times = traced.setting, traced.figures.layer_times
@@ -87,8 +87,8 @@ def _balances(replays: Replays) -> Iterator[tuple[Setting, Advice]]:
     slowest = max(computing, key=computing.__getitem__)
     longer = computing[slowest] / mean(computing.values()) - 1
     reason = f"{slowest} computes {longer:.0%} longer than the mean"
-    before, behind = (replays.time(x, copies=False) or 0.0 for x in (setting, best))
-    if (before - behind) / traced.makespan < replays.gain(best) / 2:
+    before, after = (replays.time(x, copies=False) or 0.0 for x in (setting, best))
+    if (before - after) / traced.makespan < replays.gain(best) / 2:
         # Most of the gain is from copies.
         share = ((replays.now or 0.0) - before) / traced.makespan
         reason = f"copies between partitions hold up {share:.0%} of the step"
@@ -100,10 +100,10 @@ def _balances(replays: Replays) -> Iterator[tuple[Setting, Advice]]:
         yield best, Advice(reason, change, 0.0, remedy=words)
 
 
-def _moved(replays: Replays, setting: Setting) -> Setting:
+def _moved(replays: Replays, setting: Wrapping) -> Wrapping:
     """Change the balance as long as that helps."""
     left = iter(range(BALANCES))
-    found: Setting | None = setting
+    found: Wrapping | None = setting
     while found is not None:
         setting, gain = found, replays.gain(found)
         tried = (replace(setting, balance=tuple(x)) for _, x in zip(left, others(setting.balance)))
@@ -111,7 +111,7 @@ def _moved(replays: Replays, setting: Setting) -> Setting:
     return setting
 
 
-def _chunks(replays: Replays) -> Iterator[tuple[Setting, Advice]]:
+def _chunks(replays: Replays) -> Iterator[tuple[Wrapping, Advice]]:
     traced = replays.traced
     m = traced.setting.chunks
     for factor in (2, 4, 8):
@@ -127,7 +127,7 @@ def _chunks(replays: Replays) -> Iterator[tuple[Setting, Advice]]:
             yield few, Advice(reason, {"chunks": few.chunks}, 0.0, caution)
 
 
-def _threads(replays: Replays) -> Iterator[tuple[Setting, Advice]]:
+def _threads(replays: Replays) -> Iterator[tuple[Wrapping, Advice]]:
     traced = replays.traced
     setting, figures = traced.setting, traced.figures
     if not (traced.divisible and figures.waits):
@@ -139,7 +139,7 @@ def _threads(replays: Replays) -> Iterator[tuple[Setting, Advice]]:
         yield replace(setting, threads=threads), Advice(reason, {"threads": threads}, 0.0, caution)
 
 
-def _modes(replays: Replays) -> Iterator[tuple[Setting, Advice]]:
+def _modes(replays: Replays) -> Iterator[tuple[Wrapping, Advice]]:
     traced = replays.traced
     modes = traced.setting.modes
     reason = f"devices compute again for {_share(traced, 'recompute')} of the step"
@@ -149,7 +149,7 @@ def _modes(replays: Replays) -> Iterator[tuple[Setting, Advice]]:
         yield setting, Advice(reason, {"checkpoint": mode}, 0.0, caution)
 
 
-def _schedules(replays: Replays) -> Iterator[tuple[Setting, Advice]]:
+def _schedules(replays: Replays) -> Iterator[tuple[Wrapping, Advice]]:
     traced = replays.traced
     setting, before = traced.setting, traced.setting.made()
     if setting.schedule is None or before is None:
@@ -170,12 +170,12 @@ def _schedules(replays: Replays) -> Iterator[tuple[Setting, Advice]]:
             yield replace(setting, schedule=name), advice
 
 
-def _share(traced: Traced, name: str) -> str:
+def _share(traced: TracedStep, name: str) -> str:
     """A share of the step's time, of devices on average."""
     return f"{mean(getattr(x, name) for x in traced.shares):.0%}"
 
 
-def _in_use(traced: Traced) -> str:
+def _in_use(traced: TracedStep) -> str:
     """Say how much memory the fullest device has had in use."""
     if not traced.memory:
         return ""

@@ -30,7 +30,7 @@ STRETCHED = 0.5
 
 
 @dataclass(frozen=True)
-class Layer:
+class TracedLayer:
     """The figures of one layer.
 
     Args:
@@ -47,12 +47,12 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Wait:
+class HostWait:
     """The wait of the host in the forward of a cell.
 
     Args:
         time: the milliseconds that it waits.
-        tail: those that the device goes on for behind the last wait, before the cell ends.
+        tail: those that the device goes on for after the last wait, before the cell ends.
     """
 
     time: float
@@ -80,8 +80,8 @@ class Figures:
     times: Mapping[tuple[str, int], float]
     copies: Mapping[tuple[int, int], float]
     host: Mapping[tuple[str, int], float]
-    layers: Sequence[Layer]
-    waits: Mapping[int, Wait] = field(default_factory=dict)
+    layers: Sequence[TracedLayer]
+    waits: Mapping[int, HostWait] = field(default_factory=dict)
 
     def costs(self, balance: Sequence[int], chunks: int) -> Costs:
         """The costs of partitions of other sizes, for micro-batches of other sizes."""
@@ -113,7 +113,7 @@ class Figures:
         return [x["F"] + x["I"] + x["W"] for x in self._each] if self.layers else []
 
     @property
-    def _by_partition(self) -> list[Sequence[Layer]]:
+    def _by_partition(self) -> list[Sequence[TracedLayer]]:
         return [self.layers[a:b] for a, b in pairwise(accumulate(self.balance, initial=0))]
 
     @cached_property
@@ -160,10 +160,10 @@ def figures_of(
     spans: Sequence[Span],
     balance: Sequence[int],
     by_autograd: bool,
-    layers: Sequence[Layer],
+    layers: Sequence[TracedLayer],
     rows: int,
     late: float,
-    waits: Mapping[int, Wait] = {},
+    waits: Mapping[int, HostWait] = {},
     threads: int = 1,
 ) -> Figures:
     """Take the figures of a step.
@@ -211,7 +211,7 @@ def _by(
 
 
 def _host(
-    computed: Sequence[Span], by_autograd: bool, waits: Mapping[int, Wait], threads: int
+    computed: Sequence[Span], by_autograd: bool, waits: Mapping[int, HostWait], threads: int
 ) -> dict[tuple[str, int], float]:
     """The time to issue each kind of computation: from its issue to the next one of the thread."""
     lines: dict[Any, list[tuple[float, Span]]] = {}

@@ -25,20 +25,19 @@ from typing import NamedTuple
 import torch
 
 from torchgpipe.advice.figures import Figures, thread_of
-from torchgpipe.devices.measures import memory_total
-from torchgpipe.executor.plan import Choice, chosen, completed
+from torchgpipe.devices.recorder import memory_total
+from torchgpipe.executor.step_plan import Choice, chosen, completed
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.partition.keeping import CHECKPOINT_MODES
 from torchgpipe.planner.memory import peaks
 from torchgpipe.planner.plan import excess_of, placed
 from torchgpipe.planner.search import Problem
-from torchgpipe.planner.stages import known
+from torchgpipe.planner.stage_memory import known
 from torchgpipe.schedule.costs import Table
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.looped import fill_drain
 from torchgpipe.schedule.program import Op, operations
-from torchgpipe.schedule.rehearsal import Step
-from torchgpipe.schedule.simulator import in_order
+from torchgpipe.schedule.simulator import Step, in_order
 from torchgpipe.timeline.shares import Shares
 
 __all__: list[str] = []
@@ -48,7 +47,7 @@ __all__: list[str] = []
 THREADED = 2
 
 #: What a replay may be above the time that was measured, and below, as shares of it. What is below
-#: is taken for something that stays as it is, such as a loss behind the layers.
+#: is taken for something that stays as it is, such as a loss after the layers.
 ABOVE, BELOW = 0.05, 0.3
 
 
@@ -63,7 +62,7 @@ class Host(NamedTuple):
         time: the time to issue each kind of computation of each stage.
         by_autograd: whether threads of autograd issue the backward, one for each worker.
         threads: the number of threads that issue the forward, one micro-batch each.
-        tails: how long the device goes on behind the last wait in the code of a stage.
+        tails: how long the device goes on after the last wait in the code of a stage.
     """
 
     time: Mapping[tuple[str, int], float]
@@ -103,7 +102,7 @@ def replayed(order: Sequence[Step], table: Table, host: Host) -> float:
 
 
 @dataclass(frozen=True)
-class Setting:
+class Wrapping:
     """The way in which a model is wrapped.
 
     Args:
@@ -114,7 +113,7 @@ class Setting:
         schedule: None for the order of :class:`~torchgpipe.GPipe`.
         skips: the partitions that each skip leads from and to.
         threads: those of a :class:`~torchgpipe.MappedGPipe`, whose host issues the forward of one
-            micro-batch behind another; 0 for other wrappers.
+            micro-batch after another; 0 for other wrappers.
     """
 
     balance: tuple[int, ...]
@@ -200,7 +199,7 @@ class Modules:
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedStep:
     """The last step of a trace.
 
     Args:
@@ -216,7 +215,7 @@ class Traced:
         divisible: whether several threads may issue the forward.
     """
 
-    setting: Setting
+    setting: Wrapping
     figures: Figures
     shares: Sequence[Shares]
     makespan: float
@@ -236,7 +235,7 @@ class Traced:
 class Replays:
     """Replays of a traced step in other settings."""
 
-    def __init__(self, traced: Traced) -> None:
+    def __init__(self, traced: TracedStep) -> None:
         self.traced = traced
         self._order = cache(_issued)
         #: The time of the setting that was traced, if it can be replayed.
@@ -247,7 +246,7 @@ class Replays:
         """Whether a replay of the step as it was takes the time that was measured."""
         return self.now is not None and -ABOVE <= 1 - self.now / self.traced.makespan <= BELOW
 
-    def time(self, setting: Setting, *, copies: bool = True) -> float | None:
+    def time(self, setting: Wrapping, *, copies: bool = True) -> float | None:
         """The milliseconds of a step, whose copies may take none; None if there is no schedule."""
         schedule, figures = setting.made(), self.traced.figures
         if schedule is None:
@@ -273,7 +272,7 @@ class Replays:
         without = Replays(replace(traced, figures=traced.figures.without_strays))
         return 0.0 if without.now is None else 1 - without.now / traced.makespan
 
-    def gain(self, setting: Setting) -> float:
+    def gain(self, setting: Wrapping) -> float:
         """The share of the step's time that a setting saves.
 
         It is 0 if there is no such step, or if it is known not to fit into the memory.
@@ -286,7 +285,7 @@ class Replays:
             return 0.0
         return (self.now - time) / self.traced.makespan
 
-    def excess(self, setting: Setting) -> float | None:
+    def excess(self, setting: Wrapping) -> float | None:
         """The bytes by which the memory is too small for a setting; None if nobody knows."""
         traced, schedule = self.traced, setting.made()
         if schedule is None:
@@ -299,13 +298,11 @@ class Replays:
         # An estimate is good enough to say no, but not to say yes.
         if setting.balance != traced.setting.balance or len(traced.kept) < len(setting.balance):
             return None
-        before, behind = self._most(traced.setting), self._most(setting)
-        excess = max(
-            traced.memory[str(x)] + behind[x] - before[x] - memory_total(x) for x in behind
-        )
+        before, after = self._most(traced.setting), self._most(setting)
+        excess = max(traced.memory[str(x)] + after[x] - before[x] - memory_total(x) for x in after)
         return excess if excess > 0 else None
 
-    def _most(self, setting: Setting) -> Mapping[torch.device, float]:
+    def _most(self, setting: Wrapping) -> Mapping[torch.device, float]:
         """The most memory of what cells keep, whose difference counts.
 
         Cells keep activations from F, or from R, until their backward, and only their input from F

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from torchgpipe.advice.advisor import Advisor
-from torchgpipe.advice.figures import Layer, Wait, figures_of
-from torchgpipe.advice.layers import Layers, Waits
-from torchgpipe.advice.replays import Modules, Setting, Traced
+from torchgpipe.advice.figures import HostWait, TracedLayer, figures_of
+from torchgpipe.advice.observed import Layers, Waits
+from torchgpipe.advice.replays import Modules, TracedStep, Wrapping
 from torchgpipe.devices.streams import has_streams
 from torchgpipe.engine.recorded import Recording, Traceable
 from torchgpipe.engine.stages import stages_of
-from torchgpipe.executor.plan import Choice
+from torchgpipe.executor.step_plan import Choice
 from torchgpipe.gpipe import GPipe
 from torchgpipe.mapped_gpipe import MappedGPipe, calls_of, workers_of
 from torchgpipe.partition.keeping import words_of
@@ -95,7 +95,7 @@ class Watch:
         model, chunks = self._model, 1 + max(x.microbatch or 0 for x in last.spans if x.computes)
         if isinstance(model, MappedGPipe):
             return self._mapped(model, timeline, chunks)
-        setting = Setting(
+        setting = Wrapping(
             tuple(model.balance),
             _placement(model.devices, self._choice is None),
             chunks,
@@ -121,7 +121,7 @@ class Watch:
         modules = Modules(model.device_map, [calls_of(model)[k].mapped for k in order])
         is_cut = modules.devices == devices
         ways = {(x.stage, x.target) for x in last if x.kind == "copy"}
-        setting = Setting(
+        setting = Wrapping(
             modules.balance if is_cut else (1,) * n,
             tuple(range(n)),
             chunks,
@@ -141,11 +141,11 @@ class Watch:
     def _advisor(
         self,
         timeline: Timeline,
-        setting: Setting,
+        setting: Wrapping,
         devices: Sequence[torch.device],
-        layers: Sequence[Layer],
+        layers: Sequence[TracedLayer],
         rows: int,
-        waits: Mapping[int, Wait] | None = None,
+        waits: Mapping[int, HostWait] | None = None,
         **more: Any,
     ) -> Advisor:
         last = timeline.step()
@@ -156,7 +156,7 @@ class Watch:
         )
         kept = self._recorder.kept()
         return Advisor(
-            Traced(
+            TracedStep(
                 *(setting, figures, last.shares, last.makespan, devices),
                 stages_of(self._model).room if isinstance(self._model, GPipe) else None,
                 # Of a cell that is computed again, F keeps the output alone.

@@ -16,6 +16,7 @@ mode of ours, or our saved-tensor hooks would see the tensors that those layers 
 from __future__ import annotations
 
 import contextvars
+import threading
 from collections.abc import Callable, Sequence
 from threading import get_ident, main_thread
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -25,10 +26,40 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from torchgpipe import _torch
-from torchgpipe.ambient import thread
 from torchgpipe.devices.streams import current_streams, device_types, set_streams
 
 __all__: list[str] = []
+
+
+# Thread-local attributes, registered so that they can be restored after Ctrl-C.
+#
+# Each room keeps its own: :mod:`torchgpipe.ambient.notes` the layer that runs,
+# :mod:`torchgpipe.ambient.nesting` how wrappers are nested, :mod:`torchgpipe.recompute.phase`
+# which run of a cell it is, and :mod:`torchgpipe.skip.tracker` where layers stash and pop.
+
+
+Local = TypeVar("Local", bound=threading.local)
+
+_registered: list[threading.local] = []
+
+
+def registered(local: Local) -> Local:
+    """Register attributes for :func:`saved` and :func:`put_back`, and return them."""
+    _registered.append(local)
+    return local
+
+
+def saved() -> list[dict[str, Any]]:
+    """Copies of all registered attributes of this thread."""
+    return [dict(vars(local)) for local in _registered]
+
+
+def put_back(values: list[dict[str, Any]]) -> None:
+    """Set all registered attributes of this thread to what :func:`saved` has returned."""
+    for local, value in zip(_registered, values):
+        vars(local).clear()
+        vars(local).update(value)
+
 
 Result = TypeVar("Result")
 
@@ -192,7 +223,7 @@ class EnteredModes:
         if self.differs or self.found.grad != self.modes.grad:
             torch.set_grad_enabled(self.modes.grad)
         if self.differs:
-            # guard: modes of a second run
+            # guard: modes of a recomputation
             _push(self.modes)
 
     def __exit__(self, *_: object) -> None:
@@ -228,7 +259,7 @@ class SavedSettings:
         self.interruptible = get_ident() == main_thread().ident
         if self.interruptible:
             self.hooks = current_hooks()
-            self.values = thread.saved()
+            self.values = saved()
             self.streams = current_streams(devices)
             # If the modes are the expected ones, no other modes are entered in this block.
             self.nesting = autocast_nesting() if self.modes is not expected else None
@@ -250,7 +281,7 @@ class SavedSettings:
         torch.set_grad_enabled(self.grad)
         while self.nesting is not None and autocast_nesting() > self.nesting:
             leave_autocast()
-        thread.put_back(self.values)
+        put_back(self.values)
         set_streams(self.streams)
 
 

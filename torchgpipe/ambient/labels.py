@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
-from torchgpipe.ambient.thread import registered
+from torchgpipe.ambient.context import registered
 
 __all__: list[str] = []
 

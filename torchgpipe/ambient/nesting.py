@@ -27,10 +27,10 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
-from torchgpipe._torch.draws import can_see, seeing
+from torchgpipe._torch.generators import can_see, seeing
+from torchgpipe.ambient.context import registered
 from torchgpipe.ambient.sources import Elsewhere, Source
-from torchgpipe.ambient.thread import registered
-from torchgpipe.values.blocks import contextmanager
+from torchgpipe.values.managers import contextmanager
 
 __all__: list[str] = []
 
@@ -133,7 +133,7 @@ class first_run:
         nesting.depth, nesting.turn, nesting.source = self.outer
 
 
-class second_run:
+class recomputation:
     """Recompute a cell in this thread within a ``with`` block; if it is outermost, it is a turn."""
 
     __slots__ = ("outer",)
@@ -156,7 +156,7 @@ class Around:
     __slots__ = ("_steps", "exchanged", "turn")
 
     def __init__(self) -> None:
-        #: The turn, if the cell is within another cell. It may hold the locks in the second run.
+        #: The turn, if the cell is within another cell. It may hold the locks in the recomputation.
         self.turn = nesting.turn if nesting.depth > 1 else None
         #: The devices whose RNG states were set by steps within the first run.
         self.exchanged: Sequence[torch.device] = ()
@@ -169,7 +169,7 @@ class Around:
             self.exchanged = [device for device, k in steps if k != self._steps.get(device)]
 
     def locks(self, drawn: Iterable[torch.device]) -> list[Lock]:
-        """The locks to hold in the second run.
+        """The locks to hold in the recomputation.
 
         Args:
             drawn: the devices whose generator the cell itself has drawn from.

@@ -28,7 +28,6 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from torchgpipe.ambient.defaults import content, default_state, generator_of, set_default_state
 from torchgpipe.ambient.nesting import (
     Around,
     Lock,
@@ -38,9 +37,15 @@ from torchgpipe.ambient.nesting import (
     first_run,
     locks_of,
     nesting,
-    second_run,
+    recomputation,
 )
-from torchgpipe.ambient.sources import Source
+from torchgpipe.ambient.sources import (
+    Source,
+    content,
+    default_state,
+    generator_of,
+    set_default_state,
+)
 from torchgpipe.devices.streams import CPU
 
 __all__: list[str] = []
@@ -274,7 +279,7 @@ class FirstNumbers:
         return RestoredNumbers(self)
 
 
-class RestoredNumbers(second_run):
+class RestoredNumbers(recomputation):
     """The generators as they were before a first run, within a ``with`` block."""
 
     __slots__ = ("first", "now")
@@ -285,10 +290,10 @@ class RestoredNumbers(second_run):
     def __enter__(self) -> None:
         self.now = _get(self.first.before)
         _set(self.first.before)
-        second_run.__enter__(self)
+        recomputation.__enter__(self)
 
     def __exit__(self, *exception: object) -> None:
-        second_run.__exit__(self)
+        recomputation.__exit__(self)
         first = self.first
         again = _get(first.after)
         _set(self.now)

@@ -1,29 +1,4 @@
-"""Leave, copy, wait: how a micro-batch gets from one device to the next, on copy streams.
-
-::
-
-    device j                    device j+1
-
-    compute ──┐
-            leave
-    copy      └──── copy ────┐
-                             │    copy
-                            wait
-                             └──── compute
-
-In backward the gradient takes the same way back. Autograd runs the backward of a function on the
-stream that was current when the function was applied, and makes streams wait for each other
-wherever a gradient passes from one stream to another. So there is nothing to wait for in backward:
-:class:`Copy` copies, and :class:`Wait` clones. Call :func:`leave` and :func:`wait` with the compute
-stream current, and :func:`copy` with the copy stream of the receiving partition current. If all
-were called on the compute stream, it would wait, in backward, for gradients that it does not need
-yet.
-
-What leaves the compute stream leaves as a clone, in either direction, since the compute stream goes
-on while the copy is made and may change the original. Autograd adds to a gradient *in place* if
-nothing else on the host refers to it, and a layer may return the same buffer each time. Recording a
-tensor on a stream does not help, since that only keeps its memory from being reused.
-"""
+"""Functions by which tensors go to other devices, or to several users on one of them."""
 
 from __future__ import annotations
 
@@ -44,6 +19,35 @@ from torchgpipe.devices.streams import (
 )
 
 __all__: list[str] = []
+
+
+# Leave, copy, wait: how a micro-batch gets from one device to the next, on copy streams.
+#
+# ::
+#
+#   device j                    device j+1
+#
+#   compute ──┐
+#           leave
+#   copy      └──── copy ────┐
+#                            │    copy
+#                           wait
+#                            └──── compute
+#
+# In backward the gradient takes the same way back. Autograd runs the backward of a function on
+# the stream that was current when the function was applied, and makes streams wait for each other
+# wherever a gradient passes from one stream to another. So there is nothing to wait for in
+# backward: :class:`Copy` copies, and :class:`Wait` clones. Call :func:`leave` and :func:`wait`
+# with the compute stream current, and :func:`copy` with the copy stream of the receiving
+# partition current. If all were called on the compute stream, it would wait, in backward, for
+# gradients that it does not need yet.
+#
+# What leaves the compute stream leaves as a clone, in either direction, since the compute stream
+# goes on while the copy is made and may change the original. Autograd adds to a gradient *in
+# place* if nothing else on the host refers to it, and a layer may return the same buffer each
+# time. Recording a tensor on a stream does not help, since that only keeps its memory from being
+# reused.
+
 
 Gradients: TypeAlias = tuple[Tensor | None, ...]
 
@@ -211,3 +215,38 @@ def hand_over(
     for tensor in tensors:
         # guard: recording
         record_stream(tensor, next_stream)
+
+
+# Shared: one tensor for several users, whose gradients are added when all have arrived.
+#
+# Autograd adds up gradients as soon as they arrive, on the stream of the node that receives them.
+# If the last device used the first device's weight itself, the first would wait, in the middle of
+# its backward, until the last is done. So each user gets an alias. The gradients are added in the
+# backward of this function, which runs when the last of them has arrived.
+
+
+def shared(tensor: Tensor, count: int) -> tuple[Tensor, ...]:
+    """Make ``count`` aliases of a tensor, which share its memory, as views do."""
+    found: tuple[Tensor, ...] = Shared.apply(tensor, count)
+    return found
+
+
+class Shared(torch.autograd.Function):
+    """Share a tensor: ``tensor, count → *tensors``."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, count: int) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple([tensor.detach() for _ in range(count)])
+
+    @staticmethod
+    @uncompiled
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
+        total: Tensor | None = None
+        for grad in grads:
+            if grad is not None:
+                # Not in place, since hooks may hold what has come.
+                # PyTorch adds a sparse gradient to a dense one, and not the other way round.
+                pair = (total, grad) if total is None or not total.is_sparse else (grad, total)
+                total = grad if pair[0] is None else pair[0] + pair[1]
+        return total, None

@@ -1,26 +1,30 @@
-"""Both ends of backward: what happens when it begins, when it is done, and when it fails."""
+"""Both ends of backward, of a step or a cell: what happens as it begins, and as it is done."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from torchgpipe import _torch
 from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe._torch.names import has
-from torchgpipe.autograd.fork_join import pass_on
+from torchgpipe.autograd.fork_join import get_phony, pass_on
 
 __all__: list[str] = []
+
+
+# Both ends of backward: what happens when it begins, when it is done, and when it fails.
 
 
 def between(
     begin: Callable[[], None], end: Callable[[], None], *tensors: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return outputs behind a node that calls functions at both ends of backward.
+    """Return outputs after a node that calls functions at both ends of backward.
 
     Args:
         begin: called before all other nodes of this backward that the outputs depend on.
@@ -126,3 +130,44 @@ def _drain_queue() -> None:
 def _record() -> tuple[Tensor, Tensor, Tensor]:
     input = torch.zeros((), requires_grad=True)
     return input.clone(), input, torch.ones(())
+
+
+# The beginning of a cell's graph, for cells whose backward runs by itself.
+
+
+class Enter(torch.autograd.Function):
+    """Make tensors the beginning of a graph: ``phony, *tensors → *tensors``.
+
+    PyTorch's own node for this (``DelayedError``) begins in a third of the time, but gives tensors
+    new version counters: then no stage would notice that a later one changes its output in place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, phony: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple([tensor.detach() for tensor in tensors])
+
+    @staticmethod
+    @uncompiled
+    def backward(ctx: Any, *grads: Tensor | None) -> NoReturn:
+        raise RuntimeError(
+            "under a schedule, a gradient must come by the loss, since the stages before this one "
+            "have run their backward already (gradient of: a value that a layer has kept, such as "
+            "an auxiliary loss); have the layer return it as an output, and add it in the loss "
+            "function"
+        )
+
+
+def enter(*tensors: Tensor) -> tuple[tuple[Tensor, ...], list[GradientEdge]]:
+    """Make tensors the beginning of a graph.
+
+    Unlike leaves, the tensors that it returns are not kept alive by their graph, and layers may
+    change them in place.
+
+    Returns:
+        The tensors, and the edges at which backward of the cell ends, with their gradients.
+    """
+    # What arrives is a leaf, which the graph would keep for the gradient.
+    # guard: letting go of what arrives
+    detached = [x.detach() for x in tensors]
+    found = Enter.apply(get_phony(tensors[0].device, requires_grad=True), *detached)
+    return found, [get_gradient_edge(x) for x in found]

@@ -50,7 +50,7 @@ from torch.autograd.graph import GradientEdge
 
 from torchgpipe import _torch
 from torchgpipe._torch.dynamo import uncompiled
-from torchgpipe.autograd.hooks import changes_gradients, note_gradients
+from torchgpipe.autograd.nodes import changes_gradients, note_gradients
 
 __all__: list[str] = []
 
@@ -141,14 +141,14 @@ class Graph:
         self.weights = {id(x): x for x in weights}
         #: For each node, where its edges lead to.
         self.leads: dict[Node, int] = {}
-        #: The nodes and their edges, each behind those that it leads to.
+        #: The nodes and their edges, each after those that it leads to.
         self.nodes: list[tuple[Node, Any]] = []
         self._leaves: dict[Node, int] = {}
         if inputs is not None:
             self.leads[inputs] = INPUT
         for x in self.weights.values():
             if x.grad_fn is not None:
-                # A weight that is computed: the graph behind it is not this cell's.
+                # A weight that is computed: the graph after it is not this cell's.
                 self.leads[x.grad_fn] = WEIGHT
                 self._leaves[x.grad_fn] = id(x)
         for root in roots:

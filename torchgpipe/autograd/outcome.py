@@ -23,10 +23,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from torchgpipe import _torch
-from torchgpipe._torch.alone import is_alone
-from torchgpipe._torch.dynamo import uncompiled
+from torchgpipe._torch.dynamo import is_alone, uncompiled
 from torchgpipe.devices.streams import CPU, AbstractStream, record_stream
-from torchgpipe.values.blocks import contextmanager
+from torchgpipe.values.managers import contextmanager
 
 __all__: list[str] = []
 

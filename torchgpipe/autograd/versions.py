@@ -8,7 +8,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from torchgpipe.autograd.phony import get_phony
+from torchgpipe.autograd.fork_join import get_phony
 
 __all__: list[str] = []
 

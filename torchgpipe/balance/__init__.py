@@ -24,7 +24,7 @@ from torchgpipe.balance import blockpartition as blockpartition
 from torchgpipe.balance.profile import profile_layers
 from torchgpipe.checks import MOST, listed, verify
 from torchgpipe.devices.streams import Device
-from torchgpipe.mapped.wholes import Wholes
+from torchgpipe.mapped.device_map import Wholes
 from torchgpipe.partition.arguments import (
     MISSING,
     checked_timeout,
@@ -64,7 +64,7 @@ def balance_by_time(
             layer.
 
     Keyword Args:
-        args: the arguments of the first layer behind the sample, or all of them without a sample.
+        args: the arguments of the first layer after the sample, or all of them without a sample.
         kwargs: the keyword arguments of the first layer.
         timeout: how many seconds to measure. A warm-up comes on top, and there are three rounds
             over all layers at least.
@@ -119,13 +119,13 @@ def balance_by_size(
 
     Keyword Args:
         args: as in :func:`balance_by_time`.
-        kwargs: likewise.
+        kwargs: the same.
         chunks: how many micro-batches are made of the mini-batch. Layers run one of them; with the
             default they run the whole mini-batch, for which a device may lack the memory.
         param_scale: how many times the memory of a parameter it takes to train it, itself and its
             gradient included: 2 for SGD, 3 with momentum, 4 for Adam.
         device: as in :func:`balance_by_time`.
-        progress: likewise.
+        progress: the same.
 
     Returns:
         How many layers each partition takes, for ``GPipe(module, balance)``.

@@ -23,9 +23,18 @@ from torchgpipe.devices.streams import (
 )
 from torchgpipe.partition.arguments import MISSING, checked_chunks, checked_device, checked_timeout
 from torchgpipe.partition.split import verify_module
-from torchgpipe.planner.rounds import pooled, spread, undisturbed, verify_timed
-from torchgpipe.planner.sandbox import Sandbox, Sandboxes, copied, in_rounds, leaves
-from torchgpipe.planner.storages import LiveStorages
+from torchgpipe.planner.sandbox import (
+    LiveStorages,
+    Sandbox,
+    Sandboxes,
+    copied,
+    in_rounds,
+    leaves,
+    pooled,
+    spread,
+    undisturbed,
+    verify_timed,
+)
 from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.timeline.tables import aligned, in_bytes
 from torchgpipe.values.microbatch import VALUE, Batch, scatter
@@ -133,7 +142,7 @@ def profile_layers(
         sample: an input on any device: the argument of the first layer.
 
     Keyword Args:
-        args: the arguments of the first layer behind the sample, or all of them without a sample.
+        args: the arguments of the first layer after the sample, or all of them without a sample.
         kwargs: the keyword arguments of the first layer.
         chunks: the number of micro-batches to make of the sample; by default the sample is one.
         timeout: the seconds to measure. A warm-up comes on top, and there are three rounds over all

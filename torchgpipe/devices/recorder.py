@@ -1,34 +1,115 @@
-"""The recorder: when each piece of work started and ended, on its own stream.
-
-On an accelerator an event is recorded before the work and another one behind it, so the host does
-not wait, and the time is that of the device. On a device without streams the clock tells.
-
-Events of different devices cannot be compared. So the times of a device count from an event of its
-own, and these are recorded together, when all devices have nothing to do. A third event, on a
-stream that does nothing else, tells when the host issued the work.
-
-While a step runs, nothing is done but to read clocks, and to keep the readings. Spans and their
-names are made when the trace ends.
-"""
+"""The records of a device: when work began and ended, how long it took, what memory is taken."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 from time import perf_counter
 
 import torch
 
-from torchgpipe.devices.measures import memory_allocated
 from torchgpipe.devices.streams import (
     AbstractStream,
     current_stream,
     has_streams,
 )
-from torchgpipe.timeline.pieces import pieces
-from torchgpipe.timeline.span import TRIPS, Span, Stream
+from torchgpipe.timeline.span import TRIPS, Span, Stream, pieces
 
 __all__: list[str] = []
+
+
+# The time that a device takes, and the memory that tensors occupy on it.
+
+
+class Stopwatch:
+    """Measure how long a device works on what is issued between a start and a stop.
+
+    Events of the device's current stream tell the time, or the clock where there are no streams.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = current_stream(device)
+
+    def start(self) -> None:
+        """Start, or start again."""
+        if isinstance(self._stream, torch.Stream):
+            self._event = torch.Event(self._stream.device, enable_timing=True)
+            self._event.record(self._stream)
+        else:
+            self._time = perf_counter()
+
+    def stop(self) -> float:
+        """Wait for all that was issued since the start, and return the seconds since then."""
+        if not isinstance(self._stream, torch.Stream):
+            return perf_counter() - self._time
+        event = torch.Event(self._stream.device, enable_timing=True)
+        event.record(self._stream)
+        event.synchronize()
+        return float(self._event.elapsed_time(event)) / 1000
+
+
+def memory_allocated(device: torch.device) -> int | None:
+    """The bytes that tensors occupy on a device; None for a device that does not count them."""
+    if not has_streams(device):
+        return None
+    return torch.accelerator.memory_allocated(device)
+
+
+def forget_peak(device: torch.device) -> None:
+    """Reset the peak of the bytes that tensors occupy on a device."""
+    if has_streams(device):
+        torch.accelerator.reset_peak_memory_stats(device)
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """The peak of the bytes that tensors occupied on a device; None if they are not counted."""
+    if not has_streams(device):
+        return None
+    return torch.accelerator.max_memory_allocated(device)
+
+
+def memory_free(device: torch.device) -> float:
+    """The bytes that are free on a device: infinity on the host, and 0 if a device does not say."""
+    if not has_streams(device):
+        return inf
+    # PyTorch 2.9 cannot tell, nor can every backend.
+    try:
+        return torch.accelerator.get_memory_info(device)[0]
+    except (AttributeError, RuntimeError):
+        return 0
+
+
+def memory_total(device: torch.device) -> float:
+    """The bytes that a device has: infinity on the host, and if a device does not say."""
+    if not has_streams(device):
+        return inf
+    try:
+        return torch.accelerator.get_memory_info(device)[1]
+    except (AttributeError, RuntimeError):
+        return inf
+
+
+def model_of(device: torch.device) -> str:
+    """The name of a device's model, the same for devices that are alike; its type without one."""
+    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
+    if properties is None:
+        return device.type
+    return str(getattr(properties(device), "name", device.type))
+
+
+# The recorder: when each piece of work started and ended, on its own stream.
+#
+# On an accelerator an event is recorded before the work and another one after it, so the host
+# does not wait, and the time is that of the device. On a device without streams the clock tells.
+#
+# Events of different devices cannot be compared. So the times of a device count from an event of
+# its own, and these are recorded together, when all devices have nothing to do. A third event, on
+# a stream that does nothing else, tells when the host issued the work.
+#
+# While a step runs, nothing is done but to read clocks, and to keep the readings. Spans and their
+# names are made when the trace ends.
+
 
 #: The kinds that keep activations.
 KEEPING = "FR"
@@ -89,7 +170,7 @@ class WorkTimes:
         self.start = self.stop = _timed(stream)
 
     def end(self) -> None:
-        """Take the time behind the work."""
+        """Take the time after the work."""
         self.stop = _timed(self.stream)
 
 
@@ -148,7 +229,7 @@ class Recorder:
         return mark
 
     def end(self, mark: Mark) -> None:
-        """Take the time behind a piece of work; of several calls the last one counts."""
+        """Take the time after a piece of work; of several calls the last one counts."""
         mark.end = _timed(mark.stream)
         if mark.in_use is not None:
             mark.kept = (memory_allocated(mark.stream.device) or 0) - mark.in_use

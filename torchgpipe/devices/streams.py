@@ -180,7 +180,7 @@ def wait_all(sources: Iterable[AbstractStream], target: AbstractStream) -> None:
 
 
 def record(stream: AbstractStream) -> torch.Event | None:
-    """An event behind all work that the stream was given so far; None for a streamless device."""
+    """An event after all work that the stream was given so far; None for a streamless device."""
     return stream.record_event() if isinstance(stream, torch.Stream) else None
 
 

@@ -1,20 +1,28 @@
-"""Gradients over several processes: their average over replicas, and their norm over all stages."""
+"""Gradients over several processes: of replicas, of shared weights, and of sharded layers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchgpipe._torch import pipelining
+from torchgpipe._torch.dynamo import modules_of
 from torchgpipe.autograd.outcome import Sums
 from torchgpipe.checks import is_number, verify
-from torchgpipe.distributed.peers import Peers, digest
-from torchgpipe.partition.sharding import is_shard
+from torchgpipe.devices.streams import CPU
+from torchgpipe.distributed.peers import Peers, Routes, digest
+from torchgpipe.partition.placement import is_shard, is_sharded, tables
+from torchgpipe.values.managers import contextmanager
 
 __all__: list[str] = []
+
+
+# Gradients over several processes: their average over replicas, and their norm over all stages.
 
 
 def verify_not_parallel(module: nn.Module) -> None:
@@ -124,3 +132,162 @@ def total_norm(parameters: Iterable[nn.Parameter], norm_type: float, peers: Peer
     own = own**norm_type
     dist.all_reduce(own, group=peers.group)
     return own ** (1 / norm_type)
+
+
+# Weights that stages in several processes share: one gradient, the sum of all.
+
+
+#: The table of a module that has a weight, and its name there.
+Place: TypeAlias = tuple[dict[str, Tensor | None], str]
+
+
+class Tied:
+    """The weights of this process that others have, too.
+
+    Args:
+        partitions: the layers of all stages, before those of other processes are let go of.
+        loss: the loss, which may have weights of the layers.
+        routes: in which process each stage is.
+        peers: the processes.
+
+    Raises:
+        ValueError: several processes have a norm with running statistics, which would differ.
+    """
+
+    def __init__(
+        self, partitions: Sequence[nn.Module], loss: Any, routes: Routes, peers: Peers
+    ) -> None:
+        self._peers = peers
+        holders: dict[nn.Parameter, set[int]] = {}
+        places: dict[nn.Parameter, Place] = {}
+        modules = [*zip(routes.placement, partitions)]
+        if isinstance(loss, nn.Module):
+            modules.append((routes.placement[-1], loss))
+        _verify_norms(modules)
+        for process, layers in modules:
+            for table in tables(layers):
+                for name, x in table.items():
+                    if isinstance(x, nn.Parameter):
+                        holders.setdefault(x, set()).add(process)
+                        if process == routes.rank:
+                            places[x] = table, name
+        #: The weights that other processes have alone.
+        self._elsewhere = {
+            id(x): weakref.ref(x) for x, ranks in holders.items() if routes.rank not in ranks
+        }
+        #: Where this process has each weight, and the processes that have it.
+        self._found = [
+            (*places[x], sorted(ranks))
+            for x, ranks in holders.items()
+            if len(ranks) > 1 and routes.rank in ranks
+        ]
+
+    def verify_here(self, j: int, weights: Iterable[Tensor]) -> None:
+        """Check that weights which a stage has met are not those of another process.
+
+        Raises:
+            RuntimeError: one of them is.
+        """
+        for weight in weights:
+            found = self._elsewhere.get(id(weight))
+            if found is not None and found() is weight:
+                raise RuntimeError(
+                    "a layer must not use a weight of a layer in another process without having it "
+                    "as a parameter, since it has a copy here that nobody trains (stage: "
+                    f"{j}, shape: {tuple(weight.shape)}); assign it, as in self.weight = "
+                    "embedding.weight, so that both processes get the sum of their gradients"
+                )
+
+    def equalise(self) -> None:
+        """Give the weights the values that they have in the first of their processes."""
+        for weight, ranks in self._weights():
+            with torch.no_grad():
+                if self._peers.rank != ranks[0]:
+                    weight.zero_()
+                self._peers.summed(weight, ranks)
+
+    def counted_here(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """The parameters without those that another process counts."""
+        others = {id(weight) for weight, ranks in self._weights() if ranks[0] != self._peers.rank}
+        return [x for x in parameters if id(x) not in others]
+
+    def add_up(self, sums: Sums) -> None:
+        """Add the gradients of the other processes."""
+        for weight, ranks in self._weights():
+            # A process may have frozen it, and another one not.
+            wanted = torch.tensor([int(weight.requires_grad)], device=CPU)
+            self._peers.summed(wanted, ranks)
+            if wanted:
+                grad = sums.take(weight)
+                self._peers.summed(grad, ranks)
+                if weight.requires_grad:
+                    sums.add([weight], [grad])
+
+    def _weights(self) -> Iterator[tuple[Tensor, list[int]]]:
+        # A weight may have been replaced by another one since.
+        for table, name, ranks in self._found:
+            weight = table[name]
+            if weight is not None:
+                yield weight, ranks
+
+
+def _verify_norms(modules: Iterable[tuple[int, nn.Module]]) -> None:
+    """Check that each norm with running statistics is in one process."""
+    found: dict[nn.Module, int] = {}
+    for process, layers in modules:
+        for name, norm in layers.named_modules():
+            tracks = getattr(norm, "num_batches_tracked", None) is not None
+            if tracks and found.setdefault(norm, process) != process:
+                raise ValueError(
+                    "a norm with running statistics must be in one process, since each process "
+                    f"would have statistics of its own (layer: {name}, processes: "
+                    f"{[found[norm], process]}); make a norm for each place, or choose a balance "
+                    "that has both places in one process"
+                )
+
+
+# Layers that FSDP2 has sharded over other processes, with a pipeline in each of them.
+#
+# FSDP2 gathers parameters before a layer runs, and reduces their gradients when backward is
+# through it. In a pipeline that would be once for each micro-batch. So the layers of a stage are
+# whole for all of a step, and their gradients are reduced once, at its end. The backward of a
+# cell ends at the parameters, without adding to their ``grad``, so FSDP2 finds nothing to reduce
+# before.
+
+
+def sharded_in(partitions: Sequence[nn.Module]) -> list[Any]:
+    """The outermost sharded modules."""
+    found: list[Any] = []
+    inner: set[nn.Module] = set()
+    for partition in partitions:
+        for module in modules_of(partition):
+            if is_sharded(module) and module not in inner:
+                found.append(module)
+                inner.update(module.modules())
+    return found
+
+
+@contextmanager
+def whole(modules: Sequence[Any]) -> Iterator[None]:
+    """Gather all parameters for a ``with`` block, and let go of them after it."""
+    for module in modules:
+        module.set_reshard_after_forward(False)
+        module.set_reshard_after_backward(False)
+        module.set_requires_gradient_sync(False)
+        module.set_is_last_backward(False)
+        for each in module.modules():
+            if is_sharded(each):
+                each.unshard()
+    try:
+        yield
+    finally:
+        for module in modules:
+            for each in module.modules():
+                if is_sharded(each):
+                    each.reshard()
+
+
+def reduce(modules: Sequence[Any]) -> None:
+    """Reduce the gradients of whole parameters to those of their shards."""
+    for module in modules:
+        pipelining.reduce_gradients(module)

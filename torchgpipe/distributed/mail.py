@@ -23,13 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchgpipe._torch.alone import is_alone
+from torchgpipe._torch.dynamo import is_alone
 from torchgpipe.devices.streams import CPU
 from torchgpipe.distributed.messages import Form, Forms, Meta, pack, unpack
-from torchgpipe.distributed.peers import Peers
-from torchgpipe.distributed.routes import Routes
-from torchgpipe.executor.links import Sent
-from torchgpipe.executor.post import Post
+from torchgpipe.distributed.peers import Peers, Routes
+from torchgpipe.executor.links import Post, Sent
 
 __all__: list[str] = []
 
@@ -44,7 +42,7 @@ class Mail(Post):
         forms: the forms that both ends know.
         routes: in which process each stage is.
         peers: the processes of the pipeline.
-        *args: the arguments of :class:`~torchgpipe.executor.post.Post`.
+        *args: the arguments of :class:`~torchgpipe.executor.links.Post`.
     """
 
     def __init__(self, forms: Forms, routes: Routes, peers: Peers, *args: Any) -> None:

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from torchgpipe.devices.streams import CPU, device_types
-from torchgpipe.distributed.routes import Routes
-from torchgpipe.skip.namespace import describe
+from torchgpipe.distributed.peers import Routes
+from torchgpipe.skip.tracker import describe
 from torchgpipe.values.microbatch import VALUE, Batch
 from torchgpipe.values.structure import ATOMS, Structure, equal
 

@@ -12,40 +12,38 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe._torch import pipelining
-from torchgpipe._torch.dynamo import uncompiled
-from torchgpipe._torch.modules import modules_of
-from torchgpipe.ambient.autocast import is_within_float16
+from torchgpipe._torch.dynamo import modules_of, uncompiled
+from torchgpipe.ambient.modes import is_within_float16, verify_no_transform
 from torchgpipe.ambient.notes import warn
-from torchgpipe.ambient.transforms import verify_no_transform
 from torchgpipe.batchnorm import defer
 from torchgpipe.checks import checked_flag
-from torchgpipe.describe.description import Description
+from torchgpipe.describe import Description
 from torchgpipe.devices.streams import Device, current_device
 from torchgpipe.distributed.agreement import Agreed, Agreement, StepLoss, flags_of, trainable_in
 from torchgpipe.distributed.failures import shared_failures
-from torchgpipe.distributed.given import NOTHING, Given, Reader
 from torchgpipe.distributed.gradients import (
+    Tied,
     average,
     equalise,
+    reduce,
+    sharded_in,
     total_norm,
     verify_norm,
     verify_not_parallel,
     verify_same,
+    whole,
 )
+from torchgpipe.distributed.inputs import NOTHING, Reader, StepInputs
 from torchgpipe.distributed.mail import Mail
 from torchgpipe.distributed.messages import Forms, described
-from torchgpipe.distributed.peers import Peers
-from torchgpipe.distributed.routes import Routes
+from torchgpipe.distributed.peers import Peers, Routes
 from torchgpipe.distributed.runtime import Program, fitting
-from torchgpipe.distributed.sharded import reduce, sharded_in, whole
-from torchgpipe.distributed.tied import Tied
 from torchgpipe.engine.mini_batch import compute
 from torchgpipe.engine.stages import Stages
 from torchgpipe.engine.wrapper import Wrapper
-from torchgpipe.executor.criterion import Collector, Criterion, no_loss
-from torchgpipe.executor.executor import Crew, Executor
-from torchgpipe.executor.plan import Choice, text_of, title_of
-from torchgpipe.executor.targets import explaining
+from torchgpipe.executor.criterion import Collector, Criterion, explaining, no_loss
+from torchgpipe.executor.loop import Crew, Executor
+from torchgpipe.executor.step_plan import Choice, text_of, title_of
 from torchgpipe.partition.arguments import checked_balance, checked_device, verify_loss
 from torchgpipe.partition.keeping import Keeping, words_of
 from torchgpipe.partition.placement import place, verify_placement
@@ -281,7 +279,7 @@ class Pipe(Wrapper):
                 pass the same, or None.
             *targets: further arguments of the loss, read in the process of the last stage. Tensors
                 are split along dimension 0, as those of the input are, and moved to its device.
-            **more: likewise, by name.
+            **more: the same, by name.
 
         Returns:
             The loss, of shape ``()``, without a graph, in all processes; with ``outputs``, also the
@@ -326,7 +324,7 @@ class Pipe(Wrapper):
         Args:
             *args: the arguments of the first layer, as for :class:`~torchgpipe.GPipe`, read in the
                 process of the first stage.
-            **kwargs: likewise.
+            **kwargs: the same.
 
         Returns:
             The output in the process of the last stage, None in the others.
@@ -371,7 +369,7 @@ class Pipe(Wrapper):
         return self._crew.stages, [self._device]
 
     def _compute(
-        self, agree: Callable[[], Agreed], given: Given, terms: Any, recorded: bool
+        self, agree: Callable[[], Agreed], given: StepInputs, terms: Any, recorded: bool
     ) -> Any:
         """Compute a step, once all processes agree on it."""
         with_loss, arguments, arriving = terms is not None, given.arguments, given.arriving
@@ -387,7 +385,6 @@ class Pipe(Wrapper):
         if with_loss:
             arguments = arguments or [((), {})] * m
             criterion = Criterion(self.loss or no_loss, arguments, division, None, self._outputs)
-        in_all = mini_batch.whole if mini_batch else ()
         sharded = sharded_in(self.__dict__["_layers"])
         output = None
         with whole(sharded), torch.set_grad_enabled(recorded):
@@ -399,7 +396,7 @@ class Pipe(Wrapper):
             assert isinstance(mail, Mail)
             try:
                 run = partial(executor.run, partial(self._perform, agree, program, executor, mail))
-                compute(run, self, in_all)
+                compute(run, self, mini_batch.whole if mini_batch else ())
             finally:
                 mail.end()
             # Before the others take the step for done, since this may fail.

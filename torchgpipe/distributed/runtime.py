@@ -20,10 +20,9 @@ from typing import TypeAlias
 from torchgpipe._torch import pipelining
 from torchgpipe.devices.streams import CPU
 from torchgpipe.distributed.mail import Mail
-from torchgpipe.distributed.peers import Peers
-from torchgpipe.distributed.routes import Routes
-from torchgpipe.executor.executor import Executor
-from torchgpipe.executor.plan import Choice, Plan, chosen, completed
+from torchgpipe.distributed.peers import Peers, Routes
+from torchgpipe.executor.loop import Executor
+from torchgpipe.executor.step_plan import Choice, Plan, chosen, completed
 from torchgpipe.partition.keeping import Keepings, choosing, keepings_of, recomputed_by
 from torchgpipe.schedule.exchange import write_csv
 from torchgpipe.schedule.language import Schedule

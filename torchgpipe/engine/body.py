@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.ambient.backward import Visit, is_worth_a_visit
 from torchgpipe.ambient.context import Context
+from torchgpipe.ambient.notes import Visit, is_worth_a_visit
 from torchgpipe.autograd.versions import counter_of, version_of
 from torchgpipe.devices.streams import AbstractStream
 from torchgpipe.partition.keeping import Policy
 from torchgpipe.recompute.buffers import Copy
 from torchgpipe.recompute.checkpoint import Checkpoint
-from torchgpipe.recompute.layers import LayersState
+from torchgpipe.recompute.layer_state import LayersState
 from torchgpipe.recompute.offload import Offloaded, Offloading
 from torchgpipe.recompute.phase import is_recomputing
 from torchgpipe.recompute.selective import NOTHING, Contexts, contexts_of, of_this_run
@@ -31,13 +31,13 @@ __all__: list[str] = []
 class Body:
     """The layers of one partition in one step.
 
-    The autograd graph holds a body until its second run. So a body knows nothing of other
+    The autograd graph holds a body until its recomputation. So a body knows nothing of other
     partitions, whose memory it would keep.
 
     Args:
         layers: the partition.
         lock: a lock to hold while the layers run.
-        state: the state of the layers, for second runs; None in a step without any.
+        state: the state of the layers, for recomputations; None in a step without any.
         first: whether this is the first partition.
         order: the order of rows that the layers return; None where nobody joins them.
     """
@@ -63,7 +63,7 @@ class Body:
         self.state = state
         #: How what cells save leaves for the host, if it does.
         self.offloading: Offloading | None = None
-        #: A policy of what second runs do not compute again, if there is one.
+        #: A policy of what recomputations do not compute again, if there is one.
         self.policy: Policy | None = None
         self.first = first
         #: Whether the first layer changes its input in place.
@@ -76,7 +76,7 @@ class Body:
         batch: Batch,
         copies: list[Copy] | None = None,
         note: str = "",
-        behind: Callable[[Batch], Batch] | None = None,
+        after: Callable[[Batch], Batch] | None = None,
         contexts: Contexts | None = None,
     ) -> Batch:
         """Run the layers on a micro-batch.
@@ -84,11 +84,11 @@ class Body:
         Args:
             batch: the micro-batch.
             copies: where buffers may change under checkpointing, an empty list for the first run,
-                which puts copies of buffers there; the same list for the second run.
+                which puts copies of buffers there; the same list for the recomputation.
             note: what to say of the cell if a function of the layers raises in backward; nothing
                 for layers that have none.
-            behind: what runs behind the layers, as a part of them.
-            contexts: the context managers of a policy, for the first and the second run.
+            after: what runs after the layers, as a part of them.
+            contexts: the context managers of a policy, for the first run and the recomputation.
 
         Raises:
             RuntimeError: a layer changed a tensor in place that shares memory with another part.
@@ -104,7 +104,7 @@ class Body:
         if self.in_place:
             if VALUE not in batch.shared:
                 if self.state or self.first:
-                    # A second run needs the input as it was for the first. And micro-batches may
+                    # A recomputation needs the input as it was for the first. And micro-batches may
                     # be views of one tensor, which is the caller's.
                     batch = batch.take().map(lambda *xs: [x.clone() for x in xs], [VALUE])
             elif -1 in versions:
@@ -127,8 +127,8 @@ class Body:
                 with visit:
                     output = call(self.call)
                     visit.visit(*output)
-            if behind is not None:
-                output = behind(output)
+            if after is not None:
+                output = after(output)
             if tracker.values:
                 output = output.with_skips(tracker.parts())
         if counters and versions != [version_of(x) for x in counters]:
@@ -151,7 +151,7 @@ class Body:
             run: :meth:`run`, or what calls it.
             context: the modes of both runs.
             stream: the compute stream.
-            within: a context manager for the second run.
+            within: a context manager for the recomputation.
             offloaded: takes what a policy sends to the host, if there is another memory than that.
         """
         state = self.state
@@ -182,7 +182,7 @@ class Body:
         return output
 
     def _visit(self, batch: Batch, tracker: SkipTracker, note: str) -> Visit | None:
-        """A visit of the graph of a first run; a second run's graph is thrown away."""
+        """A visit of the graph of a first run; a recomputation's graph is thrown away."""
         if is_recomputing():
             return None
         return Visit(self.layers, batch, tracker.values.values, note)

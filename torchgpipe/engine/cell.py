@@ -34,9 +34,8 @@ from torchgpipe.ambient.notes import noted
 from torchgpipe.autograd.copy import leave, wait
 from torchgpipe.autograd.fork_join import join
 from torchgpipe.devices.streams import AbstractStream, use_stream
-from torchgpipe.engine.fence import Fence
 from torchgpipe.engine.lanes import Function, carried
-from torchgpipe.engine.step import PipelineStep
+from torchgpipe.engine.step import Fence, PipelineStep
 from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.values.microbatch import Batch
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from torchgpipe._torch.dynamo import prepare_if_compiled, watch
 from torchgpipe.ambient.context import SavedSettings
+from torchgpipe.ambient.modes import verify_no_tangents, verify_no_transform
 from torchgpipe.ambient.nesting import is_within_cell
-from torchgpipe.ambient.transforms import verify_no_tangents, verify_no_transform
 from torchgpipe.autograd.versions import unchanged
 from torchgpipe.batchnorm import deferred_updates
 from torchgpipe.engine.wrapper import Wrapper

@@ -30,7 +30,7 @@ after the next one. In backward, read the arrows the other way::
                   │                              │
 
 An input that requires no gradient, as data does, has no gradient whose arrival could be waited for.
-There the join is behind the layers [1']: backward begins with a micro-batch when it has begun with
+There the join is after the layers [1']: backward begins with a micro-batch when it has begun with
 the next one. It finishes the next one first, since autograd, among the nodes that are ready, runs
 the one that was recorded last.
 
@@ -39,7 +39,7 @@ needed, and these take memory. So backward comes to the cell ``(i, k)`` only aft
 - j + 1, j)`` of a partition before, as to ``(i, j + 1)`` after ``(i + 2, j)``, since a phony leads
 from the one to the other [3]. In backward's own clock cycles, the cell that is waited for is one
 cycle earlier, so no thread waits for a neighbour that keeps up with it. At most one gradient is
-early, or two behind a join [1'].
+early, or two after a join [1'].
 
 Each partition has a small pool of copy streams, used round-robin. If a device ran ahead by a whole
 pool, its parts would queue behind older ones. The lead is the number of micro-batches that it may
@@ -67,7 +67,7 @@ from torchgpipe.engine.stages import Stages
 from torchgpipe.engine.step import PipelineStep
 from torchgpipe.engine.workers import Task
 from torchgpipe.partition.keeping import Keeping
-from torchgpipe.skip.parcels import Parcels
+from torchgpipe.skip.tracker import Parcels
 from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []

@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from torchgpipe.autograd.hooks import before_node
-from torchgpipe.autograd.sequence import next_number, number_of
-from torchgpipe.describe.figures import Figures
+from torchgpipe.autograd.nodes import before_node, next_number, number_of
+from torchgpipe.describe import StepFigures
 from torchgpipe.devices.recorder import Mark, Recorder, copy_mark
 from torchgpipe.devices.streams import AbstractStream, has_streams
 from torchgpipe.recompute.phase import is_recomputing
@@ -44,7 +43,7 @@ class Holder(Protocol):
 
     recording: Recording | None
     #: The figures of the last step that was recorded.
-    figures: Figures | None
+    figures: StepFigures | None
 
 
 @runtime_checkable
@@ -103,7 +102,7 @@ class Recording:
             self._leave(again)
             self.recorder.begin(again)
             try:
-                # The second run may be cut short, by an exception.
+                # The recomputation may be cut short, by an exception.
                 return run(value, **more)
             finally:
                 self.recorder.end(again)
@@ -126,13 +125,13 @@ class Recording:
         for x in tensors(output):
             before_node(x, begin)
         if is_ended:
-            behind = _nodes(tensors(output))
-            if behind:
-                self._end_at(backward, before, behind, number)
+            after = _nodes(tensors(output))
+            if after:
+                self._end_at(backward, before, after, number)
         return output
 
     def _end_at(
-        self, backward: Mark, before: set[Node | None], behind: set[Node], number: int
+        self, backward: Mark, before: set[Node | None], after: set[Node], number: int
     ) -> None:
         """End a backward at the nodes of its input, or after the first node of the cell."""
         end = partial(self._end, backward)
@@ -140,7 +139,7 @@ class Recording:
             if node is not None:
                 node.register_prehook(end)
         if not before or None in before:
-            _first(behind, number).register_hook(end)
+            _first(after, number).register_hook(end)
 
     def copying(
         self,

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.autograd.copy import copy
-from torchgpipe.describe.description import Description, part_of
-from torchgpipe.describe.figures import Figures, Prediction
+from torchgpipe.describe import Description, PlanFigures, StepFigures, part_of
 from torchgpipe.devices.pool import StreamPool
 from torchgpipe.devices.streams import CPU, AbstractStream
 from torchgpipe.engine.recorded import Recording
@@ -88,9 +87,9 @@ class Stages:
         #: The spans of steps, while the model is traced.
         self.recording: Recording | None = None
         #: The figures of the last step that was traced.
-        self.figures: Figures | None = None
+        self.figures: StepFigures | None = None
         #: The figures that a plan had for a step.
-        self.prediction: Prediction | None = None
+        self.prediction: PlanFigures | None = None
         #: What the plan knows of the memory of other settings.
         self.room: Any = None
 
@@ -116,7 +115,7 @@ class Stages:
             return
         sizes = {str(device): size for device, size in memory.items()}
         modes = words_of(settings.checkpoint, len(self.devices))
-        self.prediction = Prediction(time, sizes, settings.chunks, modes, schedule)
+        self.prediction = PlanFigures(time, sizes, settings.chunks, modes, schedule)
         self.room = room
 
     def describe(
@@ -130,7 +129,7 @@ class Stages:
 
         Args:
             settings: the wrapper.
-            loss: the loss behind the last partition.
+            loss: the loss after the last partition.
             schedule: the name or the text of the schedule.
             rank: the rank of this process, if others have layers, too.
         """

@@ -1,8 +1,8 @@
-"""One step: what its cells have in common, whoever orders them."""
+"""One step: its cells have in common a fence, lent weights, and the state around them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -10,20 +10,139 @@ from torch import Tensor, nn
 
 from torchgpipe.ambient.context import Context
 from torchgpipe.ambient.random_numbers import StepNumbers
-from torchgpipe.devices.streams import current_stream
+from torchgpipe.autograd.copy import copy, shared, wait
+from torchgpipe.autograd.fork_join import needs_backward
+from torchgpipe.autograd.versions import version_of
+from torchgpipe.devices.streams import (
+    AbstractStream,
+    current_stream,
+    get_device,
+    has_streams,
+    use_stream,
+    wait_stream,
+)
 from torchgpipe.engine.body import Body
-from torchgpipe.engine.fence import Fence
 from torchgpipe.engine.lanes import Lanes
 from torchgpipe.engine.stages import Stages
-from torchgpipe.engine.weights import Weights
 from torchgpipe.partition.keeping import Keeping, offload_of, policy_of
 from torchgpipe.partition.lent import Lent, Place
-from torchgpipe.recompute.layers import LayersState
+from torchgpipe.recompute.checkpoint import Checkpoint, trigger
+from torchgpipe.recompute.layer_state import LayersState
 from torchgpipe.recompute.offload import offloading_of
 from torchgpipe.values.microbatch import VALUE
 from torchgpipe.values.order import Order
 
 __all__: list[str] = []
+
+
+# The fence: forks and joins that fix the order in which autograd comes to cells in backward.
+#
+# ``torchgpipe/engine/pipeline.py`` has its picture. Under a device map, a course forks tensors
+# that leave a stage, and joins tensors that arrive there.
+
+
+class Fence:
+    """The phonies of a step, by the cells that they were branched off.
+
+    The index ``j`` is a partition, or a stage of a device map.
+
+    Args:
+        ahead: for each ``j`` and each ``k`` that it sends to, by how many micro-batches ``k`` may
+            be ahead of ``j`` in backward. Of these numbers the first one counts whose cell exists.
+    """
+
+    def __init__(self, ahead: dict[int, dict[int, range]]) -> None:
+        self.ahead = ahead
+        self._phonies: dict[tuple[int, int], list[Tensor]] = {}
+
+    def before(self, i: int, j: int) -> list[Tensor]:
+        """The phonies of the cells that backward shall come to after the cell ``(i, j)``."""
+        # A micro-batch may skip a stage of a device map.
+        found = self._first(i, range(1, i + 1), j)
+        # A list, since another thread may add stages.
+        for k, ahead in [*self.ahead[j].items()]:
+            # guard: lead [3]
+            found = found + self._first(i, ahead, k)  # [3]
+        return found
+
+    def fork(
+        self, i: int, j: int, checkpoints: Sequence[Checkpoint], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Branch a phony off tensors that leave the cell ``(i, j)``, to be joined by other cells.
+
+        The node belongs to the current stream, and its backward recomputes the checkpoints, if any.
+        """
+        tensors, phony = trigger(checkpoints, tensors)
+        self._phonies.setdefault((i, j), []).append(phony)
+        return tensors
+
+    def _first(self, i: int, ahead: range, j: int) -> list[Tensor]:
+        for a in ahead:
+            if (i - a, j) in self._phonies:
+                return self._phonies[i - a, j]
+        return []
+
+
+# Weights that layers on several devices share: they are copied to each device once a step.
+
+
+class StepWeights:
+    """The copies, in one step, of weights that layers on several devices share.
+
+    Args:
+        lanes: for each device, the stream from which its weights are copied.
+        outside: the caller's stream on each device.
+    """
+
+    def __init__(
+        self,
+        lanes: Mapping[torch.device, AbstractStream],
+        outside: Mapping[torch.device, AbstractStream],
+    ) -> None:
+        self._lanes, self._outside = lanes, outside
+        #: Each weight with its aliases, one for each device.
+        self._shared: dict[object, tuple[Tensor, dict[torch.device, Tensor]]] = {}
+
+    def bring(
+        self, compute: AbstractStream, lane: AbstractStream, weights: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Copy weights to a device; weights that are there already get an alias.
+
+        Args:
+            compute: the stream that computes with them.
+            lane: the stream on which they come.
+            weights: the weights.
+        """
+        return [self._brought(compute, lane, x) for x in weights]
+
+    def _brought(self, compute: AbstractStream, lane: AbstractStream, weight: Tensor) -> Tensor:
+        device = get_device(compute)
+        if not (has_streams(weight.device) and has_streams(device)):
+            return weight.to(device)
+        source = self._lanes[weight.device]
+        own = self._aliases(weight, source)[device]
+        if weight.device == device:
+            return own
+        # Copied from a lane, since the compute stream there must not wait for the gradient.
+        with use_stream(lane):
+            arriving = copy(source, lane, own)
+        with use_stream(compute):
+            return wait(lane, compute, *arriving)[0]
+
+    def _aliases(self, weight: Tensor, lane: AbstractStream) -> dict[torch.device, Tensor]:
+        """Make an alias of a weight for each device, ready for a lane of the weight's device."""
+        key = id(weight), version_of(weight), needs_backward((weight,))
+        if key not in self._shared:
+            home, count = self._outside[weight.device], len(self._outside)
+            with use_stream(home):
+                aliases = shared(weight, count) if needs_backward((weight,)) else (weight,) * count
+            self._shared[key] = weight, dict(zip(self._outside, aliases))
+            # guard: weights that are lent
+            wait_stream(lane, home)
+        return self._shared[key][1]
+
+
+# One step: what its cells have in common, whoever orders them.
 
 
 class Step:
@@ -34,7 +153,7 @@ class Step:
         m: the number of micro-batches.
         again: the partitions with cells that are computed under checkpointing.
         joined: whether outputs of micro-batches are joined, so that the order of rows matters.
-        behind: a module that runs behind the last partition, as a part of it.
+        after: a module that runs after the last partition, as a part of it.
     """
 
     def __init__(
@@ -43,15 +162,15 @@ class Step:
         m: int,
         again: Container[int],
         joined: bool,
-        behind: nn.Module | None = None,
+        after: nn.Module | None = None,
     ) -> None:
         self.stages = stages
         #: The modes of the caller.
         self.context = Context()
         #: For each partition, the module that has all of its weights.
         self.modules: list[nn.Module] = [*stages.partitions]
-        if behind is not None:
-            self.modules[-1] = nn.ModuleList([self.modules[-1], behind])
+        if after is not None:
+            self.modules[-1] = nn.ModuleList([self.modules[-1], after])
         #: The layers of each partition.
         self.bodies: list[Body] = []
         order: Order | None = None
@@ -117,7 +236,7 @@ class PipelineStep(Step):
         """Have partitions compute with copies of weights that others have, too."""
         devices, compute = self.stages.devices, self.lanes.compute
         lanes = [self.lanes.lane(0, j, VALUE) for j in range(len(devices))]
-        weights = Weights(
+        weights = StepWeights(
             dict(zip(devices, lanes)), {device: current_stream(device) for device in devices}
         )
         for body, places, stream, lane in zip(self.bodies, self.stages.lent, compute, lanes):

@@ -139,7 +139,7 @@ class Round:
     """Some tasks that several workers run.
 
     Args:
-        tasks: each behind those that it needs.
+        tasks: each after those that it needs.
         context: the modes of the caller, which the tasks see.
     """
 
@@ -242,10 +242,10 @@ class Workers:
     def run(self, tasks: Sequence[Task], context: Context) -> None:
         """Run tasks, and return when all are done.
 
-        The tasks of one worker are run in order, each behind the tasks that it needs.
+        The tasks of one worker are run in order, each after the tasks that it needs.
 
         Args:
-            tasks: the tasks, each behind the tasks that it needs.
+            tasks: the tasks, each after the tasks that it needs.
             context: the modes of the caller, which the tasks see.
 
         Raises:

@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from torchgpipe.ambient.notes import noted
-from torchgpipe.autograd.entrance import enter
+from torchgpipe.autograd.ends import enter
 from torchgpipe.autograd.halves import Halves, backward, leaves
-from torchgpipe.autograd.hooks import count_hooks
+from torchgpipe.autograd.nodes import count_hooks
 from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.recompute.offload import Offloaded
 from torchgpipe.recompute.slots import Slot
@@ -144,7 +144,7 @@ class EagerCell(Cell):
         batch = self._enter(batch.take())
         run, context = self.run, self.step.context
         if self.criterion is not None:
-            run = partial(run, behind=self.criterion.behind(self.i))
+            run = partial(run, after=self.criterion.after(self.i))
         body = self.step.bodies[self.j]
         if body.offloading is not None and body.offloading.sends(self.i):
             self._offloaded = body.offloading.cell(self.stream, self.i)

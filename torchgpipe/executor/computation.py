@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from torchgpipe.ambient import labels
-from torchgpipe.ambient.autocast import without_autocast
+from torchgpipe.ambient.modes import without_autocast
 from torchgpipe.ambient.notes import noted
 from torchgpipe.autograd.ends import drained_after_failure
 from torchgpipe.devices.recorder import Mark
@@ -34,7 +34,7 @@ from torchgpipe.schedule.program import Op
 from torchgpipe.values.microbatch import VALUE, Batch
 
 if TYPE_CHECKING:
-    from torchgpipe.executor.executor import Executor
+    from torchgpipe.executor.loop import Executor
 
 __all__: list[str] = []
 
@@ -127,7 +127,7 @@ class Forward(Computation):
 
     @property
     def criterion(self) -> Criterion | None:
-        """The loss behind the layers, if this is the last stage."""
+        """The loss after the layers, if this is the last stage."""
         return self.executor.criterion if self.j == self.executor.plan.last else None
 
     def receive(self) -> None:

@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe._torch.modules import modules_of, parameters_of
-from torchgpipe.autograd.hooks import without_hooks
+from torchgpipe._torch.dynamo import modules_of, parameters_of
+from torchgpipe.autograd.nodes import without_hooks
 from torchgpipe.autograd.outcome import HandOver, Sums
 from torchgpipe.devices.streams import AbstractStream, current_stream, use_stream
 from torchgpipe.engine.stages import Stages
-from torchgpipe.executor.links import Links
-from torchgpipe.executor.plan import Plan
-from torchgpipe.executor.post import Post
+from torchgpipe.executor.links import Links, Post
+from torchgpipe.executor.step_plan import Plan
 from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []

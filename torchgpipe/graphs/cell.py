@@ -15,21 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.ambient.autocast import without_autocast
+from torchgpipe.ambient.modes import without_autocast
 from torchgpipe.ambient.nesting import holding
 from torchgpipe.ambient.random_numbers import FirstNumbers
 from torchgpipe.autograd.versions import version_of
 from torchgpipe.devices.streams import get_device
 from torchgpipe.executor.cell import Cell, Cells, EagerCell, Gradients, NewCell
 from torchgpipe.executor.computation import Computation, Forward
-from torchgpipe.graphs.gate import gate
-from torchgpipe.graphs.interleaving import Interleaving
-from torchgpipe.graphs.parts import Given, Part, Parts
+from torchgpipe.graphs.overlap import Interleaving
+from torchgpipe.graphs.parts import Given, Part, Parts, copied, laid_out
 from torchgpipe.graphs.stage import StageGraphs, StageInStep
-from torchgpipe.graphs.state import Entry
-from torchgpipe.graphs.strides import copied, laid_out
-from torchgpipe.graphs.surroundings import current_settings
-from torchgpipe.graphs.traced import Traced
+from torchgpipe.graphs.traced import Entry, Traced, current_settings, gate
 from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []

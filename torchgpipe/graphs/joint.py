@@ -1,29 +1,35 @@
-"""Joint graphs: the forward and the backward of a stage, in one graph of PyTorch's basic operators.
-
-::
-
-    state, input, loss's arguments ──→ forward ──→ outputs
-                                          │ saved
-                                          ↓
-    gradients of the outputs ───────→ backward ──→ gradients of the input, and of the weights
-
-All passes look at one such graph, and choose nodes from it: F is the forward, I is what the
-gradients of the input need of the backward, and so on. So the parts of a stage fit together by
-construction.
-"""
+"""Joint graphs of forward and backward, and what operators do besides returning values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from torchgpipe._torch.dynamo import schema_of, storage_of
 from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
+
+
+# Joint graphs: the forward and the backward of a stage, in one graph of PyTorch's basic
+# operators.
+#
+# ::
+#
+#     state, input, loss's arguments ──→ forward ──→ outputs
+#                                           │ saved
+#                                           ↓
+#     gradients of the outputs ───────→ backward ──→ gradients of the input, and of the weights
+#
+# All passes look at one such graph, and choose nodes from it: F is the forward, I is what the
+# gradients of the input need of the backward, and so on. So the parts of a stage fit together by
+# construction.
 
 
 @dataclass
@@ -98,3 +104,201 @@ def tensors_of(node: Node) -> list[Tensor]:
     value = node.meta.get("val")
     found = value if isinstance(value, tuple | list) else [value]
     return [x for x in found if isinstance(x, Tensor)]
+
+
+# Effects: what the operators of a graph do besides returning values.
+#
+# An in-place operator changes memory that other nodes read, and a random one changes the
+# generator. A pass that takes nodes out of a graph must take these, too, and must keep their
+# order.
+
+
+#: Arguments of norms that are written in training, though their declarations do not say so.
+STATISTICS = ("running_mean", "running_var")
+
+#: Memory, by the identities of fake storages.
+Memory = frozenset[int]
+
+
+class Effects:
+    """The memory that each node of a graph returns, reads and writes.
+
+    Args:
+        nodes: all nodes of the graph, in order.
+    """
+
+    def __init__(self, nodes: Iterable[Node]) -> None:
+        self.position = {node: k for k, node in enumerate(nodes)}
+        self.memory = {node: memory_of(node) for node in self.position}
+        #: The nodes that write to memory, in order.
+        self.writers: dict[int, list[Node]] = {}
+        self.written: dict[Node, Memory] = {}
+        for node in self.position:
+            written = frozenset(
+                x for argument in _written(node) for x in self.memory.get(argument, ())
+            )
+            if written:
+                self.written[node] = written
+            for x in written:
+                self.writers.setdefault(x, []).append(node)
+
+    def reads(self, node: Node) -> Memory:
+        """The memory that a node reads."""
+        unread = _unread(node)
+        found: set[int] = set()
+        for x in node.all_input_nodes:
+            if x not in unread:
+                found |= self.memory[x]
+        return frozenset(found)
+
+    def written_by(self, node: Node) -> Memory:
+        """The memory that a node changes."""
+        return self.written.get(node, frozenset())
+
+    def touched_by(self, node: Node) -> Memory:
+        """The memory that a node reads or changes."""
+        return self.reads(node) | self.written_by(node)
+
+    def changes(self, node: Node) -> list[Node]:
+        """The nodes that change the memory of a node."""
+        return [writer for x in self.memory[node] for writer in self.writers.get(x, ())]
+
+    def before(self, node: Node) -> list[Node]:
+        """The nodes that change memory before a node reads it."""
+        if not self.writers:
+            return []
+        place = self.position[node]
+        return [
+            writer
+            for x in self.reads(node)
+            for writer in self.writers.get(x, ())
+            if self.position[writer] < place
+        ]
+
+    def between(self, source: Node, node: Node) -> bool:
+        """Whether the memory of ``source`` is changed in place between ``source`` and ``node``."""
+        first, last = self.position[source], self.position[node]
+        return any(first < self.position[writer] < last for writer in self.changes(source))
+
+    def needed(self, results: Iterable[Node], region: Collection[Node]) -> set[Node]:
+        """Find the nodes of a region that results depend on; values from outside of it are given.
+
+        Results are read after the whole region, so nodes that change their memory count, too.
+        """
+        found: set[Node] = set()
+        # guard: changes in place after a result
+        stack = [x for result in results for x in (result, *self.changes(result)) if x in region]
+        while stack:
+            node = stack.pop()
+            if node in found:
+                continue
+            found.add(node)
+            # guard: changes in place before a node
+            around = [*node.all_input_nodes, *self.before(node)]
+            stack += [x for x in around if x in region and x not in found]
+        return found
+
+    def in_order(self, nodes: Iterable[Node]) -> list[Node]:
+        """Some nodes in the order of the graph."""
+        return sorted(nodes, key=self.position.__getitem__)
+
+
+def memory_of(node: Node) -> Memory:
+    """The memory that the value of a node is in."""
+    return frozenset(storage_of(x) for x in tensors_of(node))
+
+
+def has_statistics(node: Node) -> bool:
+    """Whether a node is a norm that may have running statistics."""
+    schema = schema_of(node.target)
+    return schema is not None and _has_statistics(schema)
+
+
+def is_random(node: Node) -> bool:
+    """Whether a node draws random numbers."""
+    tags: Sequence[Any] = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags and not _is_without_chance(node)
+
+
+def is_void(node: Node) -> bool:
+    """Whether a node returns nothing, so that it is there for a side effect."""
+    schema = schema_of(node.target)
+    return schema is not None and not schema.returns
+
+
+def is_view(node: Node) -> bool:
+    """Whether a node returns a view of its first argument, and does nothing else."""
+    schema = schema_of(node.target)
+    if schema is None or schema.is_mutable or len(schema.returns) != 1:
+        return False
+    return schema.returns[0].alias_info is not None
+
+
+def _is_without_chance(node: Node) -> bool:
+    """Whether a random operator draws nothing here, as attention with a dropout of 0."""
+    found = [value for name, value in arguments_of(node) if name in ("dropout_p", "p")]
+    return bool(found) and all(x == 0 for x in found)
+
+
+def arguments_of(node: Node) -> list[tuple[str, Any]]:
+    """The arguments of an operator by name, without those that are at their default."""
+    schema = schema_of(node.target)
+    if schema is None:
+        return []
+    named = [(argument.name, value) for argument, value in zip(schema.arguments, node.args)]
+    return [*named, *node.kwargs.items()]
+
+
+def _written(node: Node) -> list[Node]:
+    """The arguments that an operator writes to."""
+    schema = schema_of(node.target)
+    if node.op != "call_function" or schema is None:
+        return []
+    if not schema.is_mutable and not _has_statistics(schema):
+        return []
+    statistics = _trains(node) and not schema.name.endswith("backward")
+    infos = {x.name: x.alias_info for x in schema.arguments}
+    found: list[Node] = []
+    for name, value in arguments_of(node):
+        info = infos.get(name)
+        if (info is not None and info.is_write) or (name in STATISTICS and statistics):
+            found += [x for x in _flat(value) if isinstance(x, Node)]
+    return found
+
+
+def _unread(node: Node) -> list[Node]:
+    """The arguments that a norm takes in training without reading them."""
+    schema = schema_of(node.target)
+    if schema is None or not _has_statistics(schema) or not _trains(node):
+        return []
+    backward = schema.name.endswith("backward")
+    return [x for name, x in arguments_of(node) if name in STATISTICS and x and backward]
+
+
+def _has_statistics(schema: Any) -> bool:
+    return any(x.name in STATISTICS for x in schema.arguments)
+
+
+def _trains(node: Node) -> bool:
+    """Whether a norm uses the statistics of the batch, and not its running statistics."""
+    found = dict(arguments_of(node))
+    return bool(found.get("training", found.get("train", found.get("use_input_stats", True))))
+
+
+def _flat(value: Any) -> Iterable[Any]:
+    if isinstance(value, list | tuple):
+        for x in value:
+            yield from _flat(x)
+    else:
+        yield value
+
+
+def is_item(node: Node) -> bool:
+    """Whether a node takes one of several values that an operator returns."""
+    return node.target is operator.getitem
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """The memory of some fake tensors, each storage once, in bytes."""
+    found = {storage_of(x): x.untyped_storage().nbytes() for x in tensors}
+    return sum(found.values())

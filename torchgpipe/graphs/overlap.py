@@ -1,39 +1,128 @@
-"""A pass that interleaves two parts, so that communication of one hides behind the other.
-
-::
-
-    a     a1 ─ exchange ─ a2          a1, send, b1, send, receive, a2, receive, b2
-    b     b1 ─ exchange ─ b2
-
-Each part is cut behind its messages, and the pieces take turns. A message is sent as soon as what
-it sends is there, and received right before its first use, so the arithmetic of the other part runs
-in between. A part that has fewer messages is cut where that makes its pieces even.
-
-Sources: DualPipe (DeepSeek-V3, arXiv 2412.19437) for forward beside backward; Purandare and Fan,
-Graph-based pipeline parallelism (PyTorch), for the interleaving of graphs.
-"""
+"""Two parts at once: their operators are interleaved, and run on two streams."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, zip_longest
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
+from torchgpipe.ambient import labels
 from torchgpipe.checks import verify
-from torchgpipe.graphs.direct import call_directly
-from torchgpipe.graphs.effects import is_view
-from torchgpipe.graphs.interleaving import Interleaving
-from torchgpipe.graphs.joint import tensors_of
+from torchgpipe.devices.streams import (
+    AbstractStream,
+    make_current,
+    record,
+    record_stream,
+    use_stream,
+    wait_for,
+    wait_stream,
+)
+from torchgpipe.graphs.joint import is_view, tensors_of
 from torchgpipe.graphs.parts import Part
+from torchgpipe.graphs.slices import call_directly
 
-__all__ = ["communicates"]
+__all__: list[str] = ["communicates"]
+
+
+# The streams of two computations of one worker that are interleaved.
+#
+# ::
+#
+#   stream of a   a1 ──╮        ╭── a2 ──╮
+#   beside             ├─ copy ─│────────╯         arithmetic takes turns,
+#   stream of b        ╰── b1 ──╯                  a copy or collective runs beside it
+#
+# Two computations that run at the same time on one device share its arithmetic, so neither is
+# faster than in turns. A copy, or a collective, needs none. So it runs on a stream of its own,
+# and a computation waits before it uses the result.
+
+
+class Interleaving:
+    """The streams of two computations.
+
+    Args:
+        streams: the stream of each computation, which may be one stream.
+        beside: the stream of their communication.
+        own: the label of each computation; None without an observation.
+    """
+
+    def __init__(
+        self,
+        streams: tuple[AbstractStream, AbstractStream],
+        beside: AbstractStream,
+        own: Sequence[labels.Label | None] = (None, None),
+    ) -> None:
+        self._streams, self._beside, self._labels = streams, beside, own
+        self._last: AbstractStream | None = None
+
+    def turn(self, k: int) -> None:
+        """Let computation ``k`` go on, after the work that the other one has issued."""
+        stream = self._streams[k]
+        if self._last is not None and self._last != stream:
+            # guard: arithmetic takes turns
+            wait_stream(stream, self._last)
+        make_current(stream)
+        self._last = stream
+        if self._labels[k] is not None:
+            labels.put(self._labels[k])
+
+    def send(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Call a function that communicates; return its result, and the event after it."""
+        beside = self._beside
+        assert self._last is not None
+        # guard: communication after what it sends
+        wait_stream(beside, self._last)
+        for x in _tensors([*args, *kwargs.values()]):
+            # guard: recording what is communicated
+            record_stream(x, beside)
+        with use_stream(beside):
+            result = function(*args, **kwargs)
+        return result, record(beside)
+
+    def receive(self, message: tuple[Any, Any]) -> Any:
+        """Make the computing stream wait for a communication; return the result of this."""
+        assert self._last is not None
+        result, event = message
+        if event is not None:
+            # guard: waiting for communication
+            wait_for(self._last, event)
+            for x in _tensors([result]):
+                # guard: recording the result of communication
+                record_stream(x, self._last)
+        return result
+
+
+def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
+    for x in values:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, list | tuple):
+            yield from _tensors(x)
+
+
+# A pass that interleaves two parts, so that communication of one hides behind the other.
+#
+# ::
+#
+#   a     a1 ─ exchange ─ a2          a1, send, b1, send, receive, a2, receive, b2
+#   b     b1 ─ exchange ─ b2
+#
+# Each part is cut after its messages, and the pieces take turns. A message is sent as soon as
+# what it sends is there, and received right before its first use, so the arithmetic of the other
+# part runs in between. A part that has fewer messages is cut where that makes its pieces even.
+#
+# Sources: DualPipe (DeepSeek-V3, arXiv 2412.19437) for forward beside backward; Purandare and
+# Fan, Graph-based pipeline parallelism (PyTorch), for the interleaving of graphs.
+
 
 #: A function of two lists of arguments, which it empties, and of the streams.
 Interleaved = Callable[[list[Any], list[Any], Interleaving], tuple[Sequence[Any], Sequence[Any]]]
@@ -147,7 +236,7 @@ def overlapped(a: Part, b: Part) -> Interleaved:
 
 
 def pieces_of(part: Part) -> list[list[Node]]:
-    """The nodes of a part, cut behind each message."""
+    """The nodes of a part, cut after each message."""
     found: list[list[Node]] = [[]]
     for node in part.slice.nodes:
         found[-1].append(node)

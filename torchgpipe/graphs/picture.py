@@ -22,12 +22,11 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Node
 
-from torchgpipe._torch.graphs import schema_of, storage_of
+from torchgpipe._torch.dynamo import schema_of, storage_of
 from torchgpipe.checks import checked_path
-from torchgpipe.graphs.effects import bytes_of
-from torchgpipe.graphs.joint import tensors_of
+from torchgpipe.graphs.joint import bytes_of, tensors_of
 from torchgpipe.graphs.parts import Part, Parts
-from torchgpipe.timeline import svg
+from torchgpipe.timeline import bars
 from torchgpipe.timeline.tables import aligned, in_bytes
 
 __all__ = ["text", "write_svg"]
@@ -255,12 +254,12 @@ def _svg(parts: Parts, split: bool, stage: int | None) -> str:
         right = lefts[-1] + width
         for box in column:
             box.width = width if box.kind == "operator" else box.width
-    body = [svg.text(12, 20, _title(parts, split, stage), kind="title")]
+    body = [bars.text(12, 20, _title(parts, split, stage), kind="title")]
     for wire in sorted(wires, key=lambda x: x.crosses):
         body += _lines(wire, columns[wire.source.column][0], lefts)
     for (kind, part), column, x in zip(columns, boxes, lefts):
-        body.append(svg.text(x, 46, f"{kind}  {_KINDS[kind][0]}", kind="title"))
-        body.append(svg.text(x, 61, _summary(parts, part)))
+        body.append(bars.text(x, 46, f"{kind}  {_KINDS[kind][0]}", kind="title"))
+        body.append(bars.text(x, 61, _summary(parts, part)))
         for above, box in pairwise(column):
             if box.takes(above):
                 body.append(f'<path class="line" d="M{x + 30:.1f} {above.bottom}V{box.top}"/>')
@@ -268,7 +267,7 @@ def _svg(parts: Parts, split: bool, stage: int | None) -> str:
             body += _drawn(box, kind, x, parts)
     ends = [x.bottom for column in boxes for x in column] + [y for x in wires for y in x.heights]
     legend, bottom = _legend([kind for kind, _ in columns], right, max([80, *ends]) + 28)
-    return svg.document(right + 12, bottom + 14, _scheme(0), _scheme(1), [*body, *legend])
+    return bars.document(right + 12, bottom + 14, _scheme(0), _scheme(1), [*body, *legend])
 
 
 def _boxes(parts: Parts, columns: Sequence[tuple[str, Part]]) -> list[list[_Box]]:
@@ -385,12 +384,12 @@ def _drawn(box: _Box, kind: str, x: float, parts: Parts) -> list[str]:
     y, small = (box.bottom - 7, "") if box.kind == "operator" else (box.bottom - 3.5, " small")
     result = " result" if box.node in parts.joint.results else ""
     found = [
-        svg.rect(x, box.top, box.width, box.height, f"{box.kind} {kind}{result}", tip=box.tip),
-        svg.text(x + 8, y, box.label, kind=f"name{small}"),
-        svg.text(x + box.width - 8, y, box.shape, kind=f"name end{small}"),
+        bars.rect(x, box.top, box.width, box.height, f"{box.kind} {kind}{result}", tip=box.tip),
+        bars.text(x + 8, y, box.label, kind=f"name{small}"),
+        bars.text(x + box.width - 8, y, box.shape, kind=f"name end{small}"),
     ]
     if {*parts.joint.state} & {*box.node.all_input_nodes}:
-        found.append(svg.rect(x + box.width - 6, box.top + 2, 4, 4, "state"))
+        found.append(bars.rect(x + box.width - 6, box.top + 2, 4, 4, "state"))
     return found
 
 
@@ -398,10 +397,10 @@ def _legend(kinds: Sequence[str], width: float, y: float) -> tuple[list[str], fl
     """Tell what boxes and lines mean, in some rows; return the height of the last one, too."""
     line, result = '<path class="line" d="M0 -4h26"/>', f"operator {kinds[-1]} result"
     samples = {
-        "input, or gradient of an output": svg.rect(0, -8, 26, 8, "given"),
-        "view, or one of several results": svg.rect(0, -8, 26, 8, "view F"),
-        "output, or gradient of input or weight": svg.rect(0, -11, 26, 14, result),
-        "takes parameters or buffers": svg.rect(11, -6, 4, 4, "state"),
+        "input, or gradient of an output": bars.rect(0, -8, 26, 8, "given"),
+        "view, or one of several results": bars.rect(0, -8, 26, 8, "view F"),
+        "output, or gradient of input or weight": bars.rect(0, -11, 26, 14, result),
+        "takes parameters or buffers": bars.rect(11, -6, 4, 4, "state"),
         "within a part": line,
         "saved from F": f'<g class="net cross F">{line}</g>',
         "live from I to W": f'<g class="net cross I">{line}</g>',
@@ -411,7 +410,7 @@ def _legend(kinds: Sequence[str], width: float, y: float) -> tuple[list[str], fl
         if x > 12 and x + 36 + 6.6 * len(words) > width:
             x, y = 12, y + 20
         place = f'transform="translate({x:.1f} {y:.1f})"'
-        found.append(f"<g {place}>{sample}{svg.text(32, 0, words)}</g>")
+        found.append(f"<g {place}>{sample}{bars.text(32, 0, words)}</g>")
         x += 52 + 6.6 * len(words)
     return found, y
 

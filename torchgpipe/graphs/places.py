@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from torchgpipe._torch.graphs import has_global_hooks
+from torchgpipe._torch.dynamo import has_global_hooks
 from torchgpipe.graphs.globals import Sources, Variables
 from torchgpipe.graphs.snapshot import Elements, Slots, Snapshot, attributes_of
 from torchgpipe.values.structure import ATOMS, MISSING, equal

@@ -1,15 +1,11 @@
-"""Tensor values that layers read: each would be a constant of a graph, though it may change.
-
-The tensors of the layers are arguments of a graph, and fake tensors replace them in a trace. So a
-tensor with data must come from elsewhere: from an object, a closure or a global variable. To
-compute with it, to read a number of it or to index by it takes an operator, which is refused. Some
-functions read it without an operator, and are refused, too.
-"""
+"""The reads that would become constants of a graph: of values, and of unknown generators."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +17,15 @@ from torchgpipe.graphs.places import UntraceableError
 from torchgpipe.values import trees
 
 __all__: list[str] = []
+
+
+# Tensor values that layers read: each would be a constant of a graph, though it may change.
+#
+# The tensors of the layers are arguments of a graph, and fake tensors replace them in a trace. So
+# a tensor with data must come from elsewhere: from an object, a closure or a global variable. To
+# compute with it, to read a number of it or to index by it takes an operator, which is refused.
+# Some functions read it without an operator, and are refused, too.
+
 
 #: Operators that take a tensor of Python's numbers, which is new.
 FRESH = (
@@ -118,3 +123,51 @@ def _operators(reads: ReadingNothing) -> AbstractContextManager[Any]:
 
     mode: AbstractContextManager[Any] = Reading()
     return mode
+
+
+# Random numbers that a graph cannot draw: those of Python and NumPy, and seeds of PyTorch.
+
+
+@contextmanager
+def drawing_nothing() -> Iterator[None]:
+    """Check that a block leaves these generators alone, and restore them if it does not.
+
+    Draws from PyTorch's own generator are part of the graph. Other threads may draw from it at the
+    same time, so only a new seed counts. For the other generators it is unknown which thread has
+    drawn: if another one has, it may draw the same numbers again.
+
+    Raises:
+        UntraceableError: the block has drawn from the others, or seeded PyTorch's.
+    """
+    # If NumPy is not imported, nobody has drawn from its generator.
+    numpy: Any = sys.modules.get("numpy")
+    mine, state = random.getstate(), torch.get_rng_state()
+    other: Any = numpy.random.get_state() if numpy else None
+    seed = torch.initial_seed()
+    moved = False
+    try:
+        yield
+    finally:
+        if _is_seeded(seed, state):
+            moved = True
+            torch.set_rng_state(state)
+        if random.getstate() != mine:
+            moved = True
+            random.setstate(mine)
+        if numpy:
+            now = numpy.random.get_state()
+            if (now[1].tobytes(), *now[2:]) != (other[1].tobytes(), *other[2:]):
+                moved = True
+                numpy.random.set_state(other)
+    if moved:
+        raise UntraceableError("it draws random numbers of Python or NumPy, or seeds PyTorch's")
+
+
+def _is_seeded(seed: int, state: Tensor) -> bool:
+    """Whether PyTorch's generator was seeded since, maybe with the same seed."""
+    if torch.initial_seed() != seed:
+        return True
+    now = torch.get_rng_state()
+    if torch.equal(now, state):
+        return False
+    return torch.equal(now, torch.Generator().manual_seed(seed).get_state())

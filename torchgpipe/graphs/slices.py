@@ -1,18 +1,186 @@
-"""Slices: some nodes of a joint graph as a graph, and a function, of their own."""
+"""Slices of a joint graph, as functions: cut in halves, without what computes nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.utils.flop_counter import flop_registry
 
-from torchgpipe.graphs.direct import call_directly
-from torchgpipe.graphs.effects import Effects
-from torchgpipe.graphs.joint import Joint
-from torchgpipe.graphs.masks import as_one
+from torchgpipe._torch.dynamo import schema_of
+from torchgpipe.graphs.joint import Effects, Joint, is_item, is_random, is_void, tensors_of
 
 __all__: list[str] = []
+
+
+# A pass for operators with a mask: each becomes two, for the input and for the weights.
+#
+# ``convolution_backward`` computes the gradients of the input, the weight and the bias at once,
+# unless its mask says otherwise. Cut as it is, all of it would be in I, and W would be empty. Two
+# of it, with masks that complete each other, do the same arithmetic.
+#
+# That pays where the gradients of the weights take much arithmetic. In a norm they take little,
+# and W would have to keep the norm's input for them. So the arithmetic decides: operators whose
+# operations PyTorch counts (:mod:`torch.utils.flop_counter`) are convolutions and products of
+# matrices.
+
+
+def split_masks(joint: Joint) -> Joint:
+    """Make two nodes of each operator that computes gradients of both kinds by a mask."""
+    effects = Effects(joint.module.graph.nodes)
+    first = effects.needed([x for x in joint.input_grads if x is not None], joint.backward)
+    for node in joint.calls:
+        place = _mask_of(node)
+        if place is None or node not in first or node not in joint.backward:
+            continue
+        items = [*node.users]
+        early = [x for x in items if x in first]
+        late = [x for x in items if x not in first]
+        if late and early and all(map(is_item, items)):
+            _split(joint, node, place, early, late)
+    joint.module.graph.lint()
+    return joint
+
+
+def as_one(node: Node, whole: Node, twin: Node) -> None:
+    """Let one copied node compute the gradients of its twin, too.
+
+    Where I and W are one B, one operator takes less time than two.
+
+    Args:
+        node: the copy of ``whole`` in another graph.
+        whole: the node.
+        twin: its twin.
+    """
+    place = _mask_of(whole)
+    assert place is not None
+    masks: Any = whole.args[place], twin.args[place]
+    node.update_arg(place, [a or b for a, b in zip(*masks)])
+
+
+def _mask_of(node: Node) -> int | None:
+    """The index of the mask among the arguments of an operator with much arithmetic; else None."""
+    schema = schema_of(node.target)
+    packet: Any = getattr(node.target, "overloadpacket", None)
+    if schema is None or packet not in flop_registry:
+        return None
+    names = [x.name for x in schema.arguments]
+    place = names.index("output_mask") if "output_mask" in names else len(node.args)
+    return place if place < len(node.args) else None
+
+
+def _split(joint: Joint, node: Node, place: int, early: list[Node], late: list[Node]) -> None:
+    mask: Any = node.args[place]
+    graph = joint.module.graph
+    with graph.inserting_after(node):
+        other = graph.node_copy(node)
+    joint.backward.add(other)
+    joint.twins[other] = node
+    for one, items in ((node, early), (other, late)):
+        kept = {x.args[1] for x in items}
+        one.update_arg(place, [needed and k in kept for k, needed in enumerate(mask)])
+        one.meta = {
+            **one.meta,
+            "val": tuple([x if k in kept else None for k, x in enumerate(one.meta["val"])]),
+        }
+    for item in late:
+        item.update_arg(0, other)
+
+
+# Tidying: leave nodes out that compute nothing.
+#
+# Each node costs the host two microseconds or three, in each micro-batch.
+
+
+aten = torch.ops.aten
+
+#: Operators that return their argument.
+SAME = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
+#: Operators that return their argument, if it has the shape already.
+RESHAPES = {aten.view.default, aten.expand.default, aten.reshape.default}
+
+
+def tidy(joint: Joint) -> Joint:
+    """Remove operators that return their argument, double transpositions, and unused nodes."""
+    graph = joint.module.graph
+    effects = Effects(graph.nodes)
+    for node in joint.calls:
+        same = _same(node)
+        # A node that is used after a change in place must not be replaced by one from before it.
+        # guard: changes in place before a reference
+        if same is not None and not effects.between(same, node):
+            joint.replace(node, same)
+    calls = joint.calls
+    kept = effects.needed(
+        [*joint.results, *[x for x in calls if is_void(x) or is_random(x)], *effects.written],
+        set(calls),
+    )
+    for node in reversed(calls):
+        if node not in kept:
+            graph.erase_node(node)
+    joint.backward &= kept
+    return joint
+
+
+def _same(node: Node) -> Node | None:
+    """An earlier node with the same value."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, Node):
+        return None
+    if node.target in SAME:
+        return source
+    if node.target is aten.t.default and source.target is aten.t.default:
+        before = source.args[0]
+        return before if isinstance(before, Node) else None
+    if node.target in RESHAPES:
+        (a,), (b,) = tensors_of(node), tensors_of(source)
+        return source if a.shape == b.shape and a.stride() == b.stride() else None
+    return None
+
+
+# A pass that replaces operators by PyTorch's own Python functions, where there are such.
+#
+# ``torch.ops.aten.mm.default`` looks its arguments up in a declaration, and takes a microsecond
+# more than :func:`torch.mm`, which was generated for these arguments. The operator is the same.
+
+
+#: Operators with a function of the same name that takes the same arguments.
+FUNCTIONS = {"abs", "add", "addmm", "addcmul", "addcdiv", "amax", "baddbmm", "bmm", "cat"}
+FUNCTIONS |= {"clone", "conj", "convolution", "cos", "cumsum", "div", "embedding", "eq"}
+FUNCTIONS |= {"erf", "exp", "ge", "gt", "index_select", "le", "log", "log_softmax"}
+FUNCTIONS |= {"logical_and", "logical_not", "logical_or", "lt", "masked_fill", "matmul"}
+FUNCTIONS |= {"mean", "mm", "mul", "native_batch_norm", "native_dropout"}
+FUNCTIONS |= {"native_layer_norm", "ne", "neg", "permute", "pow", "prod", "reciprocal"}
+FUNCTIONS |= {"relu", "rsqrt", "select", "sigmoid", "sign", "sin", "softmax", "sqrt"}
+FUNCTIONS |= {"squeeze", "sub", "sum", "t", "tanh", "transpose", "tril", "triu", "unsqueeze"}
+FUNCTIONS |= {"where"}
+#: Operators with a tensor method of the same name that takes the same arguments.
+METHODS = {"expand", "reshape", "view"}
+
+
+def call_directly(graph: Graph) -> None:
+    """Replace operators in a graph by functions and methods of PyTorch."""
+    for node in graph.nodes:
+        name = _name(node)
+        if name in METHODS:
+            node.op, node.target = "call_method", name
+        elif name in FUNCTIONS and callable(function := getattr(torch, name, None)):
+            node.target = function
+
+
+def _name(node: Node) -> str:
+    """The name of an operator if all its arguments are positional; an empty string otherwise."""
+    schema = schema_of(node.target)
+    if schema is None or node.kwargs or not schema.name.startswith("aten::"):
+        return ""
+    name: str = schema.name.removeprefix("aten::")
+    return name
+
+
+# Slices: some nodes of a joint graph as a graph, and a function, of their own.
+
 
 #: A function of a list of tensors, which it empties, so that each is freed after its last use.
 Function = Callable[[list[Any]], Sequence[Any]]
@@ -42,17 +210,17 @@ def sliced(nodes: Sequence[Node], outputs: Iterable[Node | None]) -> Slice:
 
 
 def crossing(
-    effects: Effects, inside: Collection[Node], behind: Iterable[Node], results: Iterable[Node]
+    effects: Effects, inside: Collection[Node], after: Iterable[Node], results: Iterable[Node]
 ) -> list[Node]:
     """The nodes of one slice whose values a later one takes, in order.
 
     Args:
         effects: the effects of the graph.
         inside: the nodes of the first slice.
-        behind: the nodes of the later slice.
+        after: the nodes of the later slice.
         results: the outputs of the later slice.
     """
-    found = {x for node in behind for x in node.all_input_nodes if x in inside}
+    found = {x for node in after for x in node.all_input_nodes if x in inside}
     found |= {x for x in results if x in inside}
     return effects.in_order(found)
 
@@ -99,3 +267,69 @@ def _fill(graph: Graph, part: Slice, known: dict[Node, Node], twins: Mapping[Nod
             continue
         known[node] = graph.node_copy(node, known.__getitem__)
     graph.output([None if x is None else known[x] for x in part.outputs])
+
+
+# A pass that cuts a backward in two: I, for the input, and W, for the weights.
+#
+# ::
+#
+#   I   all that the gradients of the input need
+#   W   the rest
+#
+# Values that both need are computed in I, and handed to W. Some operators compute gradients of
+# the input and of weights at once, and have a mask that says which:
+# :mod:`torchgpipe.graphs.slices` makes two of these first.
+#
+# Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), for the halves.
+
+
+def backward(joint: Joint) -> Slice:
+    """The whole backward (B), which returns the gradients of the input, then of the weights."""
+    return sliced(_backward(joint), [*joint.input_grads, *joint.weight_grads])
+
+
+def halves(joint: Joint) -> tuple[Slice, Slice]:
+    """Cut the backward in two.
+
+    Returns:
+        I, which returns the gradients of the input, then what W takes from it; and W, which returns
+        the gradients of the weights.
+    """
+    effects = Effects(joint.module.graph.nodes)
+    nodes = _backward(joint)
+    region = set(nodes)
+    wanted = [x for x in joint.input_grads if x is not None]
+    first = effects.needed(wanted, region)
+    if first:
+        # Operators without a result have a side effect, as a message has. Each belongs to the half
+        # whose values it takes.
+        for node in nodes:
+            if is_void(node) and first.issuperset(x for x in node.all_input_nodes if x in region):
+                first |= effects.needed([node], region)
+    # An operator with several results hands on those that W needs, and not all of them.
+    # guard: results of an operator that both halves need
+    first |= {x for node in first for x in node.users if is_item(x) and x in region}
+    if not _are_apart(effects, nodes, first):
+        # guard: changes in place across the halves
+        first = region
+    of_input = effects.in_order(first)
+    of_weights = [x for x in nodes if x not in first]
+    results = [x for x in joint.weight_grads if x is not None]
+    live = crossing(effects, first, of_weights, results)
+    return sliced(of_input, [*joint.input_grads, *live]), sliced(of_weights, joint.weight_grads)
+
+
+def _backward(joint: Joint) -> list[Node]:
+    return [x for x in joint.calls if x in joint.backward]
+
+
+def _are_apart(effects: Effects, nodes: list[Node], first: set[Node]) -> bool:
+    """Whether no half changes memory in place that the other one has, or reads."""
+    for node in nodes:
+        for x in effects.written.get(node, ()):
+            for other in nodes:
+                if (other in first) != (node in first) and (
+                    x in effects.reads(other) or x in effects.memory[other]
+                ):
+                    return False
+    return True

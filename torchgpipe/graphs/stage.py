@@ -18,23 +18,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.ambient.autocast import with_autocast
 from torchgpipe.ambient.context import current_hooks
+from torchgpipe.ambient.modes import with_autocast
 from torchgpipe.ambient.notes import warn
 from torchgpipe.engine.body import Body
 from torchgpipe.executor.computation import Forward
 from torchgpipe.executor.criterion import Criterion
-from torchgpipe.graphs.choice import Choice, everything
-from torchgpipe.graphs.gate import gate
 from torchgpipe.graphs.overlap import Overlaps
 from torchgpipe.graphs.parts import Maker, Parts
+from torchgpipe.graphs.passes import Choice, everything
 from torchgpipe.graphs.picture import text, write_svg
 from torchgpipe.graphs.places import UntraceableError, kinds
 from torchgpipe.graphs.slices import function_of
-from torchgpipe.graphs.state import KINDS, Entry, StageState
-from torchgpipe.graphs.surroundings import Settings
 from torchgpipe.graphs.trace import OutputForm, chosen, trace
-from torchgpipe.graphs.traced import Traced
+from torchgpipe.graphs.traced import KINDS, Entry, Settings, StageState, Traced, gate
 from torchgpipe.recompute.phase import checkpointing
 from torchgpipe.values.division import Division
 from torchgpipe.values.microbatch import Batch
@@ -289,12 +286,12 @@ def _with_loss(
     """Run the layers and the loss; return the loss, then its weight and the output."""
     rest: list[Any] = []
 
-    def behind(output: Batch) -> Batch:
+    def after(output: Batch) -> Batch:
         loss, weight = criterion.compute(output, args, kwargs)
         rest.append((weight, output.value if criterion.outputs is not None else None))
         return Batch(loss)
 
-    output = body.run(batch, behind=behind)
+    output = body.run(batch, after=after)
     return output, flatten(rest[0])
 
 

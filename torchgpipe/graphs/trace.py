@@ -19,13 +19,11 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
-from torchgpipe._torch.graphs import storage_of
-from torchgpipe.ambient.autocast import own_casts, without_autocast
-from torchgpipe.graphs.effects import Effects, arguments_of, is_random
-from torchgpipe.graphs.generators import drawing_nothing
-from torchgpipe.graphs.joint import Joint, tensors_of
+from torchgpipe._torch.dynamo import storage_of
+from torchgpipe.ambient.modes import own_casts, without_autocast
+from torchgpipe.graphs.joint import Effects, Joint, arguments_of, is_random, tensors_of
 from torchgpipe.graphs.places import Places, UntraceableError, verify_plain
-from torchgpipe.graphs.reads import REASON, ReadingNothing
+from torchgpipe.graphs.reads import REASON, ReadingNothing, drawing_nothing
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import Structure
 

@@ -1,19 +1,102 @@
-"""A traced stage: a graph, and what takes its arguments apart and puts its results together."""
+"""A traced stage, and what has to be as it was for it to be used again."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from torchgpipe.graphs.gate import gate
+from torchgpipe import _torch
+from torchgpipe.devices.streams import device_types
 from torchgpipe.graphs.joint import tensors_of
 from torchgpipe.graphs.parts import Parts
-from torchgpipe.graphs.places import UntraceableError
+from torchgpipe.graphs.places import Places, UntraceableError, has_hooks
+from torchgpipe.graphs.snapshot import Snapshot
 from torchgpipe.graphs.trace import OutputForm
+from torchgpipe.values.structure import ATOMS, Structure
 
 __all__: list[str] = []
+
+
+# A gate: either one thread traces a stage, or any number of threads compute.
+#
+# Tracing replaces the weights by fake tensors. And while a thread traces, PyTorch refuses to run
+# compiled code in any thread.
+
+
+class Gate:
+    """A shared lock: any number of computing threads hold it together, or one that traces, alone.
+
+    A thread that holds it may take it again, in either way, as nested wrappers do.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        #: For each thread that computes, in how many blocks it does, one within the other.
+        self._computing: dict[int, int] = {}
+        self._tracer: int | None = None
+        self._depth = 0
+        self.computing = Computing(self)
+
+    def __enter__(self) -> None:
+        """Begin to trace, as soon as no other thread computes."""
+        me = threading.get_ident()
+        with self._changed:
+            # This thread gives up its share meanwhile: another one may wait to trace, too.
+            own = self._computing.pop(me, 0)
+            self._changed.notify_all()
+            try:
+                while self._computing or self._tracer not in (None, me):
+                    self._changed.wait()
+                self._tracer = me
+                self._depth += 1
+            finally:
+                if own:
+                    self._computing[me] = own
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._depth -= 1
+            if not self._depth:
+                self._tracer = None
+                self._changed.notify_all()
+
+
+class Computing:
+    """A block in which a thread computes.
+
+    Args:
+        gate: the gate.
+    """
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    def __enter__(self) -> None:
+        gate, me = self._gate, threading.get_ident()
+        with gate._changed:
+            while gate._tracer not in (None, me):
+                gate._changed.wait()
+            gate._computing[me] = gate._computing.get(me, 0) + 1
+
+    def __exit__(self, *_: object) -> None:
+        gate, me = self._gate, threading.get_ident()
+        with gate._changed:
+            gate._computing[me] -= 1
+            if not gate._computing[me]:
+                del gate._computing[me]
+                gate._changed.notify_all()
+
+
+#: The gate of all stages, since PyTorch's tracer is not thread-safe.
+gate = Gate()
+
+
+# A traced stage: a graph, and what takes its arguments apart and puts its results together.
 
 
 class Traced:
@@ -77,3 +160,138 @@ def _identity(node: Node) -> tuple[object, ...]:
     """Name a node such that it has the same name in another trace of the same forward."""
     kinds = [(x.shape, x.dtype) for x in tensors_of(node)]
     return node.name, node.target if node.op == "call_function" else "", *kinds
+
+
+# Settings of the thread and the process that decide which operators layers call.
+
+
+class Settings(NamedTuple):
+    """The settings of one step.
+
+    Args:
+        casts: the types of device whose operators autocast casts.
+        replaced: whether modes see, and may replace, what layers call.
+        others: everything else, to be compared.
+    """
+
+    casts: tuple[str, ...]
+    replaced: bool
+    others: tuple[Any, ...]
+
+
+def current_settings() -> Settings:
+    """Return what is set in this thread now."""
+    casts = tuple([kind for kind in device_types() if torch.is_autocast_enabled(kind)])
+    attention = torch.backends.cuda
+    modes = [_torch.function_mode_at(k) for k in range(_torch.count_function_modes())]
+    return Settings(
+        casts,
+        bool(_torch.count_dispatch_modes())
+        or not all(isinstance(mode, _torch.DeviceContext) for mode in modes),
+        (
+            *[torch.get_autocast_dtype(kind) for kind in casts],
+            torch.get_default_dtype(),
+            torch.get_default_device(),
+            torch.are_deterministic_algorithms_enabled(),
+            # Attention becomes the operators of a backend that is enabled.
+            attention.flash_sdp_enabled(),
+            attention.mem_efficient_sdp_enabled(),
+            attention.math_sdp_enabled(),
+            attention.cudnn_sdp_enabled(),
+        ),
+    )
+
+
+# States of layers: modes, numbers in attributes, and kinds of weights decide what is computed.
+#
+# A graph stands for the layers in one state. A stage that is trained, evaluated and trained again
+# comes back to its first state, and to the graphs of that.
+
+
+#: The number of kinds of micro-batches, in each state, that become graphs.
+KINDS = 32
+
+
+class Entry:
+    """One kind of micro-batch.
+
+    Args:
+        structures: the structures of its parts, and that of the loss's further arguments.
+    """
+
+    def __init__(self, structures: Sequence[Structure]) -> None:
+        self._structures = structures
+        self._objects = _objects(structures)
+        #: Whether the layers have run on this kind, and whether it was tried to trace it.
+        self.has_run = self.is_tried = False
+        #: The graph; None for eager cells.
+        self.traced: Traced | None = None
+
+    def fits(self, structures: Sequence[Structure]) -> bool:
+        """Whether the structures of a micro-batch fit; its tensors are compared elsewhere."""
+        return all(a.equals(b) for a, b in zip(self._structures, structures)) and (
+            # The same object may have changed since.
+            self._objects is None or self._objects.same(_objects(structures) or self._objects)
+        )
+
+    def verify(self) -> None:
+        """Check that changes of objects in the structures can be seen.
+
+        Raises:
+            UntraceableError: they cannot.
+        """
+        if self._objects is not None and self._objects.fault:
+            raise UntraceableError(self._objects.fault)
+
+
+def _objects(structures: Sequence[Structure]) -> Snapshot | None:
+    others = [x for some in structures for x in some.others.values()]
+    # Zeros are equal, so the snapshot compares their signs.
+    found = [x for x in others if type(x) not in ATOMS or (type(x) is float and x == 0)]
+    return Snapshot([("an argument", x) for x in found]) if found else None
+
+
+class StageState:
+    """The layers of a stage in one state.
+
+    Args:
+        modules: the layers, and the loss if it is a module.
+        others: the loss.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], others: Sequence[Any]) -> None:
+        self._modules = modules
+        self.hooks = has_hooks(modules)
+        self.places = Places(modules, others)
+        self._entries: dict[Any, list[Entry]] = {}
+        #: The number of kinds of micro-batches that became graphs, or were tried.
+        self.count = 0
+        #: The number of steps in which the layers were in this state, and whether the state will
+        #: not last long enough for a trace.
+        self.steps, self.is_brief = 0, False
+
+    def is_current(self) -> bool:
+        """Whether the layers are in this state."""
+        return self.places.are_current() and has_hooks(self._modules) == self.hooks
+
+    def entry(self, key: Any, structures: Sequence[Structure]) -> Entry:
+        """The entry of a kind of micro-batch."""
+        entries = self._entries.get(key, ())
+        for entry in entries:
+            if entry.fits(structures):
+                return entry
+        if len(self._entries) > 8 * KINDS:
+            # Kinds that came once are forgotten.
+            self._entries = {
+                key: found
+                for key, some in self._entries.items()
+                if (found := [x for x in some if x.is_tried])
+            }
+        entry = Entry(structures)
+        self._entries[key] = [*self._entries.get(key, ()), entry]
+        return entry
+
+    @property
+    def traced(self) -> list[Traced]:
+        """All graphs."""
+        return [x.traced for some in self._entries.values() for x in some if x.traced]

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 
-from torchgpipe.mapped.contents import Contents, Replaced, fill
+from torchgpipe.mapped.changes import Contents, Replaced, fill
 from torchgpipe.values.structure import MISSING
 
 __all__: list[str] = []
@@ -34,7 +34,7 @@ _COMMON = frozenset(vars(nn.Module()))
 Key: TypeAlias = tuple[int, str]
 
 
-class Found(NamedTuple):
+class AttributesThen(NamedTuple):
     """A reading of all attributes, at one time."""
 
     keys: Sequence[Key]
@@ -66,8 +66,8 @@ class Attributes:
         #: Whether the contents of all attributes are looked into.
         self._learning = True
         #: The readings before and after the last call of a step.
-        self._last: Given | None = None
-        self._left: Found | None = None
+        self._last: CallAttributes | None = None
+        self._left: AttributesThen | None = None
         self._walk()
 
     def begin_step(self) -> None:
@@ -90,19 +90,19 @@ class Attributes:
         """Release all values of attributes."""
         self._last = self._left = None
 
-    def begin(self) -> Given:
+    def begin(self) -> CallAttributes:
         """Read the attributes before a call."""
         found, last = self._look(), self._last
         self._left = found
         if last is None or found is not last.found:
-            last = self._last = Given(self._tables, self._given, self._deep, found)
+            last = self._last = CallAttributes(self._tables, self._given, self._deep, found)
         return last
 
-    def end(self, given: Given) -> None:
+    def end(self, given: CallAttributes) -> None:
         """Read the attributes after a call."""
         self._left = self._unless(given.found)
 
-    def _look(self) -> Found:
+    def _look(self) -> AttributesThen:
         """Find the attributes that changed since the last call; return the present reading."""
         left = self._left
         found = self._unless(left)
@@ -129,7 +129,7 @@ class Attributes:
         self._learning = True
         self._list()
 
-    def _unless(self, known: Found | None) -> Found:
+    def _unless(self, known: AttributesThen | None) -> AttributesThen:
         """Read all attributes; return ``known`` itself if it is equal."""
         values = self._values()
         # Without comparing objects: tensors on an accelerator would make the host wait.
@@ -140,7 +140,7 @@ class Attributes:
             and not (known.contents and any(x.is_changed for x in known.contents.values()))
         ):
             return known
-        return Found(self._keys, values, self._contents(values))
+        return AttributesThen(self._keys, values, self._contents(values))
 
     def _contents(self, values: Sequence[Any]) -> dict[Key, Contents]:
         """Look into attributes."""
@@ -183,7 +183,7 @@ class Attributes:
                 self._getters.append((itemgetter(*names), table))
 
 
-class Given(NamedTuple):
+class CallAttributes(NamedTuple):
     """The attributes that one call of a module has found."""
 
     tables: Sequence[dict[str, Any]]
@@ -191,7 +191,7 @@ class Given(NamedTuple):
     keys: Mapping[Key, None]
     #: The attributes whose contents change between calls.
     deep: Mapping[Key, None]
-    found: Found
+    found: AttributesThen
 
     def restored(self) -> RestoredAttributes:
         """Set these attributes within a ``with`` block, and restore the present ones after it."""
@@ -201,7 +201,7 @@ class Given(NamedTuple):
 class RestoredAttributes:
     """The attributes that a call has found, within a ``with`` block."""
 
-    def __init__(self, given: Given) -> None:
+    def __init__(self, given: CallAttributes) -> None:
         self._given = given
         self._before: list[tuple[dict[str, Any], str, Any]] = []
         self._filled: list[Replaced] = []

@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import nn
 
-from torchgpipe.ambient.backward import Visit
-from torchgpipe.ambient.thread import registered
+from torchgpipe.ambient.context import registered
+from torchgpipe.ambient.notes import Visit
 from torchgpipe.engine.body import Body
-from torchgpipe.mapped.attributes import Attributes, Given
+from torchgpipe.mapped.attributes import Attributes, CallAttributes
 from torchgpipe.mapped.containers import filling_nothing, tensors_of
-from torchgpipe.recompute.layers import LayersState
+from torchgpipe.recompute.layer_state import LayersState
 from torchgpipe.recompute.phase import is_recomputing
 from torchgpipe.values.microbatch import VALUE, Batch
 
@@ -47,8 +47,8 @@ class inside:
 class MappedBody(Body):
     """A mapped module in one stage of one step.
 
-    Each stage has a body of its own, since second runs of a norm write to a copy of its statistics
-    that the body keeps.
+    Each stage has a body of its own, since recomputations of a norm write to a copy of its
+    statistics that the body keeps.
 
     Args:
         name: the name of the module.
@@ -78,13 +78,13 @@ class MappedBody(Body):
         #: How many micro-batches, from the first, are computed under checkpointing.
         self.checkpointed = 0
         #: Whether outputs may be computed when somebody looks at them. Mode "except_last" keeps all
-        #: of a micro-batch, and policies serve one second run.
+        #: of a micro-batch, and policies serve one recomputation.
         self.omits = False
         #: Whether another visit of the device calls the module, too.
         self.shared = False
 
     def run_alone(self, arguments: tuple[Any, Any], note: str = "") -> Any:
-        """Run the module with its arguments as they are, where there is no second run.
+        """Run the module with its arguments as they are, where there is no recomputation.
 
         Args:
             arguments: the positional arguments, and the keyword arguments.
@@ -100,7 +100,7 @@ class MappedBody(Body):
                 visit.visit(*tensors_of(output))
         return output
 
-    def run_twice(self, batch: Batch, given: Given | None, **more: Any) -> Batch:
+    def run_twice(self, batch: Batch, given: CallAttributes | None, **more: Any) -> Batch:
         """Run the module under checkpointing, in forward or in recomputation.
 
         Args:

@@ -36,7 +36,7 @@ from torchgpipe.autograd.versions import version_of
 from torchgpipe.devices.streams import record_stream, use_stream
 from torchgpipe.engine.lanes import carried
 from torchgpipe.mapped.containers import tensors_of
-from torchgpipe.mapped.step import MappedStep, Stage
+from torchgpipe.mapped.step import DeviceVisit, MappedStep
 from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.recompute.offload import Offloaded, Offloading
 
@@ -52,7 +52,7 @@ class Cell:
         stage: the stage.
     """
 
-    def __init__(self, step: MappedStep, i: int, stage: Stage) -> None:
+    def __init__(self, step: MappedStep, i: int, stage: DeviceVisit) -> None:
         self.step, self.i, self.stage = step, i, stage
         #: The stream of the visit of the device before this one.
         self.before = stage.compute

@@ -33,21 +33,21 @@ from torch.overrides import TorchFunctionMode
 
 from torchgpipe import _torch
 from torchgpipe.ambient import labels
-from torchgpipe.ambient.autocast import own_casts
 from torchgpipe.ambient.context import current_hooks, is_in_checkpoint
+from torchgpipe.ambient.modes import own_casts
 from torchgpipe.ambient.notes import add_note, noted
 from torchgpipe.devices.streams import has_streams, make_current, use_stream, wait_stream
 from torchgpipe.mapped.body import MappedBody
 from torchgpipe.mapped.cell import Cell
+from torchgpipe.mapped.changes import elsewhere_in
 from torchgpipe.mapped.containers import replaced, tensors_of, unfilled
-from torchgpipe.mapped.contents import elsewhere_in
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.mapped.exchanged import Exchanged, mappings_of
 from torchgpipe.mapped.numbers import CourseNumbers
 from torchgpipe.mapped.on_demand import omissible
 from torchgpipe.mapped.step import MappedStep
 from torchgpipe.mapped.tail import Tail
-from torchgpipe.mapped.turns import Turns
+from torchgpipe.mapped.threads import Turns
 from torchgpipe.recompute.verification import is_verifying
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import Arguments
@@ -91,7 +91,7 @@ class Course:
         self._numbers = CourseNumbers(step.numbers, i, step.devices, alone=turns is None)
         #: The torch-function mode for code between mapped modules, which is off within them.
         self.glue: TorchFunctionMode | None = None
-        #: The code behind the latest mapped module, if it may be the last one.
+        #: The code after the latest mapped module, if it may be the last one.
         self.tail: Tail | None = None
         self._omits = False
         self._latest = ""
@@ -135,7 +135,7 @@ class Course:
             if changes:
                 self._wait_for_state(module, cell)
             if cell.label is not None:
-                # Code behind the module belongs to the cell, too.
+                # Code after the module belongs to the cell, too.
                 labels.put(cell.label)
             body = self.step.body(cell.stage, mapped, module, inner)
             value, copies = self._fetch(cell, value)
@@ -155,7 +155,7 @@ class Course:
                 ) from error
             if cell.stage.visit:
                 cell.made(output)
-        self._noted, self._place = False, f"behind {mapped.place}"
+        self._noted, self._place = False, f"after {mapped.place}"
         return output
 
     def _wait_for_state(self, module: nn.Module, cell: Cell) -> None:
@@ -255,7 +255,7 @@ class Course:
         return output
 
     def _may_be_last(self, name: str) -> bool:
-        """Whether code behind a module may be a tail, which is recomputed with the module."""
+        """Whether code after a module may be a tail, which is recomputed with the module."""
         if self.glue is None or current_hooks() is not None or is_verifying():
             return False
         return self.step.last in (None, name)

@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from torchgpipe.autograd.versions import version_of
+from torchgpipe.mapped.changes import COUNT, DEPTH, attributes_of
 from torchgpipe.mapped.containers import lists_and_dicts, tensors_of
-from torchgpipe.mapped.contents import COUNT, DEPTH, attributes_of
 from torchgpipe.recompute.phase import is_recomputing
 from torchgpipe.values.structure import ATOMS
 
@@ -64,7 +64,7 @@ class Exchanged:
     Args:
         mappings: the mappings.
         fetch: brings the tensors of a dict to the device of the module, in another dict.
-        lock: held in second runs, which threads of several devices compute at the same time.
+        lock: held in recomputations, which threads of several devices compute at the same time.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Exchanged:
         """Call a function that computes the module, in forward or in recomputation.
 
         Raises:
-            RuntimeError: a tensor that a second run needs was changed in place.
+            RuntimeError: a tensor that a recomputation needs was changed in place.
         """
         again = is_recomputing()
         # guard: changes in mappings

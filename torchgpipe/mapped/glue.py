@@ -2,7 +2,7 @@
 
 Such code moves tensors between devices: labels to the device of the logits, a mask to that of the
 scores. On accelerators PyTorch's copy makes the current streams of both devices wait for each
-other, so it would hold back all micro-batches that come behind. While glue runs, this mode brings
+other, so it would hold back all micro-batches that come after. While glue runs, this mode brings
 the tensor over on lanes first, and the copy finds it there.
 
 Such code may also use tensors of several devices together, as ``x + block(x)`` does. They are
@@ -30,7 +30,7 @@ from torchgpipe.autograd.versions import version_of
 from torchgpipe.devices.streams import canonical_device, has_streams
 from torchgpipe.mapped.containers import replaced, tensors_of
 from torchgpipe.mapped.course import Course
-from torchgpipe.mapped.in_place import STATISTICS, is_in_place
+from torchgpipe.mapped.tail import STATISTICS, is_in_place
 
 __all__: list[str] = []
 

@@ -18,7 +18,7 @@ from torchgpipe.ambient.context import Context
 from torchgpipe.ambient.random_numbers import StepNumbers
 from torchgpipe.autograd.ends import between
 from torchgpipe.autograd.fork_join import needs_backward
-from torchgpipe.describe.figures import Figures
+from torchgpipe.describe import StepFigures
 from torchgpipe.devices.pool import StreamPool
 from torchgpipe.devices.streams import (
     AbstractStream,
@@ -32,9 +32,8 @@ from torchgpipe.devices.streams import (
     wait_all,
     wait_stream,
 )
-from torchgpipe.engine.fence import Fence
 from torchgpipe.engine.recorded import Recording
-from torchgpipe.engine.weights import Weights
+from torchgpipe.engine.step import Fence, StepWeights
 from torchgpipe.mapped.attributes import Attributes
 from torchgpipe.mapped.body import MappedBody
 from torchgpipe.mapped.changes import Changes
@@ -51,14 +50,14 @@ from torchgpipe.partition.keeping import (
 )
 from torchgpipe.partition.lent import Lent, Place
 from torchgpipe.recompute.buffers import Learned
-from torchgpipe.recompute.layers import LayersState
+from torchgpipe.recompute.layer_state import LayersState
 from torchgpipe.recompute.offload import Offloading, offloading_of
 
 __all__: list[str] = []
 
 
 @dataclass(eq=False)
-class Stage:
+class DeviceVisit:
     """A visit of a device: the first one, or one of those after the model came back to it.
 
     Stages have numbers in the order in which the model comes to them.
@@ -72,7 +71,7 @@ class Stage:
     #: How what cells save leaves for the host, if it does.
     offloadings: dict[Offload, Offloading] = field(default_factory=dict)
 
-    def lead_of(self, target: Stage) -> range:
+    def lead_of(self, target: DeviceVisit) -> range:
         """Tell the fence how far a stage that this one sends to may be ahead of it in backward.
 
         The numbers of stages tell little of their order in time, so there is no shorter lead.
@@ -99,7 +98,7 @@ class Lasting:
         #: Whether user autograd functions get tensors of several devices; None before a step.
         self.functions: bool | None = None
         #: The figures of the last step that was traced.
-        self.figures: Figures | None = None
+        self.figures: StepFigures | None = None
 
 
 class MappedStep:
@@ -145,16 +144,16 @@ class MappedStep:
         #: Whether the code between mapped modules is watched.
         self.needs_glue = len(self.devices) > 1 and any(map(has_streams, self.devices))
         self.needs_glue |= any(checkpointed(recomputed_by(x), m) for x in {*modes.values()})
-        self._stages: dict[tuple[torch.device, int], Stage] = {}
+        self._stages: dict[tuple[torch.device, int], DeviceVisit] = {}
         #: What code between mapped modules has changed of the model's state.
         self.changes = Changes(model)
         #: The bodies of each module, one for each stage that calls the module.
-        self._bodies: dict[nn.Module, dict[Stage, MappedBody]] = {}
+        self._bodies: dict[nn.Module, dict[DeviceVisit, MappedBody]] = {}
         #: The devices of the outputs of the last micro-batch.
         self.places: list[torch.device] = []
         #: The stage in which each module was called last.
-        self._last: dict[nn.Module, Stage] = {}
-        self._weights: Weights | None = None
+        self._last: dict[nn.Module, DeviceVisit] = {}
+        self._weights: StepWeights | None = None
         #: Whether a function of the user's got tensors of several devices.
         self._functions = False
         self._contexts: list[Context] = []
@@ -173,12 +172,12 @@ class MappedStep:
     def last(self, name: str) -> None:
         self._lasting.last = name
 
-    def stage(self, device: torch.device, visit: int) -> Stage:
+    def stage(self, device: torch.device, visit: int) -> DeviceVisit:
         """The stage of a visit."""
         with self._lock:
             return self._stages.get((device, visit)) or self._new_stage(device, visit)
 
-    def _new_stage(self, device: torch.device, visit: int) -> Stage:
+    def _new_stage(self, device: torch.device, visit: int) -> DeviceVisit:
         pools = self._lasting.pools
         # Later visits take these pools in turns: streams are limited, and visits are not.
         place = visit and 1 + (visit - 1) % (len(pools) - 1)
@@ -186,7 +185,7 @@ class MappedStep:
         streams = pools[place].get(device, 2 if visit else 1, skips=False)[0]
         compute = streams.compute if visit else self._outside.get(device, streams.compute)
         number = len(self._stages)
-        found = Stage(number, device, visit, compute, tuple(streams.values))
+        found = DeviceVisit(number, device, visit, compute, tuple(streams.values))
         self._stages[device, visit] = found
         # Between steps the caller changes gradients, whose memory belongs to these streams.
         caller = self._outside.get(device, streams.compute)
@@ -212,7 +211,7 @@ class MappedStep:
         return [x.compute for x in [*self._stages.values()] if x.device == device]
 
     def body(
-        self, stage: Stage, mapped: Mapped, module: nn.Module, inner: Callable[..., Any]
+        self, stage: DeviceVisit, mapped: Mapped, module: nn.Module, inner: Callable[..., Any]
     ) -> MappedBody:
         """The body of a mapped module that is called in a stage, by its own call."""
         bodies = self._bodies.setdefault(module, {})
@@ -244,7 +243,7 @@ class MappedStep:
         self._last[module] = stage
         return body
 
-    def _offloading(self, stage: Stage, offload: Offload | None) -> Offloading | None:
+    def _offloading(self, stage: DeviceVisit, offload: Offload | None) -> Offloading | None:
         """The offloading of a stage, which modules of one mode have in common."""
         if offload is None:
             return None
@@ -257,12 +256,12 @@ class MappedStep:
                 stage.offloadings[offload] = found
         return found
 
-    def _lent(self, stage: Stage, places: Sequence[Place]) -> Lent:
+    def _lent(self, stage: DeviceVisit, places: Sequence[Place]) -> Lent:
         """The copies of weights that modules on several devices have, for one of them."""
         if self._weights is None:
             streams = [self._lasting.pools[0].get(x, 1, skips=False) for x in self.devices]
             lanes = dict(zip(self.devices, [first.values[0] for first, *_ in streams]))
-            self._weights = Weights(lanes, self._outside)
+            self._weights = StepWeights(lanes, self._outside)
         bring = partial(self._weights.bring, stage.compute, stage.lanes[0])
         return Lent(places, bring, self._lasting.lock)
 
@@ -333,7 +332,7 @@ class MappedStep:
             for module, bodies in self._bodies.items()
         )
 
-    def _own(self) -> list[Stage]:
+    def _own(self) -> list[DeviceVisit]:
         """The stages that compute on streams of their own."""
         # A list, since another thread may add stages.
         return [stage for stage in [*self._stages.values()] if stage.visit]

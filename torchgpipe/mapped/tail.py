@@ -1,18 +1,18 @@
-"""The tail: the model's own code behind its last mapped module, which is computed again with it.
+"""The tail: the model's own code after its last mapped module, which is computed again with it.
 
 Models of Hugging Face compute their loss there. The tensors that such code saves for backward are
 larger than anything else, since each logit is saved several times. Under checkpointing the last
-mapped module is recomputed anyway, and the code behind it is recomputed from its output::
+mapped module is recomputed anyway, and the code after it is recomputed from its output::
 
     first run    module ── f ── g ── loss      what f and g keep is dropped
-    second run   module ── f ── g              f and g are called again
+    recomputation   module ── f ── g              f and g are called again
 
 The code itself cannot run again from the middle. So the functions of PyTorch that it calls are
 noted down, as :class:`~torchgpipe.mapped.glue.Glue` sees them, with their arguments, as far as they
 depend on what the module has returned. All other arguments are kept.
 
 Nothing is dropped before the micro-batch has come to its end. If the code did something that a
-second run would not repeat, all that it has kept stays.
+recomputation would not repeat, all that it has kept stays.
 """
 
 from __future__ import annotations
@@ -28,18 +28,31 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchgpipe._torch.dynamo import uncompiled
-from torchgpipe.ambient.autocast import casts_as
 from torchgpipe.ambient.context import current_hooks
+from torchgpipe.ambient.modes import casts_as
 from torchgpipe.ambient.random_numbers import FirstNumbers
 from torchgpipe.autograd.versions import version_of
 from torchgpipe.devices.streams import get_device
 from torchgpipe.mapped.containers import replaced, tensors_of
-from torchgpipe.mapped.in_place import STATISTICS, is_in_place
 from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.recompute.slots import Slot
 from torchgpipe.values.microbatch import VALUE, Batch
 
 __all__: list[str] = []
+
+
+# Functions of PyTorch that change one of their arguments in place, by their names.
+
+
+#: Functions that change statistics, which are the second argument.
+STATISTICS = frozenset({"batch_norm", "instance_norm"})
+
+
+def is_in_place(name: str) -> bool:
+    """Whether a function of this name changes its first argument."""
+    if name.endswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name != "__invert__")
+    return name.endswith("_")
 
 
 class Noted(NamedTuple):
@@ -64,7 +77,7 @@ class Noted(NamedTuple):
     grad: bool
 
 
-class State(NamedTuple):
+class TensorState(NamedTuple):
     """The number of a tensor that depends on the module, its version and ``requires_grad``."""
 
     number: int
@@ -77,7 +90,7 @@ class State(NamedTuple):
 
 
 class Tail:
-    """The code behind a mapped module, for one micro-batch.
+    """The code after a mapped module, for one micro-batch.
 
     Args:
         checkpoint: the checkpoint of the module.
@@ -100,8 +113,8 @@ class Tail:
         self._note(output.parts[VALUE])
 
     def number(self, tensor: Tensor) -> int | None:
-        """The number of a tensor that a second run computes again; None for all others."""
-        state: State | None = self._known.get(tensor)
+        """The number of a tensor that a recomputation computes again; None for all others."""
+        state: TensorState | None = self._known.get(tensor)
         return state.number if state and state.fits(tensor) and self._repeats else None
 
     def call(
@@ -109,7 +122,9 @@ class Tail:
     ) -> Any:
         """Call a function, and note the call down if it depends on the module."""
         tensors = tensors_of((args, kwargs))
-        states: dict[int, State] = {id(x): self._known[x] for x in tensors if x in self._known}
+        states: dict[int, TensorState] = {
+            id(x): self._known[x] for x in tensors if x in self._known
+        }
         if not states or not self._repeats:
             return function(*args, **kwargs)
         if changes_others(function, args, kwargs, states) or not self._can_repeat(tensors, states):
@@ -138,17 +153,17 @@ class Tail:
         if any(not state.fits(x) for x, state in self._known.items()):
             # A change in place also changes the versions of views.
             for x, state in [*self._known.items()]:
-                self._known[x] = State(state.number, version_of(x), x.requires_grad)
+                self._known[x] = TensorState(state.number, version_of(x), x.requires_grad)
         return result
 
     def _note(self, tensors: Sequence[Tensor]) -> range:
         numbers = range(self._count, self._count + len(tensors))
         self._count += len(tensors)
         for number, x in zip(numbers, tensors):
-            self._known[x] = State(number, version_of(x), x.requires_grad)
+            self._known[x] = TensorState(number, version_of(x), x.requires_grad)
         return numbers
 
-    def _can_repeat(self, tensors: Sequence[Tensor], states: Mapping[int, State]) -> bool:
+    def _can_repeat(self, tensors: Sequence[Tensor], states: Mapping[int, TensorState]) -> bool:
         return (
             # guard: what was changed past the tail
             all(states[id(x)].fits(x) for x in tensors if id(x) in states)
@@ -247,7 +262,7 @@ def changes_others(
 def _repeated(
     function: Callable[[Batch], Batch], calls: Sequence[Noted], wanted: Sequence[int], batch: Batch
 ) -> Batch:
-    """Run a module and the calls behind it in recomputation.
+    """Run a module and the calls after it in recomputation.
 
     Raises:
         RuntimeError: an argument of the calls was changed in place since.
@@ -258,7 +273,7 @@ def _repeated(
         # guard: what the tail was given
         if any(version_of(x) != version for x, version in kept):
             raise RuntimeError(
-                "under checkpointing, what the code behind the last mapped module was given must "
+                "under checkpointing, what the code after the last mapped module was given must "
                 "not be changed in place before backward, which computes that code again (shapes: "
                 f"{[tuple(x.shape) for x, _ in kept]}); change a clone of it, or change it after "
                 "backward"

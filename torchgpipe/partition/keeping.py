@@ -29,7 +29,7 @@ class Offload:
         model = GPipe(layers, balance, chunks=8, checkpoint=Offload(share=0.5))
 
     The word ``'offload'`` stands for ``Offload()``. What a cell has saved leaves while the next
-    cell computes, and comes back while the backward of the cell behind it runs. So a step takes as
+    cell computes, and comes back while the backward of the cell after it runs. So a step takes as
     long as without, as long as the copy of a cell takes no longer than its forward.
 
     Args:

@@ -4,7 +4,7 @@ A head that is tied to an embedding has the embedding's weight, and may be on th
 is one parameter, on its home device. In each step, each other device that needs it gets a copy,
 which autograd records. So the gradients of all micro-batches are added up on that device, and
 copied home once. While a module computes, the copies replace the parameters in its dicts. On the
-home device, modules compute with an alias of the parameter: see :mod:`torchgpipe.autograd.shared`.
+home device, modules compute with an alias of the parameter: see :mod:`torchgpipe.autograd.copy`.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class Traps:
         warn(
             "an output has an entry for each pair of rows, so each row is compared with those of "
             f"its micro-batch alone (output: {(rows[0], rows[0])}, rows of the mini-batch: "
-            f"{sum(rows)}); return what is compared, and compare it behind the wrapper, where all "
+            f"{sum(rows)}); return what is compared, and compare it after the wrapper, where all "
             "rows are. If that is what you mean, silence this by warnings.filterwarnings('ignore', "
             "'an output has an entry for each pair')"
         )

@@ -1,7 +1,7 @@
 """Blocks of any model: what each takes of time and memory, and those that stay together.
 
-A block is a module that a device map keeps whole: see :mod:`torchgpipe.mapped.wholes`. The model's
-own forward runs on a sample, and each of its blocks is measured there.
+A block is a module that a device map keeps whole: see :mod:`torchgpipe.mapped.device_map`. The
+model's own forward runs on a sample, and each of its blocks is measured there.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from torchgpipe.ambient.defaults import generator_of
 from torchgpipe.ambient.random_numbers import get_state, set_state
-from torchgpipe.devices.measures import Stopwatch
+from torchgpipe.ambient.sources import generator_of
+from torchgpipe.devices.recorder import Stopwatch
 from torchgpipe.devices.streams import CPU, Device
-from torchgpipe.mapped.wholes import Wholes
+from torchgpipe.mapped.device_map import Wholes
 from torchgpipe.planner.cuts import evenest
-from torchgpipe.planner.rounds import pooled, rounds, spread, undisturbed, verify_timed
+from torchgpipe.planner.sandbox import pooled, rounds, spread, undisturbed, verify_timed
 
 __all__: list[str] = []
 
@@ -73,12 +73,12 @@ def timed(
     def before(name: str, *_: Any) -> None:
         watches[name].start()
 
-    def behind(name: str, *_: Any) -> None:
+    def after(name: str, *_: Any) -> None:
         taken[-1][name] = taken[-1].get(name, 0.0) + watches[name].stop()
 
     def once() -> None:
         taken.append({})
-        with hooked(blocks, before, behind):
+        with hooked(blocks, before, after):
             model(*args, **kwargs)
 
     with unchanged(model), torch.no_grad():
@@ -114,13 +114,13 @@ def sizes_of(
             costs[name] = scale * sum(x.nbytes for x in blocks[name].parameters())
         within.append(name)
 
-    def behind(name: str, *_: Any) -> None:
+    def after(name: str, *_: Any) -> None:
         within.pop()
 
     with (
         unchanged(model),
         torch.enable_grad(),
-        hooked(blocks, before, behind),
+        hooked(blocks, before, after),
         saved_tensors_hooks(pack, lambda x: x),
     ):
         # The output holds what was saved, so that no address comes twice.
@@ -224,9 +224,9 @@ def kind_of(block: nn.Module) -> tuple[object, ...]:
 
 @contextmanager
 def hooked(
-    blocks: Mapping[str, nn.Module], before: Callable[..., None], behind: Callable[..., None]
+    blocks: Mapping[str, nn.Module], before: Callable[..., None], after: Callable[..., None]
 ) -> Iterator[None]:
-    """Call functions with the name of a block before and behind its forward.
+    """Call functions with the name of a block before and after its forward.
 
     The first one gets the block, its arguments, and its keyword arguments, too. A block with
     several names is called under one after another.
@@ -243,7 +243,7 @@ def hooked(
                     lambda *given, names=firsts: before(next(names), *given), with_kwargs=True
                 ),
                 block.register_forward_hook(
-                    lambda *given, names=seconds: behind(next(names), *given)
+                    lambda *given, names=seconds: after(next(names), *given)
                 ),
             ]
         yield

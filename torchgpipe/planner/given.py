@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchgpipe.ambient.notes import warn
 from torchgpipe.checks import is_number, listed, shown, verify_kind
-from torchgpipe.devices.measures import memory_total
+from torchgpipe.devices.recorder import memory_total
 from torchgpipe.devices.streams import CPU, Device, accelerators
 from torchgpipe.partition.arguments import checked_device, checked_devices, positive_int
 from torchgpipe.values import trees
@@ -199,7 +199,7 @@ def state_of(optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | float)
 def with_loss(
     layers: nn.Sequential, loss: Callable[..., Any] | None, targets: Sequence[Any]
 ) -> nn.Sequential:
-    """The layers, and behind them the loss, if there is one."""
+    """The layers, and after them the loss, if there is one."""
     if loss is None:
         return layers
     return nn.Sequential(OrderedDict([*layers.named_children(), ("loss", Loss(loss, targets))]))

@@ -15,18 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.autograd.outcome import LARGE
-from torchgpipe.devices.measures import Stopwatch
+from torchgpipe.devices.recorder import Stopwatch
 from torchgpipe.devices.streams import use_device
 from torchgpipe.partition.placement import tensors
 from torchgpipe.planner.memory_tracker import MemoryTracker
 from torchgpipe.planner.record import Sizes
-from torchgpipe.planner.rounds import undisturbed
-from torchgpipe.planner.sandbox import Sandbox, Sandboxes, in_rounds, leaves
-from torchgpipe.planner.stages import Weights
-from torchgpipe.planner.storages import sizes_of
+from torchgpipe.planner.sandbox import Sandbox, Sandboxes, in_rounds, leaves, sizes_of, undisturbed
+from torchgpipe.planner.stage_memory import Weights
 from torchgpipe.values.microbatch import VALUE, Batch
 
-__all__ = ["Layer", "Line", "measured", "measured_links"]
+__all__ = ["LayerCosts", "Line", "measured", "measured_links"]
 
 #: Bytes that are copied to measure a link, and how often.
 SIZES, TIMES = (4 * 2**20, 2**16), 3
@@ -49,7 +47,7 @@ def through(first: tuple[int, float], second: tuple[int, float] | None = None) -
 
     Args:
         first: rows and the number there.
-        second: likewise; without it, the number is taken to be proportional to the rows.
+        second: the same; without it, the number is taken to be proportional to the rows.
     """
     rows, value = first
     others, other = second or (0, 0.0)
@@ -60,7 +58,7 @@ def through(first: tuple[int, float], second: tuple[int, float] | None = None) -
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerCosts:
     """The times of a layer in milliseconds, by the rows of a micro-batch, and its weights.
 
     Args:
@@ -68,7 +66,7 @@ class Layer:
         forward: the time of the forward.
         input: that of the backward for its input.
         weight: that of the rest of its backward.
-        again: that of a second run, up to the last tensor that it saves for backward, if this
+        again: that of a recomputation, up to the last tensor that it saves for backward, if this
             layer is the last one of a partition.
         weights: the memory of its weights.
     """
@@ -93,13 +91,13 @@ def measured(
     *,
     timeout: float = 1.0,
     progress: bool = False,
-) -> tuple[list[Layer], Sizes]:
+) -> tuple[list[LayerCosts], Sizes]:
     """Measure layers, one by one.
 
     Args:
         module: the layers.
         batches: by its rows, a micro-batch of each of the one or two sizes to take times with.
-        others: likewise of each size to look at the memory with, the largest first. What is too
+        others: the same of each size to look at the memory with, the largest first. What is too
             large for the device is left out.
         device: where to measure.
         timeout: the seconds to measure.
@@ -141,7 +139,7 @@ def measured(
         weight = Line(
             max(0.0, backward.constant - input.constant), max(0.0, backward.slope - input.slope)
         )
-        found.append(Layer(title, forward, input, weight, again, own))
+        found.append(LayerCosts(title, forward, input, weight, again, own))
     return found, Sizes({rows: tracker.layers() for rows, (tracker, _) in looks.items()})
 
 
@@ -158,8 +156,8 @@ def _weights_of(layer: nn.Module) -> Weights:
 def _sample(sandbox: Sandbox) -> tuple[float, float, float, float]:
     """Run a layer, and return milliseconds: forward, backward for its input, backward, again.
 
-    ``again`` is the time up to the last tensor that the forward saves, weights aside: a second run
-    under checkpointing ends there.
+    ``again`` is the time up to the last tensor that the forward saves, weights aside: a
+    recomputation under checkpointing ends there.
     """
     watch, own = sandbox.stopwatch, sizes_of([x for _, x in tensors(sandbox.layer)])
     again = only_input = 0.0

@@ -20,7 +20,7 @@ from torchgpipe.planner.memory import Issued, LossMemory, peaks
 from torchgpipe.planner.memory_tracker import MemoryTracker
 from torchgpipe.planner.record import Record, Section
 from torchgpipe.planner.sandbox import copied
-from torchgpipe.planner.stages import Stage, Weights
+from torchgpipe.planner.stage_memory import Stage, Weights
 from torchgpipe.values import trees
 
 __all__ = ["Footprint", "recorded"]
@@ -82,16 +82,16 @@ class Footprint:
         """
         own = sorted(k for x in blocks for k in self._own.get(x, ()))
         stages, placement = [], []
-        behind = 0
+        after = 0
         for visit in _runs(own):
-            if visit[0] > behind:
-                stages.append(self._stage(range(behind, visit[0])))
+            if visit[0] > after:
+                stages.append(self._stage(range(after, visit[0])))
                 placement.append(1 + len(stages))
             stages.append(self._stage(visit))
             placement.append(0)
-            behind = visit[-1] + 1
-        if behind < len(self.found.sections):
-            stages.append(self._stage(range(behind, len(self.found.sections))))
+            after = visit[-1] + 1
+        if after < len(self.found.sections):
+            stages.append(self._stage(range(after, len(self.found.sections))))
             placement.append(1 + len(stages))
         # Blocks that are not called have weights all the same.
         idle = [self.weights[x] for x in blocks if x not in self._own and x in self.weights]

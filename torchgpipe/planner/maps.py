@@ -19,7 +19,7 @@ from torch import nn
 
 from torchgpipe.ambient.notes import add_note, noted, warn
 from torchgpipe.devices.streams import CPU, Device, has_streams
-from torchgpipe.mapped.device_map import place
+from torchgpipe.mapped.device_map import Wholes, place
 from torchgpipe.mapped.hugging_face import (
     map_of_accelerate,
     release,
@@ -27,7 +27,6 @@ from torchgpipe.mapped.hugging_face import (
     verify_all_there,
     without_cache,
 )
-from torchgpipe.mapped.wholes import Wholes
 from torchgpipe.partition.keeping import checkpointed
 from torchgpipe.partition.sample import arguments_of
 from torchgpipe.planner.blocks import Times, Units, refined, timed
@@ -60,7 +59,7 @@ def chosen_map(
         devices: the devices then; by default all accelerators.
         memory: the bytes that each device may use then; by default nine tenths of what it has.
         chunks: the number of micro-batches, for the memory of a step.
-        checkpoint: the checkpoint mode, likewise.
+        checkpoint: the checkpoint mode in the same way.
         rehearse: runs a model that was measured with the map, and raises what the model raises.
 
     Raises:
@@ -89,7 +88,7 @@ def chosen_map(
         found = map_of_accelerate(model)
     elif isinstance(device_map, str):
         places = places_of(devices, are_one_each=False)
-        # A value may be used anywhere behind, as a skip is, and predictions are off by as much.
+        # A value may be used anywhere after, as a skip is, and predictions are off by as much.
         limits = limits_of(memory, places, has_skips=True)
         # Several entries of one device share its memory.
         limits = [x / places.count(y) for x, y in zip(limits, places)]

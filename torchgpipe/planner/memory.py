@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torchgpipe.planner.stages import Arrival, Stage
+from torchgpipe.planner.stage_memory import Arrival, Stage
 from torchgpipe.schedule.program import operations
-from torchgpipe.schedule.rehearsal import Step
+from torchgpipe.schedule.simulator import Step
 
 __all__ = ["Issued", "LossMemory", "issued", "peaks", "ways"]
 
@@ -146,7 +146,7 @@ class _Walk:
         """Whether a stage keeps what it gives, for its own backward."""
         is_again = (j, i) in self._again
         for _, own in self._in[j]:
-            # A layer that stashes its input hands on what has arrived, which a second run needs.
+            # A layer that stashes its input hands on what has arrived, which a recomputation needs.
             if own.value == x.value:
                 return is_again or own.is_kept
         return x.value in self._stages[j].kept and not is_again
@@ -258,7 +258,7 @@ class _Walk:
         stage, arrived = self._stages[j], self._arrived(w, j, i)
         half, pending, _ = stage.halves
         self._during(w, half - min(arrived, stage.given))
-        # I lets go of what only I needed, but not of the input of a second run.
+        # I lets go of what only I needed, but not of the input of a recomputation.
         is_again = (j, i) in self._again
         late = sum(
             self._waiting.get((j, x, i), 0.0)

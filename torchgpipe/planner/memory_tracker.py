@@ -19,15 +19,24 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchgpipe import _torch
+from torchgpipe.autograd.nodes import next_number, number_of
 from torchgpipe.autograd.outcome import LARGE
-from torchgpipe.autograd.sequence import next_number, number_of
 from torchgpipe.mapped.on_demand import can_fill_itself
 from torchgpipe.partition.placement import tensors
 from torchgpipe.planner.blocks import hooked, kind_of, unchanged
-from torchgpipe.planner.halved import Halved, Root, halved, own_outputs, sizes_of
-from torchgpipe.planner.record import GIVEN, Peaks, Record, Section, Value
-from torchgpipe.planner.sandbox import Sandbox
-from torchgpipe.planner.storages import watching
+from torchgpipe.planner.record import (
+    GIVEN,
+    Halved,
+    Peaks,
+    Record,
+    Root,
+    Section,
+    Value,
+    halved,
+    own_outputs,
+    sizes_of,
+)
+from torchgpipe.planner.sandbox import Sandbox, watching
 from torchgpipe.values import trees
 from torchgpipe.values.microbatch import VALUE, Batch
 
@@ -291,7 +300,7 @@ class MemoryTracker:
         wanted: Any = [*weights, *ends]
         hooks = [x.register_hook(self._weigh) for x in weights]
         try:
-            # Nothing is added to the weights' own gradients, and no hook behind that is called.
+            # Nothing is added to the weights' own gradients, and no hook after that is called.
             found = torch.autograd.grad(root, wanted, allow_unused=True)
         finally:
             for hook in hooks:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchgpipe.batchnorm import has_batch_norms
 from torchgpipe.checks import checked_flag, verify_kind
-from torchgpipe.devices.measures import model_of
+from torchgpipe.devices.recorder import model_of
 from torchgpipe.devices.streams import Device
 from torchgpipe.partition.arguments import (
     MISSING,
@@ -37,10 +37,10 @@ from torchgpipe.planner.given import (
 )
 from torchgpipe.planner.layers import measured, measured_links
 from torchgpipe.planner.memory import Issued, issued
-from torchgpipe.planner.rounds import verify_timed
+from torchgpipe.planner.sandbox import verify_timed
 from torchgpipe.planner.search import Problem, Search, Trial, search
 from torchgpipe.schedule.program import operations
-from torchgpipe.schedule.rehearsal import Step
+from torchgpipe.schedule.simulator import Step
 from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.values.division import row_count
 from torchgpipe.values.microbatch import scatter
@@ -90,14 +90,14 @@ def ranked(
     tried = chunks_of(chunks, rows, has_norms=has_batch_norms(layers))
     limits_of(memory, places)
     state = state_of(optimizer)
-    behind = [loss] if isinstance(loss, nn.Module) else []
+    after = [loss] if isinstance(loss, nn.Module) else []
     # On one device, as on the CPU, all are together.
-    ties = _ties([*layers, *behind]) if len({*places}) > 1 else []
+    ties = _ties([*layers, *after]) if len({*places}) > 1 else []
     module, looks, few = with_loss(layers, loss, targets), *looks_of(input, have, rows)
     found, sizes = measured(module, few, looks, places[0], timeout=timeout, progress=progress)
     if loss is not None:
         # The targets are counted by themselves.
-        own = [x for own in behind for x in chain(own.parameters(), own.buffers())]
+        own = [x for own in after for x in chain(own.parameters(), own.buffers())]
         weights = found[-1].weights._replace(all=sum(x.nbytes for x in own))
         found[-1] = replace(found[-1], weights=weights)
     elsewhere = f"on the CPU, by devices=['cpu'] * {len(places)}"

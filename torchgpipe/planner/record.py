@@ -1,8 +1,4 @@
-"""A record of a model: what each of its sections takes of memory, in one forward and backward.
-
-A section is a layer of a sequential module, or in any other model a call of a block, or the code
-behind it up to the next call. What one section makes and others use is a value.
-"""
+"""A record of a model: the memory that its sections take in forward, and in halves of backward."""
 
 from __future__ import annotations
 
@@ -13,11 +9,180 @@ from functools import cached_property
 from itertools import repeat
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchgpipe.planner.halved import Halved
+from torchgpipe.autograd.ends import enter
+from torchgpipe.autograd.halves import Halves
+from torchgpipe.planner.sandbox import LiveStorages, Sandbox
+from torchgpipe.values.microbatch import VALUE, Batch
 
-__all__ = ["GIVEN", "Hop", "Peaks", "Record", "Section", "Sizes", "Value"]
+__all__: list[str] = [
+    "GIVEN",
+    "Hop",
+    "Peaks",
+    "Record",
+    "Section",
+    "Sizes",
+    "Value",
+    "Halved",
+    "Root",
+    "halved",
+]
+
+
+# The memory of a layer's backward in halves: for its input, and for its weights.
+
+
+class Halved(NamedTuple):
+    """The memory of a backward in halves, in bytes.
+
+    Attributes:
+        held: the most during I, above what was kept for it, with the gradients of the outputs,
+            which stay.
+        free: the same if these go with their last use.
+        weight: the most during W, above that before.
+        pending: what is kept from I until W, values and gradients of the outputs aside.
+        noted: the other gradients among it.
+        notes_output: whether those of the outputs are kept until W, too.
+    """
+
+    held: float = 0
+    free: float = 0
+    weight: float = 0
+    pending: float = 0
+    noted: float = 0
+    notes_output: bool = False
+
+
+class Root(torch.autograd.Function):
+    """A number whose backward makes the gradients of tensors, and nobody else holds them."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.metas = [(x.shape, x.dtype, x.device) for x in tensors]
+        # The number is real, whatever the tensors are.
+        return torch.zeros((), device=tensors[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return tuple(
+            [torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.metas]
+        )
+
+
+def halved(sandbox: Sandbox) -> tuple[Halved, list[Tensor]]:
+    """Run the backward of a layer in halves, and see the memory.
+
+    Returns:
+        The memory, and the tensors of the sandbox's input and output that W needs.
+    """
+    free = _first_half(sandbox, sandbox.input(), is_held=False).most
+    # What is there before is not counted.
+    batch = sandbox.input()
+    with LiveStorages() as whole:
+        half = _first_half(sandbox, batch, is_held=True)
+        del batch
+        whole.highest = now = sum(whole.sizes())
+        late = [value for memory, value in half.values.items() if not memory.expired()]
+        noted = sizes_of(half.halves.noted)
+        half.halves.weight()
+    outputs = sum(size for place, size in half.given.items() if place in noted)
+    return (
+        Halved(
+            half.most,
+            free,
+            whole.highest - now,
+            now - outputs - sum(size for _, size in late),
+            sum(size for place, size in noted.items() if place not in half.given),
+            bool(outputs),
+        ),
+        [x for x, _ in late],
+    )
+
+
+class _Half(NamedTuple):
+    """The first half of a backward.
+
+    Attributes:
+        most: the most memory.
+        halves: the second half.
+        given: the memory of the gradients of the outputs.
+        values: for the memory of the input and of the output the tensor of the sandbox, and the
+            bytes that the layer has made.
+    """
+
+    most: float
+    halves: Halves
+    given: dict[int, int]
+    values: dict[StorageWeakRef, tuple[Tensor, int]]
+
+
+def _first_half(sandbox: Sandbox, batch: Batch, *, is_held: bool) -> _Half:
+    """Run a layer forward, as the cell of a schedule, and the first half of its backward."""
+    values = {_memory(y): (x, 0) for x, y in _pairs(sandbox.batch, batch)}
+    batch, ends = _entered(sandbox, batch)
+    output = sandbox.forward(batch)
+    for x, y in _pairs(sandbox.output, output):
+        values.setdefault(_memory(y), (x, y.untyped_storage().nbytes()))
+    outputs = own_outputs(sandbox, output)
+    roots = outputs if is_held else [Root.apply(*outputs)]
+    grads = [torch.ones_like(x) for x in roots]
+    weights = [x for x in sandbox.layer.parameters() if x.requires_grad]
+    halves = Halves([get_gradient_edge(x) for x in roots], grads, ends, weights)
+    given = sizes_of(grads) if is_held else {}
+    del batch, output, outputs, roots, grads, y
+    with LiveStorages() as storages:
+        halves.input()
+    return _Half(storages.highest + sum(given.values()), halves, given, values)
+
+
+def _pairs(batch: Batch, other: Batch) -> list[tuple[Tensor, Tensor]]:
+    """The tensors of two micro-batches that are alike."""
+    pairs = [pair for key in batch.parts for pair in zip(batch.parts[key], other.parts[key])]
+    return [(x, y) for x, y in pairs if y.layout == torch.strided]
+
+
+def _memory(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def _entered(sandbox: Sandbox, batch: Batch) -> tuple[Batch, list[GradientEdge]]:
+    """The input as the beginning of a graph, and its edges; what is popped gets a gradient, too."""
+    arriving = [VALUE, *[x for x in batch.skips if x not in sandbox.output.skips]]
+    needing = [x for key in arriving for x in batch.parts[key] if x.requires_grad]
+    if not needing:
+        return batch, []
+    entered, edges = enter(*needing)
+    passed = dict(zip(map(id, needing), entered))
+    found = batch.map(lambda *xs: [passed.get(id(x), x) for x in xs], arriving)
+    return found, edges
+
+
+def own_outputs(sandbox: Sandbox, output: Batch) -> list[Tensor]:
+    """The outputs that backward begins with; skips that pass by the layer have none here."""
+    return [
+        x
+        for key, own in output.parts.items()
+        if key not in sandbox.batch.skips
+        for x in own
+        if x.requires_grad
+    ]
+
+
+def sizes_of(values: Iterable[Tensor]) -> dict[int, int]:
+    """The addresses of the memory of tensors, with its bytes."""
+    found = [x.untyped_storage() for x in values if x.layout == torch.strided and x.numel()]
+    return {x.data_ptr(): x.nbytes() for x in found}
+
+
+# A record of a model: what each of its sections takes of memory, in one forward and backward.
+#
+# A section is a layer of a sequential module, or in any other model a call of a block, or the
+# code after it up to the next call. What one section makes and others use is a value.
+
 
 #: The section of what the caller gives to the model.
 GIVEN = -1
@@ -47,7 +212,7 @@ NO_PEAKS = Peaks()
 
 @dataclass
 class Section:
-    """A layer, or the call of a block, or the code behind it.
+    """A layer, or the call of a block, or the code after it.
 
     Args:
         block: the name of the block; None in front of the first one.
@@ -55,10 +220,10 @@ class Section:
         first: the number of its first node of autograd.
         kept: the bytes that it keeps for backward, values aside.
         forward: the most bytes of what it makes at a time.
-        again: likewise up to the last tensor that it saves.
+        again: the same up to the last tensor that it saves.
         free: the most bytes during its backward, if the gradients of its outputs go with their last
             use.
-        held: likewise if these stay to the end, as those of a partition do under a schedule.
+        held: the same if these stay to the end, as those of a partition do under a schedule.
         halves: the memory of backward in halves; None where nobody asked for it.
         rest: the bytes of the gradients of the input, beside what those of skips hold; None if they
             are tensors of their own.

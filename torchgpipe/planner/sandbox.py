@@ -1,28 +1,141 @@
-"""Sandboxes: copies of layers that run on a device again and again, to be measured there."""
+"""Sandboxes: copies of layers that run again and again on a device, to be measured there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
-from functools import partial
+from functools import cache, partial
 from itertools import chain
+from math import ceil
+from statistics import median
+from time import monotonic
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from torchgpipe import _torch
 from torchgpipe.ambient.nesting import holding
 from torchgpipe.ambient.notes import noted
 from torchgpipe.ambient.random_numbers import FirstNumbers
-from torchgpipe.devices.measures import Stopwatch, memory_free
+from torchgpipe.devices.recorder import Stopwatch, memory_free
 from torchgpipe.devices.streams import use_device
 from torchgpipe.partition.placement import place, tensors
-from torchgpipe.planner.rounds import LEAST, rounds
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
+from torchgpipe.values import trees
 from torchgpipe.values.microbatch import VALUE, Batch
 
 __all__: list[str] = []
+
+
+# Rounds: everything is measured once in each, so that noise falls on all alike.
+#
+# A busy neighbour, or a clock that slows down when it is warm, lasts for a while. Whatever is
+# measured in that while, one after the other, seems slower than the rest. In rounds all are
+# measured at nearly the same time, again and again.
+
+
+#: Half distances of quartiles that noise explains: 2.7 standard deviations, if it is normal.
+NOISE = 4
+
+#: As few rounds as tell how far a time varies.
+LEAST = 3
+
+#: As few rounds as have quartiles.
+MANY = 8
+
+
+def rounds(timeout: float | None) -> Iterator[int]:
+    """Yield until a time is over, and :data:`LEAST` times at least; not at all without a time.
+
+    Yields:
+        How many rounds there will be, as far as can be seen. One that has begun is finished.
+    """
+    start, count, seconds = monotonic(), 0, 0.0
+    while timeout is not None and (count < LEAST or seconds < timeout):
+        left = max(0.0, timeout - seconds)
+        yield max(LEAST, count + (ceil(left * count / seconds) if seconds > 0 else 0))
+        count, seconds = count + 1, monotonic() - start
+
+
+def undisturbed(times: Sequence[float]) -> float:
+    """The time that something takes undisturbed: the lower quartile of its times over rounds.
+
+    Noise only adds time, so low times are nearer to the truth than the median. The minimum would be
+    nearer yet for work that is the same each time. But a layer may skip its work at random, as with
+    stochastic depth or experts that get no tokens. The lower quartile stands three disturbed rounds
+    of four, and one of four in which a layer does nothing. Of fewer than :data:`MANY` rounds it is
+    the minimum, since of so few, noise is the greater danger.
+    """
+    return sorted(times)[_quarter(times)]
+
+
+def spread(times: Sequence[float]) -> float:
+    """Half the distance of the quartiles of a time over rounds: how far it varies between them.
+
+    A single round that was disturbed for long does not change it, unless there are fewer than
+    :data:`MANY`, of which it is half the distance of the extremes.
+    """
+    ordered, quarter = sorted(times), _quarter(times)
+    return (ordered[-1 - quarter] - ordered[quarter]) / 2
+
+
+def _quarter(times: Sequence[float]) -> int:
+    return (len(times) - 1) // 4 if len(times) >= MANY else 0
+
+
+def verify_timed(times: Sequence[float], device: object, what: str, elsewhere: str) -> None:
+    """Check that anything takes time, before it is balanced by it.
+
+    Raises:
+        ValueError: nothing does.
+    """
+    if not any(times):
+        raise ValueError(
+            f"{what} must take time to be balanced by it, and on virtual accelerators only what "
+            f"has a cost does (device: {device}, times: 0 for all {len(times)} {what}); measure "
+            "within torchgpipe.testing.observe(costs='measured'), or with costs of what they call, "
+            f"as in costs={{'addmm': 1.0}}, or {elsewhere}"
+        )
+
+
+def pooled(
+    kinds: Sequence[Hashable], times: Sequence[float], spreads: Sequence[float]
+) -> tuple[list[float], list[float]]:
+    """Give layers of one kind one time, as far as the measurement cannot tell them apart.
+
+    Equal blocks are the rule in large models, and the middle of several measurements is surer than
+    each. But a kind is only what can be seen from outside. So a layer keeps its own time if that
+    is farther from the middle one of its kind than :data:`NOISE` spreads: its own, or the usual
+    one, since of few rounds a layer's own spread may be small by chance.
+
+    Args:
+        kinds: the kind of each layer.
+        times: the time of each layer, in any unit.
+        spreads: how far each time varies, in the same unit.
+
+    Returns:
+        The times and the spreads, the same for layers that are pooled: the median of each.
+    """
+    found, noise = [*times], [*spreads]
+    groups: dict[Hashable, list[int]] = {}
+    for k, kind in enumerate(kinds):
+        groups.setdefault(kind, []).append(k)
+    for group in groups.values():
+        # A layer of them, and no mean of two, which might be like neither.
+        middle = sorted(group, key=times.__getitem__)[(len(group) - 1) // 2]
+        usual = median(spreads[k] for k in group)
+        near = [k for k in group if abs(times[k] - times[middle]) <= NOISE * max(spreads[k], usual)]
+        time, spread = median(times[k] for k in near), median(spreads[k] for k in near)
+        for k in near:
+            found[k], noise[k] = time, spread
+    return found, noise
+
+
+# Sandboxes: copies of layers that run on a device again and again, to be measured there.
+
 
 Sample = TypeVar("Sample")
 
@@ -233,3 +346,77 @@ def copied(layer: nn.Module, device: torch.device) -> nn.Module:
 def leaves(batch: Batch) -> Batch:
     """The same values without what they were computed from."""
     return batch.replace([x.detach().requires_grad_(x.requires_grad) for x in batch])
+
+
+# The memory that operators allocate, on devices whose allocator does not count it.
+
+
+class LiveStorages:
+    """The storages that operators have made within a ``with`` block and that still live."""
+
+    def __init__(self) -> None:
+        self._made: dict[StorageWeakRef, int] = {}
+        #: The most bytes that lived at the same time.
+        self.highest = 0
+        self._mode = watching(self.add)
+
+    def __enter__(self) -> LiveStorages:
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._mode.__exit__(*exception)
+
+    def add(self, inputs: Any, output: Any) -> None:
+        """Take note of the storages that an operator has made."""
+        known = {StorageWeakRef(x.untyped_storage()) for x in strided(inputs)}
+        for x in strided(output):
+            reference = StorageWeakRef(x.untyped_storage())
+            if reference not in known:
+                self._made[reference] = x.untyped_storage().nbytes()
+        self.highest = max(self.highest, sum(self.sizes()))
+
+    def sizes(self) -> list[int]:
+        """The bytes of each storage that still lives."""
+        # A step makes thousands, which would be asked again after each operator.
+        self._made = {key: size for key, size in self._made.items() if not key.expired()}
+        return [*self._made.values()]
+
+
+def watching(note: Callable[[Any, Any], None]) -> Any:
+    """Context manager that calls a function with the inputs and the output of each operator.
+
+    Operators of backward are among them, wherever it runs in a thread of the block.
+    """
+    return _mode()(note)
+
+
+# Made once, since only Python's collector frees a class.
+@cache
+def _mode() -> Any:
+    # To mypy, PyTorch's class is any object.
+    class AllocationMode(_torch.DispatchMode):  # type: ignore[misc]
+        def __init__(self, note: Callable[[Any, Any], None]) -> None:
+            super().__init__()
+            self._note = note
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            output = func(*args, **(kwargs or {}))
+            self._note((args, kwargs), output)
+            return output
+
+    return AllocationMode
+
+
+def strided(values: Any) -> list[Tensor]:
+    """The tensors among values that have memory of their own, as sparse ones have not."""
+    found = [x for x in trees.leaves_of(values) if isinstance(x, Tensor)]
+    return [x for x in found if x.layout == torch.strided]
+
+
+def sizes_of(values: Any) -> dict[int, int]:
+    """The addresses of the memory of tensors among values, with its bytes."""
+    found = [x.untyped_storage() for x in strided(values) if x.numel()]
+    return {x.data_ptr(): x.nbytes() for x in found}

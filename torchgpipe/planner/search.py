@@ -18,17 +18,17 @@ from typing import NamedTuple
 import torch
 
 from torchgpipe.planner.cuts import cut, others
-from torchgpipe.planner.layers import Layer, Line
+from torchgpipe.planner.layers import LayerCosts, Line
 from torchgpipe.planner.memory import Issued, LossMemory, issued, peaks, ways
 from torchgpipe.planner.record import Sizes
-from torchgpipe.planner.stages import Stage
+from torchgpipe.planner.stage_memory import Stage
+from torchgpipe.schedule.candidates import built_in
 from torchgpipe.schedule.costs import Costs, Table
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.looped import fill_drain
 from torchgpipe.schedule.program import Overlap, Skips
-from torchgpipe.schedule.rehearsal import Rehearsal
 from torchgpipe.schedule.rewrite import checkpointed
-from torchgpipe.schedule.search import built_in
+from torchgpipe.schedule.simulator import Rehearsal
 
 __all__ = ["Problem", "Search", "Setting", "Trial", "search"]
 
@@ -49,7 +49,7 @@ class Problem:
     """A model to plan, and the devices to plan it for.
 
     Args:
-        layers: its layers; behind them the loss, if the schedule has it inside.
+        layers: its layers; after them the loss, if the schedule has it inside.
         sizes: the memory that these take.
         has_loss: whether the last layer is the loss.
         batch: the rows of a mini-batch.
@@ -65,7 +65,7 @@ class Problem:
         ties: pairs of layers that share a weight, so they must be on one worker.
     """
 
-    layers: Sequence[Layer]
+    layers: Sequence[LayerCosts]
     sizes: Sizes
     has_loss: bool
     batch: int
@@ -256,7 +256,7 @@ class Search:
         time = rehearsal.makespan(Table(costs, base.placement, schedule.skips))
         memory = self.peaks(order, base.placement, base.chunks, balance)
         excess = max(0.0, *(x - limit for x, limit in zip(memory, problem.memory)))
-        # The loss is behind the last layer, on the last worker.
+        # The loss is after the last layer, on the last worker.
         own = [w for size, w in zip(balance, base.placement) for _ in range(size)]
         own.append(base.placement[-1])
         if any(own[a] != own[b] for a, b in problem.ties):

@@ -1,9 +1,10 @@
-"""The tensors that layers change in their forward: a second run finds what the first run found.
+"""The tensors that layers change in their forward: a recomputation finds what the first run found.
 
 Spectral normalisation improves its vectors in each forward, a codebook moves, an average goes on.
-So a second run must see the values of before the first run of its cell, and leave alone what other
-cells have made of them since. Each first run copies the buffers that change, and the second run
-works on a copy of this copy, which takes the buffer's place in the layer for that time.
+So a recomputation must see the values of before the first run of its cell, and leave alone what
+other cells have made of them since. Each first run copies the buffers that change, and the
+recomputation works on a copy of this copy, which takes the buffer's place in the layer for that
+time.
 
 Copying all buffers would cost a model with large masks or tables their memory once per micro-batch.
 So the first step copies each buffer once, and learns from it which buffers the layers change.
@@ -107,7 +108,7 @@ class SeenParameter(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """A parameter of which no second run finds what it was.
+    """A parameter of which no recomputation finds what it was.
 
     Args:
         place: where it is.
@@ -146,7 +147,7 @@ class Buffers:
         self._lists: list[list[Copy]] = []
         #: Whether this step learns of parameters.
         self.watches = False
-        #: The parameter that makes second runs impossible, if there is one.
+        #: The parameter that makes recomputations impossible, if there is one.
         self.lost: Lost | None = None
         self._changing: list[Place] = []
         #: Buffers of which nothing is known, and what the first of these cells found there.
@@ -179,7 +180,7 @@ class Buffers:
         return {id(_buffer(place)) for place in self._changing}
 
     def not_lasting(self) -> set[int]:
-        """The identities of buffers that are not the same tensors in a second run.
+        """The identities of buffers that are not the same tensors in a recomputation.
 
         Autograd saves a parameter itself, and not what it holds, so parameters last.
         """
@@ -250,12 +251,12 @@ class Buffers:
         """Copy buffers before a first run, and learn from it, in a ``with`` block around it.
 
         Args:
-            copies: where to put them, for the second run.
+            copies: where to put them, for the recomputation.
         """
         return FirstRun(self, copies)
 
     def late(self) -> list[Copy]:
-        """List what layers have begun to change, which second runs shall not change again."""
+        """List what layers have begun to change, which recomputations shall not change again."""
         return [(seen.place, _buffer(seen.place)) for seen in self._quiet if seen.is_changed]
 
     def settle(self) -> None:
@@ -300,7 +301,7 @@ class FirstRun:
 
 
 def put(copies: Iterable[Copy]) -> None:
-    """Give layers the copies, which have been made before a first run, for a second run."""
+    """Give layers the copies, which have been made before a first run, for a recomputation."""
     once: dict[int, Tensor] = {}
     for (module, name), tensor in copies:
         table: dict[str, Any] = module._buffers
@@ -311,7 +312,7 @@ def put(copies: Iterable[Copy]) -> None:
 
 
 def lost(found: Lost) -> RuntimeError:
-    """The error for a parameter of which no second run finds what it was."""
+    """The error for a parameter of which no recomputation finds what it was."""
     (module, name), late = found
     where = f"layer: {type(module).__name__}, parameter: {name}"
     if late:
@@ -358,7 +359,7 @@ def _seen(place: Place, once: dict[int, Tensor] | None = None) -> Seen:
 def _copy(tensor: Tensor | None, once: dict[int, Tensor]) -> Tensor | None:
     """Copy a buffer, once for all places where it is."""
     if tensor is None or is_lazy(tensor):
-        # Its layer makes it in the first run. Second runs get copies of what it holds by then.
+        # Its layer makes it in the first run. Recomputations get copies of what it holds by then.
         return tensor
     if id(tensor) not in once and isinstance(tensor, nn.Parameter):
         once[id(tensor)] = _alias(tensor, copies=tensor.nbytes <= SMALL)

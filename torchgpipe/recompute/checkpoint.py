@@ -4,8 +4,8 @@ The cell runs once, as always, and autograd records it as always. But each tenso
 saves for backward is exchanged for an empty :class:`Slot`, unless the tensor exists anyway, as
 weights and the cell's input do. In backward, before the gradient of the micro-batch arrives,
 :class:`Recompute` runs the cell a second time, and the tensors that this run saves fill the slots
-in the same order. The second run ends with the last tensor that was dropped, if only weights come
-behind it, and its graph is thrown away. Where nothing was dropped, there is no second run.
+in the same order. The recomputation ends with the last tensor that was dropped, if only weights
+come after it, and its graph is thrown away. Where nothing was dropped, there is no recomputation.
 
 So there is one graph, the cell's own: parameters receive their gradients from it once, and
 ``torch.autograd.grad`` and double backward see what they see without checkpointing. The obvious
@@ -45,13 +45,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from torchgpipe import _torch
 from torchgpipe._torch.dynamo import uncompiled
-from torchgpipe.ambient.autocast import is_within_autocast, own_casts
 from torchgpipe.ambient.context import Context, Hooks, SavedSettings, current_hooks
+from torchgpipe.ambient.modes import is_within_autocast, own_casts
 from torchgpipe.ambient.nesting import holding
 from torchgpipe.ambient.notes import layer as current
 from torchgpipe.ambient.random_numbers import FirstNumbers
 from torchgpipe.autograd.fork_join import fork, needs_backward
-from torchgpipe.autograd.recompute import Recompute
+from torchgpipe.autograd.recomputation import Recompute
 from torchgpipe.devices.streams import (
     AbstractStream,
     current_stream,
@@ -59,12 +59,10 @@ from torchgpipe.devices.streams import (
     has_streams,
     use_stream,
 )
-from torchgpipe.recompute.filling import Enough, Filling, Saved
 from torchgpipe.recompute.input import StoredInput
 from torchgpipe.recompute.keep import Values
-from torchgpipe.recompute.kept import Kept
 from torchgpipe.recompute.phase import checkpointing, recomputing
-from torchgpipe.recompute.slots import Slot, explain, modified
+from torchgpipe.recompute.slots import Enough, Filling, Kept, Saved, Slot, explain, modified
 from torchgpipe.recompute.verification import Compared, dropped, filling_memory, is_verifying
 from torchgpipe.values.microbatch import Batch
 
@@ -75,13 +73,13 @@ class Checkpoint:
     """One run of a function that can be repeated to obtain the tensors it saved for backward.
 
     Args:
-        function: the function; a second run on the same input must save the same tensors.
+        function: the function; a recomputation on the same input must save the same tensors.
         context: the modes of the caller, for both runs.
         stream: the stream on which the function computes, for both runs.
         within: a context manager to recompute in.
         lasting: tensors that exist anyway, as weights do, or aliases of these, by the identities of
             the tensors. They, and views of them, are neither dropped nor recomputed.
-        whole: whether a second run always goes to its end.
+        whole: whether a recomputation always goes to its end.
         shapes: the shapes of what other checkpoints have dropped, to which this one adds its own.
     """
 
@@ -161,7 +159,7 @@ class Checkpoint:
         return len(self.kept.tensors) != len(self.places)
 
     def settle(self) -> None:
-        """Let go of everything if nothing was dropped, so that there will be no second run."""
+        """Let go of everything if nothing was dropped, so that there will be no recomputation."""
         if not self._has_dropped():
             self.places, self.stored = [], None
             self.kept.let_go()
@@ -214,7 +212,7 @@ class Checkpoint:
         self._again(partial(self._fill, places), let_go=True)
 
     def _again(self, run: Callable[[FirstNumbers, Batch], None], *, let_go: bool) -> None:
-        """Do a second run, as the first one was done."""
+        """Do a recomputation, as the first one was done."""
         assert self.stored is not None
         device = get_device(self.stream)
         found = SavedSettings([device], self.context.modes)
@@ -224,14 +222,14 @@ class Checkpoint:
             # guard: letting go of what was kept
             (stored, numbers), self.stored = self.stored, None if let_go else self.stored
             # Unpack in the modes of backward, as autograd does where it calls the caller's hooks.
-            # From here on the second run alone holds the memory of the input.
+            # From here on the recomputation alone holds the memory of the input.
             again = stored.unpack()
             del stored
             with self.context.entered(found), own_casts() if within else nullcontext():
                 holding(numbers.locks, partial(run, numbers, again))
 
     def _fill(self, places: Sequence[Saved], numbers: FirstNumbers, again: Batch) -> None:
-        # Layers behind the last dropped tensor need not run again, unless all that the first run
+        # Layers after the last dropped tensor need not run again, unless all that the first run
         # did has to be compared. The run is cut short only where that spares computing with
         # weights, since raising an exception takes time, too.
         kept, compared = self.kept, self._compared(places)

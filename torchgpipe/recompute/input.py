@@ -1,7 +1,7 @@
-"""The input of a checkpointed cell, which a step keeps for the second run.
+"""The input of a checkpointed cell, which a step keeps for the recomputation.
 
 The caller's own hooks for saved tensors see this input, as if autograd had saved it, and may put it
-somewhere else. They do not see tensors that a second run computes again.
+somewhere else. They do not see tensors that a recomputation computes again.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient.context import Hooks
 from torchgpipe.ambient.notes import layer as current
-from torchgpipe.autograd.phony import get_phony
-from torchgpipe.autograd.recompute import Unpack
+from torchgpipe.autograd.fork_join import get_phony
+from torchgpipe.autograd.recomputation import Unpack
 from torchgpipe.autograd.versions import version_of
 from torchgpipe.values.microbatch import Batch
 

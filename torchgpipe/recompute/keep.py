@@ -1,6 +1,6 @@
-"""Values of the first run of a cell that its second run gets, too, whatever that one computes.
+"""Values of the first run of a cell that its recomputation gets, too, whatever that one computes.
 
-Second runs find random numbers, modes and buffers as they were. But an operator that adds in
+Recomputations find random numbers, modes and buffers as they were. But an operator that adds in
 another order, as some do on accelerators, may break a tie the other way. A router that sends rows
 to experts would send other rows then, and the gradients would be of another function.
 """
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from torchgpipe._torch.dynamo import uncompiled
-from torchgpipe.autograd.phony import get_phony
-from torchgpipe.autograd.recompute import Unpack
+from torchgpipe.autograd.fork_join import get_phony
+from torchgpipe.autograd.recomputation import Unpack
 from torchgpipe.autograd.versions import version_of
 from torchgpipe.recompute.phase import phase
 from torchgpipe.recompute.slots import described, mismatch, modified
@@ -54,8 +54,8 @@ class Values:
         """The leaf of the first run in place of the one of the second.
 
         Raises:
-            RuntimeError: the second run keeps another kind of value, or more of them; or the kept
-                one was changed in place since.
+            RuntimeError: the recomputation keeps another kind of value, or more of them; or the
+                kept one was changed in place since.
         """
         if not self._leaves:
             raise mismatch("a further value that is kept", "nothing more")
@@ -78,7 +78,7 @@ class Values:
 
 @uncompiled
 def keep(value: Value) -> Value:
-    """Keep a value for the second run of a checkpointed cell; a layer calls this in its forward.
+    """Keep a value for the recomputation of a checkpointed cell; a layer calls this in its forward.
 
     ::
 
@@ -88,13 +88,14 @@ def keep(value: Value) -> Value:
             weights = scores.gather(-1, experts)
             ...
 
-    What the first run has computed is what the second run gets, even if it computes something else.
-    So compute with what is returned: the operators before save what the second run computes, as
+    What the first run has computed is what the recomputation gets, even if it computes something
+    else.
+    So compute with what is returned: the operators before save what the recomputation computes, as
     ``topk`` does for the gradient of its values. The layers must keep as many values in both runs,
     in the same order. A kept value takes memory until its cell is computed again.
 
     Where nothing is computed again, the value is returned as it is. That is also so within a
-    checkpoint of PyTorch, whose second runs are its own.
+    checkpoint of PyTorch, whose recomputations are its own.
 
     Args:
         value: any nested structure of tensors and other objects.

@@ -9,14 +9,14 @@
     back         ┊     ┊               1     0
               memory of the host
 
-A cell leaves when its layers have run, behind one event. The compute stream waits for the copy only
-behind the layers of the next cell, and then the memory is free. The obvious way, ``record_stream``,
+A cell leaves when its layers have run, after one event. The compute stream waits for the copy only
+after the layers of the next cell, and then the memory is free. The obvious way, ``record_stream``,
 would have it wait as long, and hold the memory for one cell more.
 
-The last two micro-batches stay, by the rule of :mod:`~torchgpipe.schedule.trips`. Keeping one more
-than the last takes no more memory.
+The last two micro-batches stay, by the rule of :mod:`~torchgpipe.schedule.lifetimes`. Keeping one
+more than the last takes no more memory.
 
-A cell comes back when backward asks for the first tensor of the cell behind it [1]. The memory it
+A cell comes back when backward asks for the first tensor of the cell after it [1]. The memory it
 comes to is new memory of the compute stream. So the copy waits for what that stream has been given
 so far, and comes no earlier than needed. The cell's own layers wait for the copy when they ask for
 their first tensor.
@@ -41,8 +41,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient import labels
 from torchgpipe.ambient.context import current_hooks
-from torchgpipe.devices.host import HostMemory
-from torchgpipe.devices.pool import StreamPool
+from torchgpipe.devices.pool import HostMemory, StreamPool
 from torchgpipe.devices.recorder import Mark, Recorder
 from torchgpipe.devices.streams import (
     AbstractStream,
@@ -57,13 +56,13 @@ from torchgpipe.devices.streams import (
 from torchgpipe.partition.keeping import Offload
 from torchgpipe.recompute.slots import explain, modified
 from torchgpipe.recompute.storage import Storage, View, is_held, key_of, sent, size_of
-from torchgpipe.schedule.trips import leaving
+from torchgpipe.schedule.lifetimes import leaving
 
 __all__: list[str] = []
 
 
 class Window:
-    """The cells of one compute stream that are leaving: gone behind the next instruction."""
+    """The cells of one compute stream that are leaving: gone after the next instruction."""
 
     def __init__(self) -> None:
         self._now: list[Offloaded] = []
@@ -162,7 +161,7 @@ class Offloaded:
         self._views: dict[int, list[ref[View]]] = {}
         #: What has left, and is not wanted yet; or has come, and nobody has waited for it.
         self._storages: list[Storage] = []
-        #: An event behind the copies of these, and whether they have left the device.
+        #: An event after the copies of these, and whether they have left the device.
         self._copied: Event | None = None
         self._has_left = False
         #: Whether somebody has asked for them, and whether backward has come here.
@@ -196,7 +195,7 @@ class Offloaded:
     def leave(self) -> None:
         """Let what was saved leave, once the output was handed on.
 
-        Whoever takes the output needs not wait for the cell before, which is gone behind it.
+        Whoever takes the output needs not wait for the cell before, which is gone after it.
         """
         # A cell in a window does not hold it, since neither would be free after an error.
         window, self._window = self._window, None
@@ -228,7 +227,7 @@ class Offloaded:
                 left -= size
                 storages.append(sent(found, self._memory))
         if storages:
-            # guard: out behind the layers
+            # guard: out after the layers
             wait_for(self._memory.out, _event(self.stream))
             self._copy("out", self._memory.out, storages, Storage.leave)
 
@@ -250,9 +249,9 @@ class Offloaded:
         with use_stream(self.stream):
             for storage in self._storages:
                 storage.make_room(device)
-        # Behind what was in its memory, and what deterministic mode fills new memory with; and
-        # behind the copy out, for which that stream has waited.
-        # guard: back behind compute
+        # After what was in its memory, and what deterministic mode fills new memory with; and
+        # after the copy out, for which that stream has waited.
+        # guard: back after compute
         wait_for(back, _event(self.stream))
         self._copy("back", back, self._storages, Storage.come)
 
@@ -280,7 +279,7 @@ class Offloaded:
     def _arrive(self) -> None:
         """Have the compute stream wait for the copies."""
         assert self._copied is not None
-        # guard: compute behind copies
+        # guard: compute after copies
         wait_for(self.stream, self._copied)
         for storage in self._storages:
             storage.lane = None

@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 from torchgpipe._torch.dynamo import uncompiled
-from torchgpipe.ambient.thread import registered
+from torchgpipe.ambient.context import registered
 
 __all__ = ["is_checkpointing", "is_recomputing"]
 
@@ -67,7 +67,7 @@ class checkpointing:
 
 
 class recomputing:
-    """Mark the second run of a checkpointed cell within a ``with`` block.
+    """Mark the recomputation of a checkpointed cell within a ``with`` block.
 
     Args:
         values: has what layers have kept.

@@ -1,8 +1,8 @@
-"""Selective checkpoints: a policy of PyTorch's says what the second run of a cell computes anew.
+"""Selective checkpoints: a policy of PyTorch's says what the recomputation of a cell computes anew.
 
 ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` makes two context managers, one for
 each run. The first one keeps what the policy names, and the second one hands it out in place of
-computing it. All else is done as without: the second run fills the slots of what was dropped.
+computing it. All else is done as without: the recomputation fills the slots of what was dropped.
 
 PyTorch counts the operators of both runs, and knows by its number what to hand out. So the layers
 alone run within the context managers, and not what is done around one of the runs, such as copying
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils import checkpoint
 
 from torchgpipe import _torch
-from torchgpipe.ambient.autocast import own_casts
+from torchgpipe.ambient.modes import own_casts
 from torchgpipe.devices.streams import current_stream, get_device
 from torchgpipe.partition.keeping import Policy
 from torchgpipe.recompute.offload import Offloaded
@@ -32,7 +32,7 @@ from torchgpipe.values import trees
 
 __all__: list[str] = []
 
-#: The context managers of the first and the second run of one cell.
+#: The context managers of the first run and the recomputation of one cell.
 Contexts: TypeAlias = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 #: For cells without a policy.
@@ -58,7 +58,7 @@ def contexts_of(policy: Policy, offloaded: Offloaded | None) -> Contexts:
         return first, second
     results = Results(first, offloaded)
     if getattr(second, "policy_fn", None) is not None:
-        # Before PyTorch 2.13 the second run asks again.
+        # Before PyTorch 2.13 the recomputation asks again.
         second.policy_fn = Results(second, None).choose
     return Counted(first, results), Counted(second, results)
 
@@ -85,7 +85,7 @@ class uncounted:
 
 
 class Results:
-    """The results of operators that PyTorch's mode keeps for the second run of a cell.
+    """The results of operators that PyTorch's mode keeps for the recomputation of a cell.
 
     Args:
         mode: the mode, whose policy is asked by this object from here on.

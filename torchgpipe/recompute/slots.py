@@ -1,13 +1,22 @@
-"""Slots: the places of tensors that were saved for backward, dropped, and are recomputed."""
+"""Slots: the places of saved tensors that were dropped, what fills them, and what need not."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from torchgpipe import _torch
+from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient.notes import layer as current
 
 __all__: list[str] = []
+
+
+# Slots: the places of tensors that were saved for backward, dropped, and are recomputed.
 
 
 class Slot:
@@ -60,7 +69,7 @@ def verify_like(tensor: Tensor, saved: Tensor | Slot, by: str | None) -> None:
     """Check that a tensor has the shape and dtype of the one that was saved in forward.
 
     Args:
-        tensor: the tensor of the second run.
+        tensor: the tensor of the recomputation.
         saved: the one that was saved in forward, or its place.
         by: the layer that saved it.
 
@@ -91,7 +100,7 @@ def mismatch(actual: str, expected: str) -> RuntimeError:
     return RuntimeError(
         "a recomputation must save the same tensors for backward as the forward "
         f"(recomputation: {actual}, forward: {expected}); make the layers compute the same from "
-        "the same input whenever they run (is_recomputing() tells the second run)"
+        "the same input whenever they run (is_recomputing() tells the recomputation)"
     )
 
 
@@ -123,3 +132,213 @@ def explain(error: RuntimeError) -> None:
             "these save, since they take no hooks for saved tensors "
             f"(PyTorch: {error}); use checkpoint='never' for the partition"
         ) from error
+
+
+# Tensors that layers save for backward and that exist anyway: weights, buffers and the input.
+#
+# They are neither dropped nor recomputed. What has to be known of them is how often each had been
+# changed in place when a layer saved it: after a change, its gradients would be wrong without a
+# word.
+#
+# Weights and buffers are almost half of what layers save. So each is its own place in the list of
+# slots, and its version is a number in a table. Objects for them would take time in each cell,
+# and in Python's garbage collector even more.
+
+
+_version = attrgetter("_version")
+
+_NONE: frozenset[int] = frozenset()
+
+
+class Kept:
+    """The tensors that the layers of one cell save, and that exist anyway."""
+
+    __slots__ = (
+        "_after",
+        "_changed_by_others",
+        "_opened",
+        "_several",
+        "layers",
+        "tensors",
+        "versions",
+    )
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        #: The version that backward shall find, by the identity of the tensor.
+        self.versions: dict[int, int] = {}
+        #: The layer that saved the tensor first, by the identity of the tensor.
+        self.layers: dict[int, str | None] = {}
+        #: The tensors that several layers have saved.
+        self._several = _NONE
+        #: The versions when the layers had run.
+        self._after: tuple[int, ...] = ()
+        self._changed_by_others = _NONE
+        #: The versions when the recomputation began.
+        self._opened: tuple[int, ...] = ()
+
+    def add(self, tensor: Tensor) -> Tensor:
+        """Take note of a tensor that a layer saves; return what autograd shall hold instead."""
+        version = tensor._version
+        # One number for both tables: a pipeline keeps very many.
+        own = id(tensor)
+        if self.versions.setdefault(own, version) != version:
+            # The layers have changed it since another one saved it, so it needs a second number.
+            tensor = tensor.detach()
+            own = id(tensor)
+            self.versions[own] = version
+        if self.layers.setdefault(own, current.name) != current.name:
+            self._several |= {own}
+        self.tensors.append(tensor)
+        return tensor
+
+    def close(self) -> None:
+        """Take note of the versions when the layers have run."""
+        self._after = tuple(map(_version, self.tensors))
+
+    @property
+    def changed(self) -> bool:
+        """Whether the layers changed a tensor in place after they had saved it."""
+        return self._after != tuple(map(self.versions.get, map(id, self.tensors)))
+
+    def open(self) -> None:
+        """Prepare for the recomputation, in which the layers may change their own tensors again."""
+        self._opened = now = tuple(map(_version, self.tensors))
+        if now != self._after:
+            pairs = zip(self.tensors, now, self._after)
+            changed = [id(x) for x, found, after in pairs if found != after]
+            self._changed_by_others = frozenset(changed)
+
+    def verify_like(self, kept: Tensor, tensor: Tensor) -> None:
+        """Check that a tensor that a recomputation saves is like the one that is kept.
+
+        Raises:
+            RuntimeError: it is not.
+        """
+        by = current.name if id(kept) in self._several else self.layers[id(kept)]
+        verify_like(tensor, kept, by)
+
+    def accept(self, tensor: Tensor, before: Sequence[Any]) -> None:
+        """Accept a change in a recomputation before it saves the tensor, as in the first run.
+
+        Args:
+            tensor: the tensor.
+            before: what the recomputation has saved so far. If the tensor is among it, its change
+                came too late, and backward raises an error.
+        """
+        if id(tensor) in self._changed_by_others or any(x is tensor for x in before):
+            return
+        # A recomputation may change a copy instead. Then a change of the tensor itself is of the
+        # first run, after it had been saved.
+        # guard: changes of the first run
+        if dict(zip(map(id, self.tensors), self._opened))[id(tensor)] != tensor._version:
+            self.versions[id(tensor)] = tensor._version
+
+    def settle(self, before: Sequence[Any], after: Sequence[Any]) -> None:
+        """Accept changes of tensors that a recomputation did not save, since it ended before.
+
+        Args:
+            before: what the recomputation has saved.
+            after: what it has not saved.
+        """
+        for tensor in after:
+            if tensor._version != self.versions[id(tensor)]:
+                self.accept(tensor, before)
+
+    def let_go(self) -> None:
+        """Let go of the tensors; only autograd holds them from here on."""
+        self.tensors.clear()
+
+    def modified(self, tensor: Tensor) -> RuntimeError:
+        """The error for a tensor that was changed in place since a layer saved it."""
+        return modified(tensor, self.versions[id(tensor)], self.layers[id(tensor)])
+
+
+# Filling: what the recomputation of a cell saves goes into the slots of the first run.
+
+
+#: The slot of a tensor that was dropped, or a tensor that exists anyway.
+Saved: TypeAlias = Slot | Tensor
+
+
+class Enough(BaseException):
+    """The end of a recomputation that has filled all slots with tensors that are complete.
+
+    It is a BaseException, since layers may catch errors. Forward hooks do not run after it.
+    """
+
+
+class Filling:
+    """Hook for saved tensors that fills slots with what a recomputation saves.
+
+    An operator may hand a tensor to autograd before it writes to the tensor, as ``rrelu`` does with
+    its noise. Such a tensor requires no gradient: of others, an operator would hand over a copy. So
+    a recomputation ends within the operator that saves the last tensor only if all that this
+    operator has saved requires a gradient, and else when a later operator saves something.
+
+    Args:
+        places: the places of what the first run saved, in order.
+        kept: the tensors among them that exist anyway.
+        whole: whether the recomputation goes on to its end after it has filled the last slot.
+    """
+
+    __slots__ = ("count", "due", "kept", "places", "unwritten", "whole")
+
+    def __init__(self, places: Sequence[Saved], kept: Kept, whole: bool) -> None:
+        self.places = places
+        self.kept = kept
+        self.whole = whole
+        self.count = 0
+        #: The number of autograd's next node when a tensor came that may not be written yet. While
+        #: it is the same number, the operator that saved the tensor may still run.
+        self.unwritten = -1
+        #: The number of places to come to. After them are only tensors that exist anyway.
+        self.due = len(places)
+        while not whole and not isinstance(places[self.due - 1], Slot):
+            self.due -= 1
+
+    @property
+    def missing(self) -> Sequence[Saved]:
+        """The places that the recomputation did not come to yet."""
+        return self.places[self.count : self.due]
+
+    @uncompiled
+    def next(self, tensor: Tensor) -> None:
+        """Fill the next slot.
+
+        Raises:
+            RuntimeError: the tensor is not like the one of the forward, or no slot is free.
+            Enough: all slots are full, and all that is in them has been written.
+        """
+        count = self.count
+        if count < self.due:
+            place = self.places[count]
+            if isinstance(place, Slot):
+                place.fill(tensor)
+                # guard: what is written after it was saved
+                if not tensor.requires_grad:
+                    self.unwritten = _torch.next_node()
+            else:
+                if place is not tensor:
+                    self.kept.verify_like(place, tensor)
+                if place._version != self.kept.versions[id(place)]:
+                    self.kept.accept(place, self.places[:count])
+            self.count = count = count + 1
+        elif self.whole:
+            raise mismatch(described(tensor, current.name), "nothing more")
+        if count == self.due and not self.whole and self.unwritten != _torch.next_node():
+            raise Enough
+
+    def settle(self) -> None:
+        """Check, after the recomputation, that it has saved all that it had to.
+
+        Raises:
+            RuntimeError: it has saved less than the first run.
+        """
+        if self.count == len(self.places):
+            return
+        for place in self.missing:
+            by = place.layer if isinstance(place, Slot) else self.kept.layers[id(place)]
+            raise mismatch("nothing more", described(place, by))
+        before, after = self.places[: self.count], self.places[self.count :]
+        self.kept.settle(before, [x for x in after if isinstance(x, Tensor)])

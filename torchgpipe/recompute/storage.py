@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from torchgpipe import _torch
 from torchgpipe.ambient.notes import layer as current
-from torchgpipe.devices.host import HostMemory
+from torchgpipe.devices.pool import HostMemory
 from torchgpipe.devices.streams import AbstractStream, Event, record_stream
 from torchgpipe.values.structure import is_dense
 
@@ -43,7 +43,7 @@ class Storage:
         self.size = len(self.here)
         self.memory = memory
         self.buffer: Tensor | None = None
-        #: An event behind the last copy.
+        #: An event after the last copy.
         self.event: Event | None = None
         #: The stream that copies, as long as nobody has waited for the copy.
         self.lane: AbstractStream | None = None

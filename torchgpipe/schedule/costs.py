@@ -9,8 +9,8 @@ from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
 from torchgpipe.checks import finite, is_number, verify, verify_function, verify_kind
+from torchgpipe.schedule.lifetimes import Tracks, trips
 from torchgpipe.schedule.program import Edge, Instruction, Program, Skips, operations
-from torchgpipe.schedule.trips import Tracks, trips
 
 __all__ = ["Costs", "Each", "Table", "numbers"]
 
@@ -37,12 +37,12 @@ class Costs:
         checkpoint: memory that a cell with an R keeps from F until R.
         away: the part of ``activation`` that leaves for the memory of the host. A cell leaves if it
             has no R, and at least three instructions of its worker lie between its F and its B or
-            I. Until the instruction behind its F is done, it is there.
+            I. Until the instruction after its F is done, it is there.
         out: the time to copy this to the host. The copies of a worker are made one after the other.
         back: the time to copy it back; as long as ``out`` if None. Copies to the host and back do
             not slow each other down.
         ahead: how many instructions before its backward a cell comes back.
-        switches: the workers behind each switch, which share a link to the host. In each direction
+        switches: the workers after each switch, which share a link to the host. In each direction
             a switch has one copy at a time.
     """
 
@@ -132,7 +132,7 @@ class Table:
             "switches must name workers, each once",
             "switches",
             costs.switches,
-            "give the workers behind each switch, as in [(0, 1), (2, 3)]",
+            "give the workers after each switch, as in [(0, 1), (2, 3)]",
         )
         #: The number of the switch of each worker that has one.
         self.switch = {w: k for k, group in enumerate(costs.switches) for w in group}

@@ -9,9 +9,9 @@ from itertools import chain
 from os import PathLike
 
 from torchgpipe.checks import MOST, listed, shown, verify, verify_kind
+from torchgpipe.schedule.grid import characters, unit_times, write_svg
 from torchgpipe.schedule.lifetimes import Lifetimes, lifetimes
 from torchgpipe.schedule.overlapped import overlapped, paired
-from torchgpipe.schedule.picture import characters, unit_times, write_svg
 from torchgpipe.schedule.program import Instruction, Op, Overlap, Program, operations, together
 from torchgpipe.schedule.rewrite import deferred, fused, halved, recomputed, truncated
 
@@ -109,7 +109,7 @@ class Schedule:
         return replace(self, program=fused(self.program))
 
     def defer_weights(self, k: int | Sequence[int]) -> Schedule:
-        """Return this schedule with each W moved behind the next ``k`` I of its worker.
+        """Return this schedule with each W moved after the next ``k`` I of its worker.
 
         If fewer than ``k`` I follow, W moves to the end of the line. A W inside an overlap keeps
         its place, and so does a W that is late enough already.

@@ -1,28 +1,215 @@
-"""Lifetimes: from when to when a worker keeps what a cell needs later, and where it could be.
-
-A worker has its instructions in order. So positions in its line tell which cells are kept at the
-same time, whatever each instruction takes. Cells that are never kept at the same time can use the
-same memory, a *slot*, in every step again. Slots are of one stage and one kind, since others have
-other sizes. A cell that leaves for the memory of the host is kept twice: until it is gone, and from
-when it comes back.
-
-A lifetime includes both its ends. The two computations of an overlap read and write at the same
-time, so neither can have a slot that the other one frees.
-
-Source: an interval graph is coloured with the fewest colours in the order of the intervals' starts
-(Golumbic, Algorithmic Graph Theory and Perfect Graphs, 1980).
-"""
+"""Lifetimes: how long a worker keeps what a cell needs, and when it is in the host's memory."""
 
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from collections.abc import Iterator, Mapping, Sequence
+from math import inf
 from typing import NamedTuple
 
 from torchgpipe.schedule.program import Instruction, Program, operations, operations_of
-from torchgpipe.schedule.trips import trips
 
-__all__ = ["Lifetime", "Lifetimes"]
+__all__: list[str] = [
+    "Lifetime",
+    "Lifetimes",
+    "Tracks",
+    "Trip",
+    "leaving",
+    "trips",
+]
+
+
+# Trips: when a cell leaves for the memory of the host, and when it comes back.
+#
+# ::
+#
+#   place     0     1     2     3     4     5
+#   compute   F0 ── F1 ── F2 ── B2 ── B1 ── B0          of a worker
+#               ╲  ↗                     ↗
+#   out, back    0                      0               copies of cell 0, beside it
+#
+# The memory of a cell is free when the instruction after its forward is done, and is taken again
+# before the one that it comes back in. So at least three lie between forward and backward, or
+# nothing would be gained. That is the one rule of whoever sends cells away, and of the simulator.
+# Where autograd orders backward, all micro-batches come before it, and so the last two stay:
+# backward needs them at once, and while the second last computes, the one before it is still
+# leaving.
+
+
+#: At least so many instructions lie between the forward and the backward of a cell that leaves.
+BETWEEN = 3
+
+
+class Trip(NamedTuple):
+    """The places in a worker's line of the instructions that a cell on its way has to do with.
+
+    Args:
+        stage: the stage of the cell.
+        microbatch: its micro-batch.
+        begin: its forward.
+        gone: the instruction after which its memory is free.
+        back: the instruction before which it takes memory again, and comes back.
+        end: its backward, or the half for the input.
+    """
+
+    stage: int
+    microbatch: int
+    begin: int
+    gone: int
+    back: int
+    end: int
+
+
+def trips(
+    line: Sequence[Instruction], ahead: Sequence[int], *, policies: bool = False
+) -> list[Trip]:
+    """The trips of a worker's cells, in the order in which they come back.
+
+    Args:
+        line: the instructions of the worker.
+        ahead: for each stage, how many instructions before its backward a cell comes back; 0 if its
+            cells stay.
+        policies: whether cells with an R leave, too, and come back for it, as what a policy sends
+            does. Without a policy such a cell keeps nothing that could leave.
+    """
+    if not any(ahead):
+        return []
+    place = {op: k for k, x in enumerate(line) for op in operations(x)}
+    found = []
+    for op, end in place.items():
+        early = ahead[op.stage]
+        begin = place.get(op._replace(kind="F"))
+        again = place.get(op._replace(kind="R"))
+        if op.kind not in "BI" or not early or begin is None or (again and not policies):
+            continue
+        if again:
+            end = again
+        if end - begin - 1 >= BETWEEN:
+            # One that has not left yet cannot come back.
+            back = min(end, max(begin + 2, end - early))
+            found.append(Trip(op.stage, op.microbatch, begin, begin + 1, back, end))
+    return sorted(found, key=lambda trip: (trip.back, trip.end))
+
+
+def leaving(m: int) -> range:
+    """The micro-batches that leave where autograd orders backward, of ``m``.
+
+    Between forward and backward of micro-batch ``i`` are those of all that come after it.
+    """
+    return range(sum(2 * (m - 1 - i) >= BETWEEN for i in range(m)))
+
+
+#: The start and the end of the copies of cells, by stage and micro-batch.
+CopyTimes = dict[tuple[int, int], tuple[float, float]]
+
+
+class Tracks:
+    """The copies of all workers, to the host and back, in a simulation.
+
+    Args:
+        lines: the trips of each worker.
+        out: the time of a copy to the host, for each stage.
+        back: the time of one back.
+        link: for workers that share a link to the host, its number. In each direction there is one
+            copy at a time. A copy that begins before another one is done takes the time that is
+            left.
+    """
+
+    def __init__(
+        self,
+        lines: Sequence[Sequence[Trip]],
+        out: Sequence[float],
+        back: Sequence[float],
+        link: Mapping[int, int],
+    ) -> None:
+        self._times, self._link = {"out": out, "back": back}, link
+        #: What happens at each place of each worker.
+        self._at: list[dict[int, dict[str, list[Trip]]]] = []
+        for found in lines:
+            at: dict[int, dict[str, list[Trip]]] = {}
+            for trip in found:
+                for name in ("begin", "back", "end"):
+                    at.setdefault(getattr(trip, name), {}).setdefault(name, []).append(trip)
+            self._at.append(at)
+        self._place = [0] * len(lines)
+        #: The time at which each track is free.
+        self._free: dict[tuple[str, int], float] = {}
+        #: The times in which each shared link is taken.
+        self._taken: dict[tuple[str, int], list[tuple[float, float]]] = {}
+        #: The time at which all has left that the instruction before lets leave.
+        self._left: list[float] = [0] * len(lines)
+        self.copies: dict[str, CopyTimes] = {"out": {}, "back": {}}
+
+    def before(self, w: int, now: float) -> float:
+        """Begin the copies back before the next instruction, and return when it may start."""
+        at = self._at[w].get(self._place[w], {})
+        for trip in at.get("back", ()):
+            self._copy("back", w, trip, now)
+        came = [self.copies["back"][trip.stage, trip.microbatch][1] for trip in at.get("end", ())]
+        return max([now, *came])
+
+    def after(self, w: int, now: float) -> float:
+        """Begin the copies to the host after the instruction, and return when it lets go on.
+
+        What the instruction before has sent is gone by then.
+        """
+        at = self._at[w].get(self._place[w], {})
+        self._place[w] += 1
+        until, self._left[w] = max(now, self._left[w]), 0
+        for trip in at.get("begin", ()):
+            self._left[w] = self._copy("out", w, trip, now)
+        return until
+
+    def _copy(self, way: str, w: int, trip: Trip, now: float) -> float:
+        start = max(now, self._free.get((way, w), 0))
+        time = self._times[way][trip.stage]
+        if w in self._link:
+            start, end = pass_through(self._taken.setdefault((way, self._link[w]), []), start, time)
+        else:
+            end = start + time
+        self._free[way, w] = end
+        self.copies[way][trip.stage, trip.microbatch] = start, end
+        return end
+
+
+def pass_through(taken: list[tuple[float, float]], now: float, time: float) -> tuple[float, float]:
+    """Take a link for a copy, whenever it is free, and return the start and the end of the copy.
+
+    Args:
+        taken: the times in which the link is taken, in order, to which these are added.
+        now: when the copy may start.
+        time: how long it takes the link.
+    """
+    parts: list[tuple[float, float]] = []
+    at, left = now, time
+    # Rounding leaves gaps, which carry nothing, and bytes, which wait for nothing.
+    least = time * 1e-9
+    for begin, end in [*taken, (inf, inf)]:
+        if left <= least:
+            break
+        if begin - at > least:
+            parts.append((at, min(begin, at + left)))
+            left -= parts[-1][1] - at
+        at = max(at, end)
+    for part in parts:
+        insort(taken, part)
+    return (parts[0][0], parts[-1][1]) if parts else (now, now)
+
+
+# Lifetimes: from when to when a worker keeps what a cell needs later, and where it could be.
+#
+# A worker has its instructions in order. So positions in its line tell which cells are kept at
+# the same time, whatever each instruction takes. Cells that are never kept at the same time can
+# use the same memory, a *slot*, in every step again. Slots are of one stage and one kind, since
+# others have other sizes. A cell that leaves for the memory of the host is kept twice: until it
+# is gone, and from when it comes back.
+#
+# A lifetime includes both its ends. The two computations of an overlap read and write at the same
+# time, so neither can have a slot that the other one frees.
+#
+# Source: an interval graph is coloured with the fewest colours in the order of the intervals'
+# starts (Golumbic, Algorithmic Graph Theory and Perfect Graphs, 1980).
 
 
 class Lifetime(NamedTuple):

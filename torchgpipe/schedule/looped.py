@@ -1,9 +1,4 @@
-"""Schedules with stages in a row or in loops: fill-drain, 1F1B, interleaved and breadth-first.
-
-Letters in the docstrings: P workers, M micro-batches, v stages per worker. F, B, I and W are the
-times that all stages of a worker take together for one micro-batch, and one activation is the
-memory that they keep for it. The bubble is the time that the busiest worker waits.
-"""
+"""Schedules with stages in a row or in loops; some put W off, which fills their bubbles."""
 
 from __future__ import annotations
 
@@ -13,7 +8,25 @@ from torchgpipe.checks import MOST, verify
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.program import Op
 
-__all__ = ["checked", "fill_drain", "interleaved", "looped_bfs", "one_f_one_b"]
+__all__: list[str] = [
+    "checked",
+    "fill_drain",
+    "interleaved",
+    "looped_bfs",
+    "one_f_one_b",
+    "interleaved_zero_bubble",
+    "zero_bubble_h1",
+    "zero_bubble_h2",
+]
+
+
+# Schedules with stages in a row or in loops: fill-drain, 1F1B, interleaved and breadth-first.
+#
+# Letters in the docstrings: P workers, M micro-batches, v stages per worker. F, B, I and W are
+# the times that all stages of a worker take together for one micro-batch, and one activation is
+# the memory that they keep for it. The bubble is the time that the busiest worker waits.
+
+
 __all__ += ["loop", "one_by_one"]
 
 
@@ -109,3 +122,42 @@ def one_by_one(
 def loop(workers: int, times: int) -> tuple[int, ...]:
     """Place the stages round the workers, several times."""
     return tuple(range(workers)) * times
+
+
+# Schedules whose weight gradients fill the bubbles: backward in halves, with W put off.
+#
+# The letters are those of :mod:`torchgpipe.schedule.looped`. Every step ends with a flush, so the
+# bubble of the warm-up, ``(P - 1)F``, remains in every schedule with one stage per worker.
+#
+# Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241).
+
+
+def zero_bubble_h1(workers: int, chunks: int) -> Schedule:
+    """Run 1F1B in halves, with W of worker w deferred by w micro-batches.
+
+    All workers then keep as much as the first worker.
+
+    Bubble ``(P - 1) max(F, I, F + I - W)`` if M >= P; peak ``min(P, M)`` activations.
+    """
+    return one_f_one_b(workers, chunks).split().defer_weights(range(workers))
+
+
+def zero_bubble_h2(workers: int, chunks: int) -> Schedule:
+    """Run twice the warm-up of 1F1B, and defer W twice as long as :func:`zero_bubble_h1`.
+
+    Bubble ``(P - 1) max(F, I - F, F + I - 2W)`` if M >= 2P - 1; peak ``min(2P - 1, M)``
+    activations. At F = I = W it gains nothing over :func:`zero_bubble_h1`: its bubble is zero only
+    if there is no flush between steps.
+    """
+    schedule = one_by_one(workers, chunks, 1, lambda w: 2 * (workers - 1 - w))
+    return schedule.split().defer_weights([2 * w for w in range(workers)])
+
+
+def interleaved_zero_bubble(workers: int, chunks: int, stages_per_worker: int = 2) -> Schedule:
+    """Run :func:`~torchgpipe.schedule.interleaved` in halves, with the shortest possible warm-up.
+
+    Bubble ``(P - 1) max(F, I, F + I - W) / v`` and peak P activations, if M is a multiple of P.
+    """
+    p, v = workers, stages_per_worker
+    schedule = one_by_one(p, chunks, v, lambda w: (v - 1) * p + p - 1 - w)
+    return schedule.split().defer_weights(range(p))

@@ -75,7 +75,7 @@ def overlapped(program: Program, kinds: Iterable[str], skips: Skips) -> Program:
 
 
 class _Order:
-    """All instructions, each behind those that it waits for.
+    """All instructions, each after those that it waits for.
 
     Instructions have numbers, in the order of the lines. A way from one instruction to another only
     leads over instructions between the two in this order. So a search for a way is short, since
@@ -137,7 +137,7 @@ class _Order:
         self._pair[second] = first
         self._needing[first] |= self._needing[second]
         self._next[first] = self._next[second]
-        # The pair comes behind whatever the second one needs, and before what needs the first one.
+        # The pair comes after whatever the second one needs, and before what needs the first one.
         between = self._order[begin + 1 : end]
         early = [n for n in between if n not in late]
         self._renumber(begin, [*early, first, *(n for n in between if n in late)])

@@ -54,7 +54,7 @@ def truncated(program: Program, chunks: int) -> Program:
 
 
 def deferred(program: Program, k: int | Sequence[int]) -> Program:
-    """Move each W behind the next ``k`` I of its worker, or to the end of the line."""
+    """Move each W after the next ``k`` I of its worker, or to the end of the line."""
     whole = next((op for op in operations_of(program) if op.kind == "B"), None)
     if whole is not None:
         raise ValueError(

@@ -1,19 +1,30 @@
-"""Schedules with two stages per worker, placed as a V: down the workers, then up again.
-
-The first worker has the first and the last stage, so a micro-batch's backward starts on the worker
-where its forward ended. The letters are those of :mod:`torchgpipe.schedule.looped`.
-"""
+"""Schedules whose stages go down the workers and up again: once, as a V, or in waves."""
 
 from __future__ import annotations
 
 from collections import Counter
 from itertools import accumulate, permutations
 
+from torchgpipe.schedule.greedy import greedy
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.looped import checked
 from torchgpipe.schedule.program import Instruction, Op, together
+from torchgpipe.schedule.simulator import simulate
 
-__all__ = ["down_and_up", "dualpipe_v", "v_half", "v_min", "zero_bubble_v"]
+__all__: list[str] = [
+    "down_and_up",
+    "dualpipe_v",
+    "v_half",
+    "v_min",
+    "zero_bubble_v",
+    "wave",
+]
+
+
+# Schedules with two stages per worker, placed as a V: down the workers, then up again.
+#
+# The first worker has the first and the last stage, so a micro-batch's backward starts on the
+# worker where its forward ended. The letters are those of :mod:`torchgpipe.schedule.looped`.
 
 
 class _Line:
@@ -175,3 +186,33 @@ def _repeated(
         )
         lines.append(tuple(op for _, op in order))
     return Schedule(down_and_up(p), chunks, tuple(lines))
+
+
+# Schedules whose stages go down the workers and up again, once for each wave.
+
+
+def wave(workers: int, chunks: int, waves: int = 1) -> Schedule:
+    """Place the stages down and up ``waves`` times, in memory for 3P / 2 micro-batches.
+
+    Each worker has ``v = 2 * waves`` stages. The schedule is the faster of two list schedules at
+    F = 1 and B = 2. The first one prefers the computation that has come farthest. The second one
+    prefers forwards, in the order in which they would start if micro-batches followed each other as
+    fast as workers can take them. Peak at most ``3P / 2`` activations, bubble at least
+    ``(P - 1)(F + B) / v`` if M >= P. For P up to 8 the bubble is at most 3/2, 7/3 and 4 times this
+    bound with 1, 2 and 3 waves.
+
+    Source: Liu et al., Hanayo (arXiv 2308.15762), for the placement; the order is ours.
+    """
+    checked(workers=workers, chunks=chunks, waves=waves)
+    placement = down_and_up(workers) * waves
+
+    def farthest(op: Op) -> tuple[int, bool, int]:
+        return -op.stage, op.kind == "B", op.microbatch
+
+    def earliest(op: Op) -> tuple[bool, int, int]:
+        # A micro-batch keeps a worker busy for three units in each stage, one of them in F.
+        return op.kind == "B", op.stage + 3 * waves * op.microbatch, op.microbatch
+
+    capacity = 2 * waves * (3 * workers // 2)
+    made = [greedy(placement, chunks, key, capacity=capacity) for key in (farthest, earliest)]
+    return min(made, key=lambda schedule: simulate(schedule).makespan)

@@ -77,9 +77,9 @@ def _deadlocks(schedule: Schedule) -> list[str]:
         for member in chain[chain.index(w) :]:
             head, missing = waiting[member]
             other, _ = waiting[where[missing]]
-            behind = "" if missing in operations(other) else f" behind {other}"
+            after = "" if missing in operations(other) else f" after {other}"
             links.append(
-                f"{head} (worker {member}) needs {missing}{behind} (worker {where[missing]})"
+                f"{head} (worker {member}) needs {missing}{after} (worker {where[missing]})"
             )
         found.append("deadlock: " + "; ".join(links))
         return w

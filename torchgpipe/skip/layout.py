@@ -12,8 +12,8 @@ from itertools import pairwise
 from torch import nn
 
 from torchgpipe.partition.arguments import verify_a_module
-from torchgpipe.skip.namespace import Skip, describe
 from torchgpipe.skip.skippable import skips
+from torchgpipe.skip.tracker import Skip, describe
 
 __all__ = ["verify_skippables"]
 

@@ -27,8 +27,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from torch import nn
 
 from torchgpipe.checks import shown, verify, verify_kind
-from torchgpipe.skip.namespace import Namespace, Skip
-from torchgpipe.skip.tracker import current_skip_tracker
+from torchgpipe.skip.tracker import Namespace, Skip, current_skip_tracker
 from torchgpipe.values.classes import picklable
 
 __all__ = ["skippable", "stash", "pop"]

@@ -1,19 +1,57 @@
-"""Trackers, which keep values from when one layer stashes them until another pops them."""
+"""Values on their way: what a layer has stashed, until another one pops it, past stages between."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 from torchgpipe._torch.dynamo import uncompiled_before_2_13
-from torchgpipe.ambient.thread import registered
-from torchgpipe.skip.namespace import Skip, describe
+from torchgpipe.ambient.context import registered
 from torchgpipe.values.microbatch import Batch, PackedSkip
 from torchgpipe.values.structure import flatten
 
-__all__: list[str] = []
+__all__: list[str] = ["Namespace"]
+
+
+# Namespaces, which keep the skips of layers of one class apart.
+
+
+class Namespace:
+    """A space of names for skips: skips of one name in two namespaces are different skips.
+
+    Layers are put into a namespace by their method ``isolate``. A namespace that was copied or
+    pickled stays the same namespace, so that the layers of a copied model find each other.
+    """
+
+    __slots__ = ("id",)
+
+    def __init__(self) -> None:
+        self.id = uuid.uuid4()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Namespace) and self.id == other.id
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+    def __repr__(self) -> str:
+        return f"<Namespace {str(self.id)[:8]}>"
+
+
+#: A skip: its namespace, None where the layer was not isolated, and its name.
+Skip: TypeAlias = tuple[Namespace | None, str]
+
+
+def describe(skip: Skip) -> str:
+    """The name of a skip in messages."""
+    namespace, name = skip
+    return repr(name) if namespace is None else f"{name!r} in {namespace}"
+
+
+# Trackers, which keep values from when one layer stashes them until another pops them.
 
 
 class SkipTracker:
@@ -106,3 +144,48 @@ class use_skip_tracker:
         traceback: TracebackType | None,
     ) -> None:
         _current.tracker = self.previous
+
+
+# Parcels: the skips of a micro-batch on their way past the stages that do not pop them.
+
+
+class Parcels:
+    """The skips of one micro-batch that were stashed and not popped yet."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Any, PackedSkip] = {}
+        #: The waiting skips that share memory with another part of the micro-batch.
+        self._shared: set[Any] = set()
+
+    def unpacked(self, value: Batch, skips: Iterable[Any]) -> Batch:
+        """Join a value and waiting skips, for the stage that pops them.
+
+        Raises:
+            RuntimeError: a skip was not stashed.
+        """
+        popped = {}
+        for skip in skips:
+            # No reference is kept here: a popped skip is freed after its last use.
+            # guard: letting go of a skip
+            part = self._waiting.pop(skip, None)
+            if part is None:
+                raise not_stashed(skip)
+            popped[skip] = part
+        return value.with_skips(popped, self._shared) if popped else value
+
+    def packed(self, output: Batch) -> Batch:
+        """Keep the skips of an output; return the value alone, for the next stage."""
+        if len(output.parts) == 1 and not (output.shared or self._waiting):
+            return output
+        value = self.put(output)
+        if len(value) < 2 and not self._waiting:
+            # Nothing is left that it could share memory with.
+            value.shared = frozenset()
+        return value
+
+    def put(self, batch: Batch) -> Batch:
+        """Keep the skips of a micro-batch; return the value alone."""
+        if len(batch.parts) > 1:
+            self._waiting.update(batch.skips)
+        self._shared |= batch.shared
+        return batch.with_skips({})

@@ -14,11 +14,10 @@ The CPU computes all values, at once and in the order in which the host issues t
 streams and events are bookkeeping. So a missing wait shows as a race, and never as a wrong number.
 """
 
-from torchgpipe.testing.build import UnavailableError
 from torchgpipe.testing.busy import Busy
 from torchgpipe.testing.dry_run import Prediction, dry_run
 from torchgpipe.testing.hardware import Hardware
-from torchgpipe.testing.loading import load
+from torchgpipe.testing.loading import UnavailableError, load
 from torchgpipe.testing.observe import Observation, observe
 from torchgpipe.testing.report import Access, Part, Place, Race, Transfers, Wait
 from torchgpipe.timeline.span import Span, Stream

@@ -22,7 +22,7 @@ class Busy(nn.Module):
     Args:
         forward: the cost of a forward, in milliseconds of virtual time.
         input: the cost of the backward for the input, if a gradient of the input is needed.
-        weight: the cost of the backward for the weight, likewise.
+        weight: the cost of the backward for the weight in the same way.
         features: the size of the last dimension of the input, and of the weight.
         name: the name of the layer in spans, where F, I or W stands before it.
 

@@ -21,9 +21,9 @@ from torchgpipe.ambient import labels
 from torchgpipe.checks import checked_flag, checked_path, verify_kind
 from torchgpipe.testing.hardware import Hardware
 from torchgpipe.testing.loading import verify_loaded
-from torchgpipe.testing.naming import Naming
 from torchgpipe.testing.report import (
     Access,
+    Naming,
     Part,
     Place,
     Race,
@@ -42,8 +42,7 @@ from torchgpipe.testing.settings import (
     verify_settings,
 )
 from torchgpipe.timeline import perfetto
-from torchgpipe.timeline.pieces import cells
-from torchgpipe.timeline.span import Span, Stream
+from torchgpipe.timeline.span import Span, Stream, cells
 from torchgpipe.timeline.timeline import Timeline
 
 __all__ = ["Observation", "observe"]
@@ -259,7 +258,7 @@ def observe(
         bandwidth: the bytes per millisecond that links carry, by source and target, each the index
             of a device or ``"cpu"``. Copies over other links take the cost of ``"copy"``. Several
             copies over a link do not slow each other down, unless devices share it: over
-            ``((0, 1), "cpu")``, as behind one switch, goes one copy at a time. Of two, the one that
+            ``((0, 1), "cpu")``, as after one switch, goes one copy at a time. Of two, the one that
             was issued later takes the time that is left.
         jitter: a seed, by which the host's threads are delayed at random. So behaviour that depends
             on their timing shows itself. By default nothing delays them.

@@ -22,7 +22,7 @@ class Shares:
     worker has shares of its own.
 
     Args:
-        device: the name of the device; with the number of the worker behind it, if there are
+        device: the name of the device; with the number of the worker after it, if there are
             several on the CPU.
         busy: forward and backward.
         recompute: computing again, under checkpointing.
@@ -31,7 +31,7 @@ class Shares:
             and beside each other, so this may be more than the bubble, and more than 1.
         host: the part of the bubble in which the host had not issued the next work yet. None if
             nobody knows, as on the CPU, which is the host.
-        away: the time of all copies to the memory of the host and back, likewise.
+        away: the time of all copies to the memory of the host and back in the same way.
     """
 
     device: str

@@ -5,18 +5,46 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
-from typing import Protocol
+from typing import Any, Protocol
 
 from torchgpipe.checks import checked_path, verify_kind
 from torchgpipe.timeline import perfetto
-from torchgpipe.timeline.advice import Advice
-from torchgpipe.timeline.picture import panel, png
+from torchgpipe.timeline.bars import Panel, svg
+from torchgpipe.timeline.chart import characters, panel, png
 from torchgpipe.timeline.shares import Shares, shares, table
 from torchgpipe.timeline.span import Span
-from torchgpipe.timeline.svg import Panel, svg
-from torchgpipe.timeline.text import characters
 
-__all__ = ["Timeline"]
+__all__: list[str] = ["Timeline", "Advice"]
+
+
+# Advice: the one change of a model's settings that is expected to gain the most.
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A change, why it helps, and what it is expected to gain.
+
+    Args:
+        reason: what takes the time now.
+        change: the settings to change, such as ``{"chunks": 16}``; empty if it is the code that has
+            to change.
+        gain: the share of the step's time that is expected to be saved.
+        caution: what has to be seen to, such as memory; empty if nothing.
+        remedy: what to change in words: in the code, or in a setting too long for a sentence, such
+            as a device map; empty if settings say it.
+    """
+
+    reason: str
+    change: Mapping[str, Any]
+    gain: float
+    caution: str = ""
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        change = ", ".join(f"{name}={value!r}" for name, value in self.change.items())
+        text = f"{self.reason}: {self.remedy or change} is expected to take {self.gain:.0%} less"
+        return f"{text} ({self.caution})" if self.caution else text
+
 
 #: What to do where virtual accelerators have no costs.
 UNTIMED = (
@@ -25,7 +53,7 @@ UNTIMED = (
 )
 
 
-class Advisor(Protocol):
+class AdviceSource(Protocol):
     """A source of advice."""
 
     @property
@@ -52,7 +80,7 @@ class Timeline:
     spans: Sequence[Span] = field(repr=False)
     memory: Mapping[str, int] = field(default_factory=dict)
     unit: str = "ms"
-    advisor: Advisor | None = field(default=None, repr=False, compare=False)
+    advisor: AdviceSource | None = field(default=None, repr=False, compare=False)
     title: str = ""
     host: Mapping[str, int] = field(default_factory=dict)
 

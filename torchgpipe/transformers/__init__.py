@@ -17,6 +17,6 @@ torchgpipe[transformers]``).
 
 # This one says what to install, so it comes first.
 from torchgpipe.transformers.trainer import pipelined  # isort: skip
-from torchgpipe.transformers.layers import layers_of
+from torchgpipe.transformers.sequential import layers_of
 
 __all__ = ["layers_of", "pipelined"]

@@ -1,4 +1,4 @@
-"""The model that a Trainer calls: calls go through the pipeline, all else is the model's."""
+"""The model that a Trainer calls, and the loss of a mini-batch that it returns."""
 
 from __future__ import annotations
 
@@ -10,12 +10,89 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.mapped_gpipe import MappedGPipe
-from torchgpipe.transformers.loss import IGNORED, counts_of, shares_of, told, whole
 from torchgpipe.values import trees
 from torchgpipe.values.division import division_of
 from torchgpipe.values.marks import Chunks
 
 __all__: list[str] = []
+
+
+# The loss of a mini-batch, from the losses that a model returns for its micro-batches.
+#
+# Models of Transformers return the mean over the labels that count: those that are not -100, and
+# in a causal model those that have a token in front of them. Trainer may tell a model how many
+# labels all mini-batches of a step have, *N*. Some models divide the sum of their losses by that
+# number, and others ignore it. The model does not show which of the two it does. So let micro-
+# batch *i* have :math:`c_i` labels that count, of *C* in the mini-batch. It is told :math:`N c_i
+# / C`, and its loss counts :math:`c_i / C`:
+#
+# - The sum over labels :math:`s_i` is divided by what the model was told. Then the whole is
+# :math:`\sum_i s_i / N`, as the model itself would return for the mini-batch.
+# - A mean over labels :math:`s_i / c_i` stays one. Then the whole is :math:`\sum_i s_i / C`, the
+# mean over the mini-batch.
+# - What a model adds to either, as routers of mixtures of experts do, becomes a mean.
+
+
+#: The label that counts nowhere, for PyTorch's losses and so for those of Transformers.
+IGNORED = -100
+
+
+def counts_of(labels: Sequence[Tensor], sizes: Sequence[int], shifted: bool) -> Tensor:
+    """Count the labels of each micro-batch.
+
+    Args:
+        labels: tensors of shape ``(rows, ...)``. All numbers of floating point count.
+        sizes: the number of rows of each micro-batch.
+        shifted: whether the first label in each row counts nowhere.
+
+    Returns:
+        A tensor of floating point, of shape ``(m,)``. Without labels these are the rows.
+    """
+    found = torch.tensor([float(size) for size in sizes])
+    if not labels:
+        return found
+    rows = torch.zeros(len(labels[0]), device=labels[0].device)
+    for x in labels:
+        if shifted and x.dim() > 1:
+            x = x[:, 1:]
+        counted = torch.ones_like(x) if x.is_floating_point() else x != IGNORED
+        rows += counted.reshape(len(x), -1).sum(1)
+    return torch.stack([part.sum() for part in rows.split([*sizes])])
+
+
+def shares_of(counts: Tensor, *, alone: bool = False) -> Tensor:
+    """The share of each micro-batch in the loss of the mini-batch, of shape ``(m,)``.
+
+    Args:
+        counts: the labels of each micro-batch.
+        alone: whether the loss of a mini-batch without labels is NaN, and not zero.
+    """
+    return counts / (counts.sum() if alone else counts.sum().clamp(min=1))
+
+
+def told(counts: Tensor, items: Tensor | float) -> list[Tensor]:
+    """The number of labels to pass to each micro-batch as ``num_items_in_batch``.
+
+    Args:
+        counts: the labels of each micro-batch.
+        items: the labels of all mini-batches of a step.
+    """
+    # At least one, since a micro-batch without labels divides by this, too.
+    return [*(counts.clamp(min=1) * items / counts.sum().clamp(min=1))]
+
+
+def whole(losses: Tensor, shares: Tensor) -> Tensor:
+    """The loss of the mini-batch, of shape ``()``.
+
+    Args:
+        losses: the losses of the micro-batches, of shape ``(m,)``.
+        shares: their shares. A mean over no label is NaN, and its share is zero.
+    """
+    shares = shares.to(losses.device, losses.dtype)
+    return torch.where(shares == 0, torch.zeros_like(losses), losses * shares).sum()
+
+
+# The model that a Trainer calls: calls go through the pipeline, all else is the model's.
 
 
 class PipelinedModel:
@@ -66,7 +143,7 @@ class PipelinedModel:
 
         Args:
             *args: the arguments of the model.
-            **kwargs: likewise. ``num_items_in_batch`` is the number of labels in all mini-batches
+            **kwargs: the same. ``num_items_in_batch`` is the number of labels in all mini-batches
                 of a step.
 
         Returns:
@@ -108,7 +185,7 @@ class PipelinedModel:
         found = [kwargs.get(name) for name in self._names]
         ids = kwargs.get("input_ids")
         if isinstance(ids, Tensor) and any(name.endswith("_positions") for name in self._names):
-            # An answer behind the end of its row counts nowhere.
+            # An answer after the end of its row counts nowhere.
             found = [x if x is None else x.masked_fill(x >= ids.shape[1], IGNORED) for x in found]
         return [x for x in found if isinstance(x, Tensor) and x.dim() and len(x) == rows]
 

@@ -37,7 +37,7 @@ def pipelined(trainer: type) -> Any:
     The Trainer sees the model itself: ``trainer.model`` is ``pipe.module``, and its class, its
     configuration, its labels and its files are the plain model's. Losses and predictions are
     computed by the wrapper. The loss is that of the whole mini-batch (see
-    :mod:`torchgpipe.transformers.loss`), on the device of the inputs.
+    :mod:`torchgpipe.transformers.model`), on the device of the inputs.
 
     Args:
         trainer: :class:`transformers.Trainer`, or a class that inherits from it.

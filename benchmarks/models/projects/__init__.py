@@ -27,7 +27,7 @@ class Project(NamedTuple):
         batch: makes its keyword arguments for so many rows.
         about: what is special about it.
         waits: whether its code asks a device for values, so that several threads help.
-        ready: whether its caller divides its arguments, since it returns views one behind another.
+        ready: whether its caller divides its arguments, since it returns views one after another.
     """
 
     make: Callable[[], nn.Module]
@@ -65,7 +65,7 @@ def spoken(rows: int) -> dict[str, Any]:
 
 
 def with_positions(rows: int) -> dict[str, Any]:
-    """Likewise, with three positions for each."""
+    """The same, with three positions for each."""
     found = spoken(rows)
     positions = torch.randint(0, 20, (3, *found["input_ids"].shape))
     return {**found, "position_ids": Chunk(positions, dim=1)}

@@ -197,7 +197,7 @@ class SharedBlock(nn.Module):
 
 
 class Hybrid(nn.Module):
-    """A Mamba layer behind the shared block, whose output a linear layer of its own takes."""
+    """A Mamba layer after the shared block, whose output a linear layer of its own takes."""
 
     def __init__(self, shared: SharedBlock) -> None:
         super().__init__()
@@ -411,7 +411,7 @@ class MultiToken(nn.Module):
         self.mtp = nn.ModuleDict({"proj": nn.Linear(2 * WIDTH, WIDTH), "block": RMSBlock(WIDTH)})
 
     def forward(self, ids: Tensor) -> Any:
-        """Losses of the next word, and of the one behind it."""
+        """Losses of the next word, and of the one after it."""
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
         x, angles = self.embed_tokens(ids), angles_of(positions)
         for layer in self.layers:

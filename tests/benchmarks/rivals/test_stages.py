@@ -38,7 +38,7 @@ def expected(m):
 )
 def test_same_as_plain(schedule, mode):
     count = len(build(MODEL))
-    # The first cut is right behind a stash.
+    # The first cut is right after a stash.
     stages = Stages(LIBRARY, **SETTING, balance=[5, count - 5], mode=mode, schedule=schedule)
     losses, grads = stages.outcome()
     expected_losses, expected_grads = expected(2)

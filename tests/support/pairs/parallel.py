@@ -98,7 +98,7 @@ def batch_norm(rank, mode, deferred):
 
 
 def communicating(rank, mode):
-    """A layer that communicates does so again in its second run, in the same order everywhere."""
+    """A layer that communicates does so again in recomputation, in the same order everywhere."""
     layers = nn.Sequential(nn.Linear(4, 4), Centred(), nn.Linear(4, 4), Centred()).double()
     reference = copy.deepcopy(layers)
     for layer in reference[1::2]:

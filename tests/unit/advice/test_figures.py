@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from torchgpipe.advice.figures import Layer, Wait, figures_of
+from torchgpipe.advice.figures import HostWait, TracedLayer, figures_of
 from torchgpipe.timeline.span import Stream, computation, copy
 
 
@@ -23,7 +23,7 @@ def spans(host=0.0):
     return found
 
 
-LAYERS = [Layer(1.0, 8), Layer(3.0, 16), Layer(1.0, 4), Layer(1.0, 4)]
+LAYERS = [TracedLayer(1.0, 8), TracedLayer(3.0, 16), TracedLayer(1.0, 4), TracedLayer(1.0, 4)]
 
 
 def figures(layers=LAYERS):
@@ -77,10 +77,10 @@ def test_hosts_that_are_late():
 
 def test_hosts_that_wait():
     """The wait is not the time that it takes to issue, and only one wait is known."""
-    found = late(lambda _, x: x.start, waits={1: Wait(4.0, 0.0)})
+    found = late(lambda _, x: x.start, waits={1: HostWait(4.0, 0.0)})
     assert found.host["F", 1] == 14.0 - 4.0
     assert found.host["F", 0] == 2.0
-    assert found.waits == {1: Wait(4.0, 0.0)}
+    assert found.waits == {1: HostWait(4.0, 0.0)}
 
 
 def test_times_of_layers():

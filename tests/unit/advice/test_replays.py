@@ -40,9 +40,9 @@ def test_host_that_is_late(case, seed):
 
 
 def test_threads_of_autograd():
-    """Each issues its own backward, behind what it needs, and all behind the forward."""
+    """Each issues its own backward, after what it needs, and all after the forward."""
     schedule, kinds = fill_drain(2, 4), {("F", 0): 1, ("F", 1): 1, ("B", 0): 1, ("B", 1): 1}
     costs = Costs(F=0, I=0, W=0)
     assert replay(schedule, costs, Host(kinds, by_autograd=False)) == 16
-    # 8 forwards by one thread; then 4 backwards of each worker, one behind the other.
+    # 8 forwards by one thread; then 4 backwards of each worker, one after the other.
     assert replay(schedule, costs, Host(kinds, by_autograd=True)) == 8 + 4 + 1

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torchgpipe.autograd.versions import counter_of, unchanged, version_of
-from torchgpipe.recompute.layers import LayersState
+from torchgpipe.recompute.layer_state import LayersState
 
 
 def test_version_of_what_has_none():

@@ -66,7 +66,7 @@ def test_alike_layers_get_equal_shares(seed, monkeypatch):
         return 0.001 * slow, 0.002 * slow
 
     monkeypatch.setattr("torchgpipe.planner.sandbox.Sandbox.sample", sample)
-    monkeypatch.setattr("torchgpipe.planner.rounds.LEAST", 10)
+    monkeypatch.setattr("torchgpipe.planner.sandbox.LEAST", 10)
     module = nn.Sequential(*[nn.Linear(2, 2) for _ in range(8)])
     found = balance_by_time(4, module, torch.rand(1, 2), timeout=0, device="cpu")
     assert found == [2, 2, 2, 2]

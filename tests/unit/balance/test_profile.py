@@ -229,8 +229,8 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 0.0
-        monkeypatch.setattr("torchgpipe.planner.rounds.monotonic", lambda: self.now)
-        monkeypatch.setattr("torchgpipe.devices.measures.perf_counter", lambda: self.now)
+        monkeypatch.setattr("torchgpipe.planner.sandbox.monotonic", lambda: self.now)
+        monkeypatch.setattr("torchgpipe.devices.recorder.perf_counter", lambda: self.now)
 
     def layer(self, *seconds):
         """A layer that takes these times in turn, and three times as long in backward."""

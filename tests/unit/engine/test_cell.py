@@ -14,15 +14,15 @@ from torchgpipe.ambient.context import Context
 from torchgpipe.autograd import copy as copy_module
 from torchgpipe.autograd.copy import Copy, Wait
 from torchgpipe.autograd.fork_join import Join, fork
-from torchgpipe.autograd.recompute import Recompute
+from torchgpipe.autograd.recomputation import Recompute
 from torchgpipe.devices.streams import CPUStream
 from torchgpipe.engine import cell as cell_module
 from torchgpipe.engine.body import Body
 from torchgpipe.engine.cell import Cell
-from torchgpipe.engine.fence import Fence
 from torchgpipe.engine.stages import Method
+from torchgpipe.engine.step import Fence
 from torchgpipe.recompute import checkpoint as checkpoint_module
-from torchgpipe.recompute.layers import LayersState
+from torchgpipe.recompute.layer_state import LayersState
 from torchgpipe.skip import skippable, stash
 from torchgpipe.values.microbatch import VALUE, Batch
 
@@ -56,7 +56,7 @@ def make(layers, *, stream=None, lanes=None, arriving=None, departing=(), checkp
 
 
 def branched(cell, batch):
-    """The output behind the end of the fence, and the phonies for the next micro-batch."""
+    """The output after the end of the fence, and the phonies for the next micro-batch."""
     fence = Fence({2: {}})
     return cell.branch(batch, fence, last=False), fence.before(2, 2)
 

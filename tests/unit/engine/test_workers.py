@@ -221,13 +221,13 @@ def test_a_task_waits_for_what_it_needs_and_for_nothing_else():
         [
             Task("a0", A, partial(log.append, "first of A")),
             Task("b0", B, wait, ["a0"]),
-            Task("c0", C, partial(log.append, "behind slow"), ["b0"]),
+            Task("c0", C, partial(log.append, "after slow"), ["b0"]),
             Task("a1", A, last),
             Task("c1", C, partial(log.append, "end"), ["a1"]),
         ],
         Context(),
     )
-    assert log == ["first of A", "last of A", "slow", "behind slow", "end"]
+    assert log == ["first of A", "last of A", "slow", "after slow", "end"]
 
 
 def test_whoever_waits_for_a_task_that_fails_does_not_start():

@@ -141,7 +141,7 @@ def test_a_model_in_a_scheduled_loss_is_one_with_the_same_stages():
     assert training._traced()[0] is model._traced()[0] is stages_of(model)
 
 
-@pytest.mark.parametrize("file", ["scheduled", "plans", "advice/watch", "advice/layers"])
+@pytest.mark.parametrize("file", ["scheduled", "plans", "advice/watch", "advice/observed"])
 def test_nobody_reaches_into_a_wrapper(file):
     """A schedule, a plan and an advisor take what they need from stages and mini-batches."""
     tree = ast.parse((Path(torchgpipe.__file__).parent / f"{file}.py").read_text())

@@ -14,7 +14,7 @@ def run(loss, count=2, rows=(3, 1), **options):
     criterion = Criterion(loss, [((), {})] * count, division, scale, outputs)
     for i in range(count):
         x = torch.full((2,), float(i + 1), requires_grad=True)
-        criterion.behind(i)(Batch(x))
+        criterion.after(i)(Batch(x))
     return criterion
 
 

@@ -13,8 +13,15 @@ from torch import nn
 from tests.support.graphs import Exchange, Program, Stage
 from tests.support.size import some
 from torchgpipe.devices.streams import current_stream
-from torchgpipe.graphs.interleaving import Interleaving
-from torchgpipe.graphs.overlap import Overlaps, cut, even, is_communication, overlapped, pieces_of
+from torchgpipe.graphs.overlap import (
+    Interleaving,
+    Overlaps,
+    cut,
+    even,
+    is_communication,
+    overlapped,
+    pieces_of,
+)
 
 CPU = current_stream(torch.device("cpu"))
 

@@ -4,9 +4,8 @@ import torch
 from torch import nn
 
 from tests.support.graphs import traced
-from torchgpipe.graphs.effects import Effects
-from torchgpipe.graphs.slices import crossing, function_of, graph_of, sliced
-from torchgpipe.graphs.tidy import tidy
+from torchgpipe.graphs.joint import Effects
+from torchgpipe.graphs.slices import crossing, function_of, graph_of, sliced, tidy
 
 
 def halves_of_forward():

@@ -47,7 +47,7 @@ def test_what_was_there_comes_back_after_a_failure():
     assert mapping == {"a": "a"}
 
 
-def test_a_second_run_finds_what_the_first_one_found_and_leaves_no_trace(monkeypatch):
+def test_a_recomputation_finds_what_the_first_one_found_and_leaves_no_trace(monkeypatch):
     mapping, seen = UserDict(a="a"), []
     found = Exchanged([mapping], fetched, nullcontext())
 
@@ -63,7 +63,7 @@ def test_a_second_run_finds_what_the_first_one_found_and_leaves_no_trace(monkeyp
     assert mapping == {"a": "other", "b": 1, "c": "c"}
 
 
-def test_second_runs_take_turns(monkeypatch):
+def test_recomputations_take_turns(monkeypatch):
     monkeypatch.setattr(exchanged, "is_recomputing", lambda: True)
     mapping, both = UserDict(a="a"), threading.Barrier(2)
     lock = threading.RLock()

@@ -168,7 +168,7 @@ def test_micro_batches_that_the_caller_has_divided():
 
 
 class Drawing(nn.Dropout):
-    """Drop out what another generator says, and keep that for the second run."""
+    """Drop out what another generator says, and keep that for the recomputation."""
 
     def forward(self, x):
         return x * keep(torch.rand(x.shape, generator=torch.Generator().manual_seed(next(COUNT))))

@@ -1,4 +1,4 @@
-"""Code behind the last mapped module, as of a loss, is computed again with the module."""
+"""Code after the last mapped module, as of a loss, is computed again with the module."""
 
 import contextlib
 from functools import partial

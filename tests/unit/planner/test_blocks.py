@@ -11,7 +11,7 @@ from torch import nn
 from tests.support.architectures import build
 from torchgpipe import MappedGPipe
 from torchgpipe.balance import map_by_size, map_by_time
-from torchgpipe.mapped.wholes import Wholes
+from torchgpipe.mapped.device_map import Wholes
 from torchgpipe.planner.blocks import hooked, proposed
 
 
@@ -84,7 +84,7 @@ class Watch:
 
 def test_alike_blocks_get_equal_shares(monkeypatch):
     monkeypatch.setattr("torchgpipe.planner.blocks.Stopwatch", Watch)
-    monkeypatch.setattr("torchgpipe.planner.rounds.LEAST", 10)
+    monkeypatch.setattr("torchgpipe.planner.sandbox.LEAST", 10)
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(8)])
     for _ in range(20):
         found = map_by_time([0, 1, 2, 3], model, torch.rand(1, 2), timeout=0)

@@ -27,7 +27,7 @@ def test_memory_of_each_size():
         size = rows * 4 * 4
         # It keeps its input and its weights alone.
         assert first.kept == 0
-        # A number stands behind the outputs, for backward to begin with.
+        # A number stands after the outputs, for backward to begin with.
         assert last.forward == size + 4
         # The gradient of the output, which is held, and that of the input.
         assert last.held.first == 2 * size + 4

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from torchgpipe import MappedGPipe
-from torchgpipe.mapped.wholes import Wholes
+from torchgpipe.mapped.device_map import Wholes
 from torchgpipe.planner import maps
 from torchgpipe.planner.blocks import Times
 from torchgpipe.planner.cuts import evenest
 from torchgpipe.planner.map_memory import weights_of
-from torchgpipe.planner.stages import Weights
+from torchgpipe.planner.stage_memory import Weights
 
 
 def every_cut(n, count):

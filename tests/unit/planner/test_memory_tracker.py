@@ -5,7 +5,7 @@ import copy
 import torch
 from torch import nn
 
-from torchgpipe.mapped.wholes import Wholes
+from torchgpipe.mapped.device_map import Wholes
 from torchgpipe.planner.map_memory import recorded
 from torchgpipe.planner.record import GIVEN
 
@@ -47,7 +47,7 @@ def test_sections_and_values():
     assert [x.block for x in calls] == ["blocks.0", "blocks.1", "blocks.2"]
     assert found.given == SIZE
     assert found.has_loss
-    # The output of addmm, and that of tanh; the first one is gone behind it.
+    # The output of addmm, and that of tanh; the first one is gone after it.
     assert [x.forward for x in calls] == [2 * SIZE, SIZE, 2 * SIZE]
     # What a call keeps, and others use, is a value.
     assert [x.kept for x in calls] == [0, 0, 0]

@@ -85,7 +85,7 @@ def test_cpu_generator_is_not_asked_for_where_it_was_not_used(device, monkeypatc
 
 
 def test_draws_to_the_end(device):
-    """A second run that draws goes on to its end, so that its numbers can be compared."""
+    """A recomputation that draws goes on to its end, so that its numbers can be compared."""
     log = []
 
     def function(x):

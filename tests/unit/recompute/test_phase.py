@@ -30,8 +30,8 @@ def test_flags_after_a_checkpoint_within(device):
     assert (is_checkpointing(), is_recomputing()) == (False, False)
 
 
-def test_second_run_of_one_within(device):
-    """A first run within a second run is a second run, too."""
+def test_recomputation_of_one_within(device):
+    """A first run within a recomputation is a recomputation, too."""
     seen = []
 
     def inner(x):

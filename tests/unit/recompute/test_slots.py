@@ -1,4 +1,4 @@
-"""Slots: what a second run puts into them, and where it differs from the first."""
+"""Slots: what a recomputation puts into them, and where it differs from the first."""
 
 import pytest
 import torch

@@ -15,7 +15,7 @@ import torch
 
 from tests.support import fresh
 from torchgpipe import _torch, testing
-from torchgpipe.testing import build
+from torchgpipe.testing import loading as build
 
 ROOT = Path(__file__).parents[3]
 

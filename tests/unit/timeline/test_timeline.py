@@ -73,7 +73,7 @@ def test_simulated():
 
 
 def test_title(tmp_path):
-    first, second = Timeline(step(), title="before"), Timeline(step(), title="behind")
+    first, second = Timeline(step(), title="before"), Timeline(step(), title="after")
     first.svg(tmp_path / "both.svg", second)
     text = (tmp_path / "both.svg").read_text("utf-8")
-    assert 0 < text.index(">before<") < text.index(">behind<")
+    assert 0 < text.index(">before<") < text.index(">after<")

@@ -58,7 +58,7 @@ JOINABLE = {
 
 
 class Views(nn.Module):
-    """A layer behind a function of rows."""
+    """A layer after a function of rows."""
 
     def __init__(self, function):
         super().__init__()
@@ -157,39 +157,39 @@ def test_the_second_micro_batch_tells_something_behind_layers_that_return_more_r
     x, layer = torch.rand(4, 2), nn.Linear(2, 2)
     before = Order(layer)
     growing = Order(layer, before)
-    behind = Order(layer, growing)
-    for order, result in ((before, x), (growing, x.repeat(2, 1)), (behind, x.repeat(2, 1))):
-        given = (x if order is not behind else x.repeat(2, 1),)
+    after = Order(layer, growing)
+    for order, result in ((before, x), (growing, x.repeat(2, 1)), (after, x.repeat(2, 1))):
+        given = (x if order is not after else x.repeat(2, 1),)
         with order.begin(given):
             assert torch._C._len_torch_function_stack() == 0
         order.end(given, (result,))
-    assert [order.known for order in (before, growing, behind)] == [True, False, False]
+    assert [order.known for order in (before, growing, after)] == [True, False, False]
     with growing.begin((x,)):
         result = x.repeat(2, 1)
     growing.end((x,), (result,))
-    with behind.begin((result,)):
+    with after.begin((result,)):
         assert torch._C._len_torch_function_stack() == 1
         output = layer(result)
-    behind.end((result,), (output,))
-    assert growing.blocks == behind.blocks == {0}
+    after.end((result,), (output,))
+    assert growing.blocks == after.blocks == {0}
     assert growing.known
-    assert behind.known
+    assert after.known
 
 
 def test_layers_that_begin_behind_known_rows_in_blocks():
     """The layers before may have computed the second micro-batch by then."""
     x, layer = torch.rand(4, 2), nn.Linear(2, 2)
     growing = Order(layer)
-    behind = Order(layer, growing)
+    after = Order(layer, growing)
     for _ in range(2):
         with growing.begin((x,)):
             result = x.repeat(2, 1)
         growing.end((x,), (result,))
     for _ in range(2):
-        with behind.begin((result,)):
+        with after.begin((result,)):
             output = layer(result)
-        behind.end((result,), (output,))
-    assert behind.blocks == {0}
+        after.end((result,), (output,))
+    assert after.blocks == {0}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -63,7 +63,7 @@ inline void set_label(int64_t label) {
 }
 
 inline int64_t label_of(int64_t number, uint64_t thread) {
-  // Nodes that add to a parameter's gradient have no number. They run right behind the node that
+  // Nodes that add to a parameter's gradient have no number. They run right after the node that
   // their gradient comes from.
   if (number < 0) return thread_labels().last;
   auto& all = labelling();
@@ -71,9 +71,9 @@ inline int64_t label_of(int64_t number, uint64_t thread) {
   auto found = all.threads.find(thread);
   if (found == all.threads.end()) return 0;
   auto& labels = found->second;
-  auto behind = std::upper_bound(labels.begin(), labels.end(), uint64_t(number),
+  auto after = std::upper_bound(labels.begin(), labels.end(), uint64_t(number),
                                  [](uint64_t n, const Labelling::From& from) { return n < from.number; });
-  return behind == labels.begin() ? 0 : std::prev(behind)->label;
+  return after == labels.begin() ? 0 : std::prev(after)->label;
 }
 
 inline Labels current_labels() {

@@ -64,7 +64,7 @@ struct Account {
 struct Memory {
   std::vector<Account> accounts;
   int64_t capacity = 0;  // Of each device, 0 if none was described.
-  const Block* large_block = nullptr;  // What did not fit first, likewise.
+  const Block* large_block = nullptr;  // What did not fit first in the same way.
   std::vector<std::vector<Freed>> freed;  // By stream.
   std::vector<Race> races;
   std::map<std::string, size_t> known;

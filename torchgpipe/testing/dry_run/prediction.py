@@ -23,7 +23,7 @@ _ops: Any = torch.ops.virtual_accelerator
 WIDTH = 64
 
 
-class State(NamedTuple):
+class AtStart(NamedTuple):
     """The bytes that were allocated on a device when a step began."""
 
     device: torch.device
@@ -140,7 +140,7 @@ class Prediction:
 
 
 def prediction_of(
-    hardware: Hardware, seen: Observation, state: Sequence[State], too_large: Place | None
+    hardware: Hardware, seen: Observation, state: Sequence[AtStart], too_large: Place | None
 ) -> Prediction:
     """Read what the library has counted in the last step, which ended just now.
 

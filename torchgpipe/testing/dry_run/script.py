@@ -14,9 +14,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from torchgpipe.testing.dry_run.prediction import Prediction, State, prediction_of
-from torchgpipe.testing.dry_run.run import COUNTED, begin_step, watched, without_values
-from torchgpipe.testing.dry_run.weightless import weightless
+from torchgpipe.testing.dry_run.prediction import AtStart, Prediction, prediction_of
+from torchgpipe.testing.dry_run.run import COUNTED, begin_step, watched, weightless, without_values
 from torchgpipe.testing.hardware import NAMED, Hardware, hardware_of
 from torchgpipe.testing.loading import loaded
 from torchgpipe.testing.observe import Observation
@@ -25,7 +24,7 @@ from torchgpipe.testing.report import Place
 __all__: list[str] = []
 
 
-class Enough(BaseException):
+class ThirdStep(BaseException):
     """The end of a script whose third step was seen; it is no error that scripts catch."""
 
 
@@ -47,7 +46,7 @@ class Steps:
         self.stack, self.made = stack, made
         self.count = 0
         self.too_large: Place | None = None
-        self.state: list[State] = []
+        self.state: list[AtStart] = []
         self.observation: Observation = stack.enter_context(watched(hardware))
 
     def end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -55,7 +54,7 @@ class Steps:
         self.count += 1
         self.too_large = self.too_large or self.observation._places()[0]
         if self.count == COUNTED:
-            raise Enough
+            raise ThirdStep
         self.made.close()
         self.stack.close()
         self.state = begin_step(self.devices)
@@ -94,7 +93,7 @@ def run_script(
             hooks.callback(register_optimizer_step_post_hook(steps.end).remove)
             try:
                 runpy.run_path(path, run_name="__main__")
-            except Enough:
+            except ThirdStep:
                 stack.close()
                 return prediction_of(hardware, steps.observation, steps.state, steps.too_large)
     raise RuntimeError(

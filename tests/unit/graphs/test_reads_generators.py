@@ -1,0 +1,41 @@
+"""Generators of others are put back, and it is an error to use them."""
+
+import random
+
+import numpy
+import pytest
+import torch
+
+from torchgpipe.graphs.places import UntraceableError
+from torchgpipe.graphs.reads import drawing_nothing
+
+DRAWS = {
+    "Python": random.random,
+    "NumPy": numpy.random.rand,
+    "another seed": lambda: torch.manual_seed(7),
+    "the same seed": lambda: torch.manual_seed(torch.initial_seed()),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_draws(name):
+    torch.rand(1)
+    states = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    with pytest.raises(UntraceableError, match="random numbers"), drawing_nothing():
+        DRAWS[name]()
+    assert states == (
+        *(random.getstate(), numpy.random.get_state()[1].tolist()),
+        torch.get_rng_state().tolist(),
+    )
+
+
+def test_nothing():
+    with drawing_nothing():
+        torch.empty(2)
+
+
+def test_numbers_that_another_thread_draws():
+    with drawing_nothing():
+        torch.rand(2)
+        expected = torch.get_rng_state()
+    assert torch.equal(torch.get_rng_state(), expected)

@@ -1,0 +1,50 @@
+"""Rounds: how many there are, and what is made of their times."""
+
+import pytest
+
+from torchgpipe.planner import sandbox as rounds
+from torchgpipe.planner.sandbox import spread, undisturbed, verify_timed
+
+
+@pytest.mark.parametrize(
+    ("seconds", "timeout", "expected"),
+    [
+        ([1.0] * 9, 0, [3, 3, 3]),
+        ([1.0] * 9, 4.5, [3, *[5] * 4]),
+        ([4.0, 1.0, 1.0, 1.0], 6.5, [3, 3, 3, 4]),
+        ([0.0, 0.0, 2.0, 2.0], 4, [3, 3, 3, 6]),
+        ([1.0], None, []),
+    ],
+)
+def test_rounds(seconds, timeout, expected, monkeypatch):
+    """Each is told how many there will be."""
+    now, told = [10.0], []
+    monkeypatch.setattr(rounds, "monotonic", lambda: sum(now))
+    for count in rounds.rounds(timeout):
+        now.append(seconds[len(told)])
+        told.append(count)
+    assert told == expected
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ([3.0], (3, 0)),
+        ([9.0, 2.0, 5.0], (2, 3.5)),
+        # Of four rounds three are disturbed, or one does nothing.
+        ([7.0, 9.0, 1.0, 8.0], (1, 4)),
+        ([0.0, *[3.0] * 7], (3, 0)),
+        ([0.0, *[3.0] * 6], (0, 1.5)),
+        ([*[1.0] * 7, 99.0], (1, 0)),
+        ([*range(101)], (25, 25)),
+    ],
+)
+def test_estimates(times, expected):
+    assert (undisturbed(times), spread(times)) == expected
+
+
+def test_nothing_takes_time():
+    verify_timed([0.0, 1.0], "cpu", "layers", "elsewhere")
+    text = r"blocks must .*device: x:0, times: 0 for all 2 blocks.*, or elsewhere$"
+    with pytest.raises(ValueError, match=text):
+        verify_timed([0.0, 0.0], "x:0", "blocks", "elsewhere")

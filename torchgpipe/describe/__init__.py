@@ -1,3 +1,0 @@
-"""Descriptions of wrapped models, as tables."""
-
-__all__: list[str] = []
