@@ -31,6 +31,32 @@ def refusal(group, change, kind, rank=None):
     return str(found.value)
 
 
+class Counting(nn.Module):
+    """A layer that counts its calls in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count += 1
+        return x
+
+
+def buffers_of_a_refused_step(group):
+    """Have another process refuse a step; the first stage's buffers stay as they were."""
+    pipe = pipe_of([nn.Sequential(linear(), Counting()), relu()], "1f1b", group, chunks=2)
+    if torch.distributed.get_rank(group):
+        pipe.chunks = 4
+    with pytest.raises(ValueError, match="settings"):
+        pipe.step(*torch.rand(2, 4, 6))
+    assert all(x.item() == 0 for x in pipe.buffers())
+
+
+def test_a_refused_step_leaves_buffers(processes):
+    processes.run(buffers_of_a_refused_step, 2)
+
+
 def without_input(pipe, x, y):
     return None, y
 

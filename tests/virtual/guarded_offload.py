@@ -35,6 +35,11 @@ TESTS = {
         "test_results_on_another_stream_stay",
         {},
     ),
+    "offloaded, changed": (
+        "virtual.test_selective_offload",
+        "test_a_result_that_early_micro_batches_change_is_an_error",
+        {},
+    ),
     "norms of one run": (
         "behaviour.test_policies",
         "test_norms_that_are_deferred",
@@ -68,6 +73,10 @@ MUTANTS = {
     ),
     "graphs that are thrown away": (("ref(view)", "lambda: view"), "offloaded, trials"),
     "results on another stream": ((" and bool(own)", ""), "offloaded, results"),
+    "what a policy sends and layers change": (
+        (" and entry.val._version == entry.version", ""),
+        "offloaded, changed",
+    ),
     "casts of both runs": (("own_casts()", "nullcontext()"), "casts of policies"),
     "operators of one run": (("uncounted()", "torch.no_grad()"), "norms of one run"),
     "small views of large storages": (("storage.nbytes()", "tensor.nbytes"), "offloaded, small"),

@@ -29,10 +29,7 @@ def test_promise(name, run, mode, devices):
 
 
 @pytest.mark.parametrize("k", [[0, "cpu"], [0, 0]])
-def test_beside_the_cpu_and_on_one_device_twice(k, devices, issuing, monkeypatch):
-    # Workers are there from the first step on. A slow step has a wrapper try them later, which
-    # a test of what a long run leaves would take for a leak.
-    monkeypatch.setattr("torchgpipe.engine.workers.has_streams", lambda device: False)
+def test_beside_the_cpu_and_on_one_device_twice(k, devices):
     places = [x if x == "cpu" else devices[x] for x in k]
     for name in ("memory:loop", "errors:anywhere"):
         keeps(name, Maker("GPipe", "always", places))

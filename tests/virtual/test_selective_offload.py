@@ -14,6 +14,7 @@ from tests.support.size import some
 from tests.virtual.test_offload import unused
 from torchgpipe import MappedGPipe, ScheduledLoss
 from torchgpipe.devices.streams import current_stream
+from torchgpipe.schedule import parse
 from torchgpipe.testing import observe
 
 M = 6
@@ -219,3 +220,36 @@ def test_what_the_cpu_keeps_is_there_already():
         calls.clear()
         model(torch.rand(4, 4)).sum().backward()
         assert len(calls) == count
+
+
+class Overflow(nn.Module):
+    """A layer that changes what its policy sends, for large inputs alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        y = self.a(x)
+        return self.b(torch.tanh(y.mul_(2) if x[0, 0] > 1 else y))
+
+
+def test_a_result_that_early_micro_batches_change_is_an_error(devices):
+    model = wrap([Overflow()], devices[:1], SENT, M)
+    x = torch.rand(96, 64, device=devices[0])
+    x[:16] += 2
+    loss = model(x).sum()
+    with pytest.raises(RuntimeError, match=r"mutated"):
+        loss.backward()
+
+
+def test_cells_without_a_recomputation_keep_all(devices):
+    """The schedule recomputes some cells, and says so; a policy sends nothing of the others."""
+    lines = "0F0 0F1 0F2 0F3 0R3 0B3 0B2 0B1 0B0\n1F0 1F1 1F2 1F3 1B3 1B2 1B1 1B0"
+    schedule = parse(lines, [0, 1], 4)
+    model = wrap([Attention() for _ in devices[:2]], devices[:2], SAVED, 4)
+    training = ScheduledLoss(model, lambda y: y.pow(2).mean(), schedule)
+    x = torch.rand(8, 16, 32, device=devices[0])
+    with observe(costs=COSTS) as seen:
+        training(x).backward()
+    assert (0, "cpu") not in seen.transfers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -69,9 +70,11 @@ class HostMemory:
         """Let go of buffers that some steps have not used."""
         self._steps += 1
         for size, buffers in [*self._free.items()]:
-            while buffers and buffers[0].step < self._steps - UNUSED:
-                buffers.popleft()
-                self.sizes.remove(size)
+            # Another thread may take the last one meanwhile.
+            with suppress(IndexError):
+                while buffers[0].step < self._steps - UNUSED:
+                    buffers.popleft()
+                    self.sizes.remove(size)
 
     def take(self, size: int) -> Tensor:
         """Take a buffer for copies that the stream to the host is going to make.

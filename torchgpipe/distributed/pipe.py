@@ -354,6 +354,10 @@ class Pipe(Wrapper):
             agree = self._agreement.begin(
                 given.m, given.rows, shapes, settings, flags, trainable, error
             )
+            if self.training and next(self.buffers(), None) is not None:
+                # A step that the others refuse must not change statistics of the first stage.
+                # guard: buffers of a step that is refused
+                agree()
             if self._replicas is not None and recorded:
                 # Whoever finds a difference ends this pipeline, whose processes all have to look.
                 agree()
@@ -371,7 +375,7 @@ class Pipe(Wrapper):
     def _compute(
         self, agree: Callable[[], Agreed], given: StepInputs, terms: Any, recorded: bool
     ) -> Any:
-        """Compute a step, once all processes agree on it."""
+        """Compute a step, of which the first cell alone does without all processes' agreement."""
         with_loss, arguments, arriving = terms is not None, given.arguments, given.arriving
         batches, mini_batch = given.batches, given.mini_batch
         # All wait for the first stage, which gets on with it while the answers are on their way.
@@ -395,7 +399,7 @@ class Pipe(Wrapper):
             mail = executor.post
             assert isinstance(mail, Mail)
             try:
-                run = partial(executor.run, partial(self._perform, agree, program, executor, mail))
+                run = partial(executor.run, partial(program.run, executor, mail, agree))
                 compute(run, self, mini_batch.whole if mini_batch else ())
             finally:
                 mail.end()
@@ -410,21 +414,6 @@ class Pipe(Wrapper):
                 reduce(sharded)
         loss = found and found.value
         return output if not with_loss else (loss, output) if self._outputs else loss
-
-    def _perform(
-        self, agree: Callable[[], Agreed], program: Program, executor: Executor, mail: Mail
-    ) -> None:
-        """Run the program of a step, of which all but the first cell waits until all agree."""
-        try:
-            program.begin(executor, mail)
-        except Exception:
-            # guard: what is wrong in several processes
-            agree()
-            raise
-        (sizes, is_given), shapes, mail.with_numbers = agree()
-        # Micro-batches that the caller has made may all have shapes of their own.
-        self._forms.begin(shapes, [*range(len(sizes))] if is_given else sizes)
-        program.run(executor, mail)
 
     def _hand_over(self, executor: Executor, loss: StepLoss) -> None:
         """Add the gradients of a step to those of the weights and of the input."""

@@ -13,12 +13,13 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
 from torchgpipe._torch import pipelining
 from torchgpipe.devices.streams import CPU
+from torchgpipe.distributed.agreement import Agreed
 from torchgpipe.distributed.mail import Mail
 from torchgpipe.distributed.peers import Peers, Routes
 from torchgpipe.executor.loop import Executor
@@ -26,7 +27,7 @@ from torchgpipe.executor.step_plan import Choice, Plan, chosen, completed
 from torchgpipe.partition.keeping import Keepings, choosing, keepings_of, recomputed_by
 from torchgpipe.schedule.exchange import write_csv
 from torchgpipe.schedule.language import Schedule
-from torchgpipe.schedule.program import Op, together
+from torchgpipe.schedule.program import Instruction, Op, operations, together
 from torchgpipe.schedule.rewrite import without_recomputation
 from torchgpipe.skip.layout import SkipLayout
 
@@ -78,7 +79,8 @@ class Program:
         words = tuple(map(recomputed_by, each))
         schedule = completed(found, words, layout.pairs, forward=False)
         # For the executor, the stages of this process are those of its only worker.
-        own = Schedule((0,) * len(routes.placement), m, (schedule.program[routes.rank],))
+        line = tuple(_late(schedule.program[routes.rank]))
+        own = Schedule((0,) * len(routes.placement), m, (line,))
         self.plan = Plan(own, (peers.device,), (), [f"rank {routes.rank}"], choosing(each))
         todo = actions(schedule, routes, peers)
         if not recorded:
@@ -98,13 +100,18 @@ class Program:
         if peers.device == CPU and len({*routes.placement}) == len(routes.placement):
             self._calls_if_known = [_call(*action, again, routes) for action in earlier(todo)]
 
-    def begin(self, executor: Executor, mail: Mail) -> None:
-        """Compute the first cell of the mini-batch, where the first stage is."""
-        if self._first is not None:
-            self._first(executor, mail)
-
-    def run(self, executor: Executor, mail: Mail) -> None:
-        """Go through all other actions of a step."""
+    def run(self, executor: Executor, mail: Mail, agree: Callable[[], Agreed]) -> None:
+        """Go through the actions of a step, after the first cell once all processes agree."""
+        try:
+            if self._first is not None:
+                self._first(executor, mail)
+        except Exception:
+            # guard: what is wrong in several processes
+            agree()
+            raise
+        (sizes, is_given), shapes, mail.with_numbers = agree()
+        # Micro-batches that the caller has made may all have shapes of their own.
+        mail.forms.begin(shapes, [*range(len(sizes))] if is_given else sizes)
         # Receiving the first of its form waits for the sender.
         for call in self._calls_if_known if mail.forms.are_known else self._calls:
             call(executor, mail)
@@ -136,6 +143,18 @@ def fitting(choice: Choice, stages: int, size: int, m: int) -> Schedule:
             "or choose another schedule"
         )
     return found
+
+
+def _late(line: Sequence[Instruction]) -> Iterator[Instruction]:
+    """The instructions in the order in which they run here: each R right before its backward."""
+    again = {(x.stage, x.microbatch) for y in line for x in operations(y) if x.kind == "R"}
+    for instruction in line:
+        ops = operations(instruction)
+        for op in ops:
+            if op.kind in "BI" and (op.stage, op.microbatch) in again:
+                yield op._replace(kind="R")
+        if rest := [op for op in ops if op.kind != "R"]:
+            yield together(rest)
 
 
 def _call(does: str, ops: Sequence[Op], again: Container[tuple[int, int]], routes: Routes) -> Call:

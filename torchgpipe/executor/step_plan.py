@@ -19,6 +19,7 @@ from torchgpipe.partition.keeping import (
     choosing,
     keepings_of,
     offload_of,
+    policy_of,
     recomputed_by,
 )
 from torchgpipe.schedule.candidates import named
@@ -101,7 +102,8 @@ class Plan:
         """
         ahead = [0 if offload is None else offload.ahead for offload in self.offloads]
         lines = self.schedule.program if any(ahead) else ()
-        found = [(line, trips(line, ahead, policies=True)) for line in lines]
+        policies = {j for j, mode in enumerate(self.keepings) if policy_of(mode) is not None}
+        found = [(line, trips(line, ahead, policies)) for line in lines]
         return {(x.stage, x.microbatch): line[x.back] for line, own in found for x in own}
 
     @cached_property

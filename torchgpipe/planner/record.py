@@ -366,7 +366,9 @@ def _mixed(a: Record | None, b: Record, share: float) -> Record:
         return replace(y, **{key: _mix(*pair, share) for key, pair in pairs.items()})
 
     sections, values = (a.sections, a.values) if a else (repeat(None), repeat(None))
-    return Record(
-        [mixed(*x, "kept forward again free held halves rest") for x in zip(sections, b.sections)],
-        [mixed(*x, "size users gradient holds output") for x in zip(values, b.values)],
+    kept, sizes = "kept forward again free held halves rest", "size users gradient holds output"
+    return replace(
+        b,
+        sections=[mixed(*x, kept) for x in zip(sections, b.sections)],
+        values=[mixed(*x, sizes) for x in zip(values, b.values)],
     )

@@ -123,7 +123,9 @@ class Results:
             # Of results that are not kept there is no entry, or an empty one.
             for result, leaves in zip(filter(None, entries), leave):
                 for entry in result if leaves else ():
-                    if isinstance(entry.val, Tensor):
+                    # What has changed stays, and PyTorch raises when it is asked for.
+                    # guard: what a policy sends and layers change
+                    if isinstance(entry.val, Tensor) and entry.val._version == entry.version:
                         entry.val = view = self._offloaded.pack(entry.val)
                         self._views.append((entry, view))
 

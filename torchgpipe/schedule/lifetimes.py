@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -62,7 +62,7 @@ class Trip(NamedTuple):
 
 
 def trips(
-    line: Sequence[Instruction], ahead: Sequence[int], *, policies: bool = False
+    line: Sequence[Instruction], ahead: Sequence[int], policies: Container[int] = ()
 ) -> list[Trip]:
     """The trips of a worker's cells, in the order in which they come back.
 
@@ -70,8 +70,8 @@ def trips(
         line: the instructions of the worker.
         ahead: for each stage, how many instructions before its backward a cell comes back; 0 if its
             cells stay.
-        policies: whether cells with an R leave, too, and come back for it, as what a policy sends
-            does. Without a policy such a cell keeps nothing that could leave.
+        policies: the stages with a policy. There cells with an R leave, and come back for it, as
+            what the policy sends does. In other stages such a cell keeps nothing that could leave.
     """
     if not any(ahead):
         return []
@@ -81,9 +81,11 @@ def trips(
         early = ahead[op.stage]
         begin = place.get(op._replace(kind="F"))
         again = place.get(op._replace(kind="R"))
-        if op.kind not in "BI" or not early or begin is None or (again and not policies):
+        if op.kind not in "BI" or not early or begin is None:
             continue
-        if again:
+        if (again is not None) != (op.stage in policies):
+            continue
+        if again is not None:
             end = again
         if end - begin - 1 >= BETWEEN:
             # One that has not left yet cannot come back.
