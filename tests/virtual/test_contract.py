@@ -46,7 +46,7 @@ OF_CELLS = [
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "run", "mode"), OF_CELLS[:: some(1, 3)])
+@pytest.mark.parametrize(("name", "run", "mode"), OF_CELLS[:: some(1, 5)])
 def test_promise_of_cells_that_leave(name, run, mode, devices, monkeypatch):
     # Tensors of promises are small, and micro-batches are few.
     monkeypatch.setattr("torchgpipe.recompute.storage.LEAST", 1)
