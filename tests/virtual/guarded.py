@@ -375,7 +375,7 @@ MUTANTS = {
     ),
     "seeds of micro-batches": ((" + i", ""), "other numbers"),
     "seeds of steps": (
-        ("self._state(device, self._m) if drawn else found", "found"),
+        ("self._begin.of(self._m, kind) if drawn else found", "found"),
         "a later micro-batch",
     ),
     "locks of a step": (("locks_of(self._devices)", "[]"), "one step at a time"),

@@ -32,6 +32,11 @@ TESTS = {
             {},
         ),
         "shared sums": ("autograd.test_outcome", "sums_that_share_memory", {}),
+        "changes of what arrives": (
+            "autograd.test_ends_entrance",
+            "layers_may_change_what_enters",
+            {},
+        ),
         "at once": ("autograd.test_outcome", "gradients_added_at_once", {}),
         "sums of all": (
             "test_scheduled",
@@ -84,4 +89,5 @@ MUTANTS = {
     "what only the input needed": (DROP, "halves"),
     "hooks of nodes": ((" or (self._hooked and changes_gradients(node))", ""), "hooks of nodes"),
     "letting go of what arrives": (("x.detach()", "x"), "what arrives"),
+    "changes of what arrives": (("all(map(is_alone, tensors))", "True"), "changes of what arrives"),
 }

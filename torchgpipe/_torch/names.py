@@ -165,6 +165,8 @@ NAMES: dict[str, Name] = {
         question=True,
     ),
     # A function in Python takes three times as long.
+    # Without it, a function in Python takes three times as long.
+    "dead_end": Name(_C + "_functions.DelayedError", "schedules"),
     # One call for all weights of a stage.
     "add_each": Name("torch:_foreach_add_", "sums of gradients", _add),
     "multiply_each": Name("torch:_foreach_mul_", "sums of gradients", _multiply),

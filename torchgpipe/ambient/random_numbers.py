@@ -21,7 +21,8 @@ about 6 µs, more than 1 % of a small cell, and few functions draw random number
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from hashlib import blake2b
 from types import TracebackType
 
@@ -95,18 +96,19 @@ class StepNumbers:
     def __enter__(self) -> None:
         self.nest = begin_step(self._devices)
         self._found = _get(self._devices)
-        self._seeds = {
+        seeds = {
             device: int.from_bytes(blake2b(content(state), digest_size=8).digest(), "little")
             for device, state in self._found.items()
             if self._m > 1
         }
-        self._seeded = {device: torch.Generator(device) for device in self._seeds}
-        self._first = [
-            {kind: self._state(device, i) for kind, device in self._home.items()}
-            for i in range(self._m)
+        # Not methods of this object, which only Python's collector would free.
+        self._begin = _Beginnings(self._home, self._found, seeds)
+        self._first: list[dict[str, Tensor]] = [
+            _States(partial(self._begin.of, i)) for i in range(self._m)
         ]
-        #: The present RNG states of each micro-batch, by type of device.
-        self.states = [dict(states) for states in self._first]
+        #: The present RNG states of each micro-batch, by type of device; as far as somebody has
+        #: asked for them.
+        self.states: list[dict[str, Tensor]] = [_States(first.__getitem__) for first in self._first]
         #: The micro-batches that had drawn here before they came back from another process.
         self._drew: set[int] = set()
         #: The RNG states of the CPU after draws in backward, by the place in the step that drew.
@@ -157,9 +159,13 @@ class StepNumbers:
             self._drew.add(i)
         self._first[i], self.states[i] = states, dict(states)
 
+    def all_of(self, i: int) -> dict[str, Tensor]:
+        """The present RNG states of micro-batch ``i``, by type of device."""
+        return {kind: self.states[i][kind] for kind in self._home}
+
     def after(self) -> dict[str, Tensor]:
         """RNG states for the next step, by type of device, which no micro-batch has used."""
-        return {kind: self._state(device, self._m) for kind, device in self._home.items()}
+        return {kind: self._begin.of(self._m, kind) for kind in self._home}
 
     def settle(self, states: Mapping[str, Tensor]) -> None:
         """Set the generators that the caller sees, by type of device, after the block."""
@@ -174,25 +180,59 @@ class StepNumbers:
         seed = int.from_bytes(blake2b(found, digest_size=8).digest(), "little")
         return torch.Generator().manual_seed(seed).get_state()
 
-    def _state(self, device: torch.device, i: int) -> Tensor:
-        """The state that micro-batch ``i`` begins with."""
-        if i == 0:
-            return self._found[device]
-        # guard: seeds of micro-batches
-        seed = (self._seeds[device] + i) % 2**64
-        return self._seeded[device].manual_seed(seed).get_state()
-
     def _last(self, device: torch.device) -> Tensor:
         """The state that the caller continues with."""
         kind, found = device.type, self._found[device]
         if _differ(self.states[0][kind], found):
             return self.states[0][kind]
         drawn = bool(self.in_backward and device == CPU) or any(
-            _differ(first[kind], state[kind]) for first, state in zip(self._first, self.states)
+            kind in state and _differ(first[kind], state[kind])
+            for first, state in zip(self._first, self.states)
         )
         # Only other micro-batches have drawn, and the next step must not draw the same numbers.
         # guard: seeds of steps
-        return self._state(device, self._m) if drawn else found
+        return self._begin.of(self._m, kind) if drawn else found
+
+
+class _States(dict[str, Tensor]):
+    """The RNG states of a micro-batch by type of device, each made when somebody asks for it.
+
+    Few layers draw on the CPU, and it takes the host 10 µs to make a state.
+    """
+
+    def __init__(self, make: Callable[[str], Tensor]) -> None:
+        self._make = make
+
+    def __missing__(self, kind: str) -> Tensor:
+        found = self[kind] = self._make(kind)
+        return found
+
+
+class _Beginnings:
+    """The RNG states that micro-batches begin with.
+
+    Args:
+        home: for each type of device, the device whose generator continues the caller's sequence.
+        found: the state of each generator before the step.
+        seeds: the number that all seeds on a device are computed from.
+    """
+
+    def __init__(
+        self,
+        home: Mapping[str, torch.device],
+        found: Mapping[torch.device, Tensor],
+        seeds: Mapping[torch.device, int],
+    ) -> None:
+        self._home, self._found, self._seeds = home, found, seeds
+
+    def of(self, i: int, kind: str) -> Tensor:
+        """The state that micro-batch ``i`` begins with on a type of device."""
+        device = self._home[kind]
+        if i == 0:
+            return self._found[device]
+        # guard: seeds of micro-batches
+        seed = (self._seeds[device] + i) % 2**64
+        return torch.Generator(device).manual_seed(seed).get_state()
 
 
 class CellNumbers(first_run):

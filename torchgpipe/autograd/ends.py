@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from torchgpipe import _torch
-from torchgpipe._torch.dynamo import uncompiled
+from torchgpipe._torch.dynamo import is_alone, uncompiled
 from torchgpipe._torch.names import has
 from torchgpipe.autograd.fork_join import get_phony, pass_on
 
@@ -135,12 +135,15 @@ def _record() -> tuple[Tensor, Tensor, Tensor]:
 # The beginning of a cell's graph, for cells whose backward runs by itself.
 
 
-class Enter(torch.autograd.Function):
-    """Make tensors the beginning of a graph: ``phony, *tensors → *tensors``.
+MESSAGE = (
+    "under a schedule, a gradient must come by the loss, since the stages before this one have run "
+    "their backward already (gradient of: a value that a layer has kept, such as an auxiliary "
+    "loss); have the layer return it as an output, and add it in the loss function"
+)
 
-    PyTorch's own node for this (``DelayedError``) begins in a third of the time, but gives tensors
-    new version counters: then no stage would notice that a later one changes its output in place.
-    """
+
+class Enter(torch.autograd.Function):
+    """Make tensors the beginning of a graph: ``phony, *tensors → *tensors``."""
 
     @staticmethod
     def forward(ctx: Any, phony: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -149,15 +152,10 @@ class Enter(torch.autograd.Function):
     @staticmethod
     @uncompiled
     def backward(ctx: Any, *grads: Tensor | None) -> NoReturn:
-        raise RuntimeError(
-            "under a schedule, a gradient must come by the loss, since the stages before this one "
-            "have run their backward already (gradient of: a value that a layer has kept, such as "
-            "an auxiliary loss); have the layer return it as an output, and add it in the loss "
-            "function"
-        )
+        raise RuntimeError(MESSAGE)
 
 
-def enter(*tensors: Tensor) -> tuple[tuple[Tensor, ...], list[GradientEdge]]:
+def enter(*tensors: Tensor) -> tuple[Sequence[Tensor], list[GradientEdge]]:
     """Make tensors the beginning of a graph.
 
     Unlike leaves, the tensors that it returns are not kept alive by their graph, and layers may
@@ -166,8 +164,17 @@ def enter(*tensors: Tensor) -> tuple[tuple[Tensor, ...], list[GradientEdge]]:
     Returns:
         The tensors, and the edges at which backward of the cell ends, with their gradients.
     """
+    phony = get_phony(tensors[0].device, requires_grad=True)
+    # PyTorch's own node takes a third of the time, but gives tensors new version counters. If
+    # another stage has the memory, too, it would not notice that this one changes it in place.
+    # guard: changes of what arrives
+    unseen = all(map(is_alone, tensors))
     # What arrives is a leaf, which the graph would keep for the gradient.
     # guard: letting go of what arrives
     detached = [x.detach() for x in tensors]
-    found = Enter.apply(get_phony(tensors[0].device, requires_grad=True), *detached)
+    found: Sequence[Tensor]
+    if unseen:
+        _, *found = _torch.dead_end(MESSAGE.encode(), 1 + len(detached))(phony, *detached)
+    else:
+        found = Enter.apply(phony, *detached)
     return found, [get_gradient_edge(x) for x in found]

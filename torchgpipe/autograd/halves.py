@@ -105,19 +105,22 @@ def leaves(
         nodes: their nodes, as far as they are known. To this set it adds those that it finds. What
             a weight was computed from is not the cell's.
     """
-    known = {id(x) for x in weights}
-    seen = {inputs, *nodes}
-    found = []
-    waiting = [root.node for root in roots]
+    seen = {inputs, None, *nodes}
+    ends = []
+    waiting: list[Any] = [root.node for root in roots]
     while waiting:
         node = waiting.pop()
         if node in seen:
             continue
         seen.add(node)
         edges = node.next_functions
-        if edges:
-            waiting += [x for x, _ in edges if x is not None]
-            continue
+        for x, _ in edges:
+            waiting.append(x)
+        if not edges:
+            ends.append(node)
+    found = []
+    known = {id(x) for x in weights} if ends else set()
+    for node in ends:
         leaf = getattr(node, "variable", None)
         if id(leaf) in known:
             nodes.add(node)

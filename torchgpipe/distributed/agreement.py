@@ -223,7 +223,7 @@ class Agreement:
         if self._quiet is None:
             # States that do not travel are those of whoever has drawn.
             drawers = [k for k, x in enumerate(found) if x[0]]
-            states = numbers.states[0] if drawers else numbers.after()
+            states = numbers.all_of(0) if drawers else numbers.after()
             states = {kind: x.clone() for kind, x in states.items()}
             source = last if drawers and mail.with_numbers else [*drawers, placement[0]][0]
             for state in states.values():

@@ -26,7 +26,7 @@ from torch import Tensor
 from torchgpipe._torch.dynamo import is_alone
 from torchgpipe.devices.streams import CPU
 from torchgpipe.distributed.messages import Form, Forms, Meta, pack, unpack
-from torchgpipe.distributed.peers import Peers, Routes
+from torchgpipe.distributed.peers import Peers, Routes, receive, send
 from torchgpipe.executor.links import Post, Sent
 
 __all__: list[str] = []
@@ -75,7 +75,7 @@ class Mail(Post):
         if data is not None:
             works += self._send([torch.tensor([len(data)], device=CPU), data], peer, HOST)
         if self.with_numbers:
-            states = self.step.numbers.states[i]
+            states = self.step.numbers.all_of(i)
             works += self._send([x.detach() for x in states.values()], peer, HOST)
         self._going["F", j, i] = works + self._send(tensors, peer)
 
@@ -91,7 +91,7 @@ class Mail(Post):
             form = self.forms.read(j, i, data)
         works = []
         if self.with_numbers:
-            before = self.step.numbers.states[i]
+            before = self.step.numbers.all_of(i)
             states = self._states[j, i] = {kind: torch.empty_like(x) for kind, x in before.items()}
             works += self._receive(states.values(), peer, HOST)
         tensors = self._empty(form.metas)
@@ -174,12 +174,11 @@ class Mail(Post):
                 # guard: clone of what goes to a process
                 if not is_alone(x):
                     x = x.clone(memory_format=torch.contiguous_format)
-                works.append(dist.isend(x.detach(), group=self._group, group_dst=peer, tag=tag))
+                works.append(send(x.detach(), self._group, peer, tag))
         return works
 
     def _receive(self, tensors: Iterable[Tensor], peer: int, tag: int = 0) -> list[Any]:
-        group = self._group
-        return [dist.irecv(x, group=group, group_src=peer, tag=tag) for x in tensors if x.numel()]
+        return [receive(x, self._group, peer, tag) for x in tensors if x.numel()]
 
 
 @lru_cache

@@ -160,7 +160,7 @@ class _Cell(Own):
     def __init__(self, numbers: StepNumbers, i: int) -> None:
         # Not super(), which takes longer.
         self.nest, self.states = numbers.nest, numbers.states[i]
-        self._state, self._generator = self.states["cpu"], None
+        self._state = self._generator = None
 
     def __enter__(self) -> None:
         self.outer = nesting.depth, nesting.turn, nesting.source
@@ -170,6 +170,11 @@ class _Cell(Own):
     def __exit__(self, *_: object) -> None:
         nesting.depth, nesting.turn, nesting.source = self.outer
 
+    def get_state(self) -> Tensor:
+        if self._state is None:
+            self._state = self.states["cpu"]
+        return super().get_state()
+
 
 class _Forward(_Cell):
     """The same for its first run, after which the micro-batch goes on from there."""
@@ -177,8 +182,9 @@ class _Forward(_Cell):
     __slots__ = ()
 
     def __exit__(self, *_: object) -> None:
-        # guard: numbers of a generator of its own
-        self.states["cpu"] = self.get_state()
+        if self._generator is not None or self._state is not None:
+            # guard: numbers of a generator of its own
+            self.states["cpu"] = self.get_state()
         nesting.depth, nesting.turn, nesting.source = self.outer
 
 
