@@ -23,9 +23,8 @@ def read(text):
             "+F0 F0 +F1 F1 +F2 F2 +F3 F3 +F4 F4",
             "+F0 +F1 +F2 +F3 F0 +F4 F1 F2 F3 F4",
         ),
-        # Both ends know the form of a gradient, whether or not what it belongs to has left.
-        ("F0 F0> +B0 B0 F1 F1> +B1 B1", "+B0 +B1 F0 F0> B0 F1 F1> B1"),
-        ("F0 F0> F1 F1> +B1 B1 +B0 B0", "+B1 +B0 F0 F0> F1 F1> B1 B0"),
+        # Gradients stay where they are.
+        ("F0 F0> +F1 F1 F1> +B1 B1 +B0 B0", "+F1 F0 F0> F1 F1> +B1 B1 +B0 B0"),
     ],
 )
 def test_receives_are_moved_up(lowered, moved):

@@ -47,7 +47,7 @@ MESSAGES = {
     ("receive", "B"): Mail.receive_backward,
 }
 
-#: How many computations a receive is moved up.
+#: How many computations a receive of forward is moved up.
 AHEAD = 3
 
 
@@ -188,18 +188,19 @@ def _call(does: str, ops: Sequence[Op], again: Container[tuple[int, int]], route
 
 
 def earlier(found: Sequence[Action]) -> list[Action]:
-    """Move each receive up, past a few computations, and leave the order of receives.
+    """Move each receive of forward up, past a few computations, and leave their order.
 
     Under gloo, a message whose receiver is not ready takes turns of threads in both processes: the
     sender announces it, and a thread sends it once the receiver has answered. If the receiver is
-    ready, the sender sends it at once.
+    ready, the sender sends it at once, before it goes on. So gradients are received as late as
+    possible: the last stage, which sends them, is the one that the others wait for.
     """
     before: defaultdict[int, list[Action]] = defaultdict(list)
     number = 0
     for does, ops in found:
         if does == "compute":
             number += 1
-        elif does == "receive":
+        elif does == "receive" and ops[0].kind == "F":
             before[max(0, number - AHEAD)].append((does, ops))
     moved = []
     number = 0
@@ -207,7 +208,7 @@ def earlier(found: Sequence[Action]) -> list[Action]:
         if does == "compute":
             moved += before[number]
             number += 1
-        if does != "receive":
+        if does != "receive" or ops[0].kind != "F":
             moved.append((does, ops))
     return moved
 
