@@ -68,11 +68,11 @@ MUTANTS = {
     "back after compute": (DROP, "offloaded, bits"),
     "compute after copies": (DROP, "offloaded, bits"),
     "layers with a stream of their own": (
-        ("current_stream(device) == self.stream", "True"),
+        ("is_current(self.stream)", "True"),
         "offloaded, beside",
     ),
     "graphs that are thrown away": (("ref(view)", "lambda: view"), "offloaded, trials"),
-    "results on another stream": ((" and bool(own)", ""), "offloaded, results"),
+    "results on another stream": ((" and is_current(offloaded.stream)", ""), "offloaded, results"),
     "what a policy sends and layers change": (
         (" and entry.val._version == entry.version", ""),
         "offloaded, changed",

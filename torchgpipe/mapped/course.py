@@ -235,6 +235,10 @@ class Course:
                 run = step.recording.around(run, where, iter if again else tensors_of)
             if again:
                 batch = Batch(Arguments(*value))
+                if any(x.device != stage.device for x in batch):
+                    # What a class that PyTorch knows holds: each run gets an object of its own.
+                    (here, _), _ = self._fetch(cell, ((*batch,), {}))
+                    batch = batch.replace(here)
                 within = noted(note, label and label._replace(kind="R"))
                 checkpoint = body.checkpoint(
                     run, step.new_context(), stage.compute, within, offloaded

@@ -57,7 +57,10 @@ from torchgpipe.devices.streams import (
     current_stream,
     get_device,
     has_streams,
+    is_current,
+    record_stream,
     use_stream,
+    wait_stream,
 )
 from torchgpipe.recompute.input import StoredInput
 from torchgpipe.recompute.keep import Values
@@ -112,6 +115,8 @@ class Checkpoint:
         self.inputs: set[int] = set()
         self.stored: tuple[StoredInput, FirstNumbers] | None = None
         self.lock = threading.RLock()
+        #: Whether layers have saved tensors on streams of their own; None without streams.
+        self.beside = False if has_streams(get_device(stream)) else None
 
     def forward(self, batch: Batch, given: Batch | None = None, *, goes_on: bool = False) -> Batch:
         """Run the function, and save nothing but its input.
@@ -262,6 +267,10 @@ class Checkpoint:
 
     @uncompiled
     def _drop(self, tensor: Tensor) -> Saved:
+        if self.beside is False and not is_current(self.stream):
+            # A recomputation that ended there would not come back to the compute stream.
+            # guard: to the end for other streams
+            self.beside = self.whole = True
         own, base = id(tensor), tensor._base
         place: Saved
         # guard: keeping what lasts
@@ -304,6 +313,13 @@ class Checkpoint:
         if tensor._version != place.version:
             with self.within:
                 raise modified(tensor, place.version, place.layer)
+        if self.beside and not is_current(self.stream):
+            # The node belongs to the stream of the first run, and this memory to others.
+            own = current_stream(tensor.device)
+            # guard: recomputed beside
+            wait_stream(own, self.stream)
+            # guard: memory of what was recomputed beside
+            record_stream(tensor, own)
         return tensor
 
 

@@ -46,9 +46,9 @@ from torchgpipe.devices.recorder import Mark, Recorder
 from torchgpipe.devices.streams import (
     AbstractStream,
     Event,
-    current_stream,
     get_device,
     has_streams,
+    is_current,
     record,
     use_stream,
     wait_for,
@@ -183,10 +183,9 @@ class Offloaded:
     def pack(self, tensor: Tensor) -> View:
         view = View(tensor)
         if self._share:
-            device = get_device(self.stream)
             # The copy waits for this stream alone.
             # guard: layers with a stream of their own
-            key = key_of(tensor, device) if current_stream(device) == self.stream else 0
+            key = key_of(tensor, get_device(self.stream)) if is_current(self.stream) else 0
             # A graph that layers throw away lets go of what it has saved.
             # guard: graphs that are thrown away
             self._views.setdefault(key, []).append(ref(view))

@@ -23,7 +23,7 @@ from torch.utils import checkpoint
 
 from torchgpipe import _torch
 from torchgpipe.ambient.modes import own_casts
-from torchgpipe.devices.streams import current_stream, get_device
+from torchgpipe.devices.streams import get_device, is_current
 from torchgpipe.partition.keeping import Policy
 from torchgpipe.recompute.offload import Offloaded
 from torchgpipe.recompute.phase import is_recomputing
@@ -103,12 +103,12 @@ class Results:
     def choose(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
         """Choose what becomes of the result of an operator, as the policy does."""
         found = self._policy(context, operator, *args, **kwargs)
-        offloaded, leaves = self._offloaded, found in SENT
-        if leaves or found in KEPT or found is True:
-            own = offloaded and offloaded.stream == current_stream(get_device(offloaded.stream))
+        offloaded, sent = self._offloaded, found in SENT
+        if sent or found in KEPT or found is True:
             # guard: results on another stream
-            self._leave[operator].append(leaves and bool(own))
-        return Choice.MUST_SAVE if leaves else found
+            leaves = sent and offloaded is not None and is_current(offloaded.stream)
+            self._leave[operator].append(leaves)
+        return Choice.MUST_SAVE if sent else found
 
     def leave(self) -> None:
         """Hand over what leaves, once the layers have run."""
