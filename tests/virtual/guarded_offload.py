@@ -72,9 +72,12 @@ MUTANTS = {
         "offloaded, beside",
     ),
     "graphs that are thrown away": (("ref(view)", "lambda: view"), "offloaded, trials"),
-    "results on another stream": ((" and is_current(offloaded.stream)", ""), "offloaded, results"),
+    "results on another stream": (
+        ("is_current(self._offloaded.stream)", "1"),
+        "offloaded, results",
+    ),
     "what a policy sends and layers change": (
-        (" and entry.val._version == entry.version", ""),
+        ("policies.unchanged(entry)", "entry.val"),
         "offloaded, changed",
     ),
     "casts of both runs": (("own_casts()", "nullcontext()"), "casts of policies"),

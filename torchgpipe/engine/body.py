@@ -18,7 +18,7 @@ from torchgpipe.partition.keeping import Policy
 from torchgpipe.recompute.buffers import Copy
 from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.recompute.layer_state import LayersState
-from torchgpipe.recompute.offload import Offloaded, Offloading
+from torchgpipe.recompute.offload import NewCell, Offloading
 from torchgpipe.recompute.phase import is_recomputing
 from torchgpipe.recompute.selective import NOTHING, Contexts, contexts_of, of_this_run
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
@@ -143,7 +143,7 @@ class Body:
         context: Context,
         stream: AbstractStream,
         within: AbstractContextManager[None],
-        offloaded: Offloaded | None = None,
+        new: NewCell | None = None,
     ) -> Checkpoint:
         """A checkpoint of a cell.
 
@@ -152,14 +152,14 @@ class Body:
             context: the modes of both runs.
             stream: the compute stream.
             within: a context manager for the recomputation.
-            offloaded: takes what a policy sends to the host, if there is another memory than that.
+            new: makes what takes results that a policy sends to another memory, if there is one.
         """
         state = self.state
         assert state is not None
         if state.buffers.any:
             run = partial(run, copies=[])
         if self.policy is not None:
-            run = partial(run, contexts=contexts_of(self.policy, offloaded))
+            run = partial(run, contexts=contexts_of(self.policy, new))
         return Checkpoint(
             *(run, context, stream, within, state.lasting, state.always_calls, state.shapes)
         )

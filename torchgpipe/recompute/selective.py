@@ -15,17 +15,18 @@ is kept as others are, and then it leaves for the host, and comes back, as under
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
-from torch import Tensor
 from torch.utils import checkpoint
 
 from torchgpipe import _torch
+from torchgpipe._torch import policies
 from torchgpipe.ambient.modes import own_casts
 from torchgpipe.devices.streams import get_device, is_current
 from torchgpipe.partition.keeping import Policy
-from torchgpipe.recompute.offload import Offloaded
+from torchgpipe.recompute.offload import NewCell, Offloaded
 from torchgpipe.recompute.phase import is_recomputing
 from torchgpipe.recompute.storage import View
 from torchgpipe.values import trees
@@ -45,21 +46,20 @@ KEPT = (Choice.MUST_SAVE, Choice.PREFER_SAVE)
 SENT = [x for x in Choice if x.name.endswith("CPU_OFFLOAD")]
 
 
-def contexts_of(policy: Policy, offloaded: Offloaded | None) -> Contexts:
+def contexts_of(policy: Policy, new: NewCell | None) -> Contexts:
     """The context managers of the two runs of a cell.
 
     Args:
         policy: the policy.
-        offloaded: sends results to the host, if there is another memory than that.
+        new: makes what sends results to the host, if there is another memory than that.
     """
     first, second = policy()
-    if not isinstance(first, _torch.KeepingMode):
+    if not policies.is_known(first):
         # They are somebody's own.
         return first, second
-    results = Results(first, offloaded)
-    if getattr(second, "policy_fn", None) is not None:
-        # Before PyTorch 2.13 the recomputation asks again.
-        second.policy_fn = Results(second, None).choose
+    results = Results(first, new)
+    policies.ask(first, results.choose)
+    policies.ask(second, Results(second, None).choose)
     return Counted(first, results), Counted(second, results)
 
 
@@ -88,45 +88,51 @@ class Results:
     """The results of operators that PyTorch's mode keeps for the recomputation of a cell.
 
     Args:
-        mode: the mode, whose policy is asked by this object from here on.
-        offloaded: sends results to the host.
+        mode: the mode, whose policy :meth:`choose` has the last word on.
+        new: makes what sends results to the host, once there is one to send.
     """
 
-    def __init__(self, mode: Any, offloaded: Offloaded | None) -> None:
-        self._policy, self._kept, self._offloaded = mode.policy_fn, mode.storage, offloaded
-        mode.policy_fn = self.choose
+    def __init__(self, mode: Any, new: NewCell | None) -> None:
+        self._mode, self._new = mode, new
+        self._offloaded: Offloaded | None = None
         #: For each operator, whether each of its results that are kept leaves.
         self._leave: defaultdict[Any, list[bool]] = defaultdict(list)
         #: What has left, or would have, with the entry of PyTorch's that has to get it back.
         self._views: list[tuple[Any, View]] = []
 
-    def choose(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+    def choose(
+        self, policy: Callable[..., Any], context: Any, operator: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """Choose what becomes of the result of an operator, as the policy does."""
-        found = self._policy(context, operator, *args, **kwargs)
-        offloaded, sent = self._offloaded, found in SENT
+        found = policy(context, operator, *args, **kwargs)
+        sent = found in SENT
         if sent or found in KEPT or found is True:
-            # guard: results on another stream
-            leaves = sent and offloaded is not None and is_current(offloaded.stream)
-            self._leave[operator].append(leaves)
+            self._leave[operator].append(sent and self._may_leave())
         return Choice.MUST_SAVE if sent else found
+
+    def _may_leave(self) -> bool:
+        if self._offloaded is None and self._new is not None:
+            self._offloaded = self._new()
+        # guard: results on another stream
+        return self._offloaded is not None and is_current(self._offloaded.stream)
 
     def leave(self) -> None:
         """Hand over what leaves, once the layers have run."""
+        self._new = None
         if self._offloaded is None:
             return
         for operator, leave in self._leave.items():
-            found = self._kept.get(operator, ())
-            entries = [
-                [x for x in trees.leaves_of(result) if isinstance(x, _torch.KeptResult)]
-                for result in (found.values() if isinstance(found, dict) else found)
-            ]
+            each = map(trees.leaves_of, policies.kept_by(self._mode, operator))
+            entries = [[x for x in found if isinstance(x, _torch.KeptResult)] for found in each]
             # Of results that are not kept there is no entry, or an empty one.
             for result, leaves in zip(filter(None, entries), leave):
                 for entry in result if leaves else ():
                     # What has changed stays, and PyTorch raises when it is asked for.
                     # guard: what a policy sends and layers change
-                    if isinstance(entry.val, Tensor) and entry.val._version == entry.version:
-                        entry.val = view = self._offloaded.pack(entry.val)
+                    x = policies.unchanged(entry)
+                    if x is not None:
+                        view = self._offloaded.pack(x)
+                        policies.replace(entry, view, view.version)
                         self._views.append((entry, view))
 
     def come(self) -> None:
@@ -136,10 +142,10 @@ class Results:
         self._offloaded.begin()
         views, self._views = self._views, []
         for entry, view in views:
-            entry.val = view.kept
-            if view.kept is None:
-                entry.val = view.rebuild(get_device(self._offloaded.stream))
-                entry.version = view.version
+            x = view.kept
+            if x is None:
+                x = view.rebuild(get_device(self._offloaded.stream))
+            policies.replace(entry, x, view.version)
 
 
 class Counted:
