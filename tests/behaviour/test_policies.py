@@ -1,6 +1,7 @@
 """Policies of PyTorch's, and layers that differ in their two runs, or refuse hooks."""
 
 import copy
+import enum
 from functools import partial
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from tests.support.helpers import Apply, wrap
-from torchgpipe import MappedGPipe, ScheduledLoss, keep
+from torchgpipe import MappedGPipe, Offload, ScheduledLoss, keep
 
 aten = torch.ops.aten
 
@@ -121,3 +122,45 @@ def test_layers_that_take_no_hooks(wrapper, mode):
     trained(wrapper, layers, "never")
     with pytest.raises(RuntimeError, match=r"take no hooks .*use checkpoint='never'"):
         trained(wrapper, layers, mode)
+
+
+class Words(str, enum.Enum):
+    OFFLOAD = "offload"
+
+    def __str__(self):
+        return self.value
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        *("offload", Words.OFFLOAD, Offload(), Offload(share=0.5), POLICIES["all"]),
+        *(["never", "offload"], [POLICIES["products"], "always"], [Offload(ahead=2), "never"]),
+    ],
+    ids=str,
+)
+def test_stages_that_are_graphs_refuse_what_they_cannot_do(mode):
+    """However a mode comes, and whatever graphs are for, the message says what to use."""
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    refused = partial(
+        pytest.raises,
+        ValueError,
+        match=r"a stage that is a graph keeps all .*(checkpoint: .*); use stages='eager', or "
+        r"checkpoint='always'",
+    )
+    with refused():
+        ScheduledLoss(wrap(layers, ["cpu"] * 2, mode, 4), squares, stages="graph")
+    late = ScheduledLoss(wrap(layers, ["cpu"] * 2, "never", 4), squares, stages="graph")
+    late.model.checkpoint = mode
+    eager = ScheduledLoss(wrap(layers, ["cpu"] * 2, mode, 4), squares)
+    eager(torch.rand(16, 4)).backward()
+    eager.stages = "graph"
+    for step in (late, eager):
+        with refused():
+            step(torch.rand(16, 4))
+        with refused():
+            step.costs(torch.rand(16, 4))
+        with refused():
+            step.schedule = "zbh1"
+        step.model.checkpoint = "always"
+        step(torch.rand(16, 4)).backward()

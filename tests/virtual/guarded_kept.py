@@ -39,10 +39,7 @@ MUTANTS = {
     "kept values without their graph": (("leaf.detach()", "leaf"), "kept value"),
     "versions of kept values": (("!= version", "is None"), "kept value changed"),
     "operators around the layers": (
-        (
-            "around, use_skip_tracker(tracker), counted",
-            "counted, around, use_skip_tracker(tracker)",
-        ),
+        ("within(around, contexts)", "within(within(NOTHING, contexts), (around, around))"),
         "policy",
     ),
     "to the end after a change": ((" or kept.changed", ""), "own parameter changed"),

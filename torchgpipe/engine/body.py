@@ -20,12 +20,15 @@ from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.recompute.layer_state import LayersState
 from torchgpipe.recompute.offload import NewCell, Offloading
 from torchgpipe.recompute.phase import is_recomputing
-from torchgpipe.recompute.selective import NOTHING, Contexts, contexts_of, of_this_run
+from torchgpipe.recompute.selective import Contexts, contexts_of, within
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 from torchgpipe.values.microbatch import VALUE, Batch
 from torchgpipe.values.order import Order
 
 __all__: list[str] = []
+
+#: Is around the layers of most cells.
+NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Body:
@@ -117,10 +120,11 @@ class Body:
         order = self.order
         call = value.call if order is None or order.known else partial(self._ordered, order, value)
         around = self._around(copies)
-        counted = of_this_run(contexts) if contexts else NOTHING
+        if contexts is not None:
+            # guard: operators around the layers
+            around = within(around, contexts)
         # guard: a partition at a time
-        # guard: operators around the layers
-        with self.lock, around, use_skip_tracker(tracker), counted:
+        with self.lock, around, use_skip_tracker(tracker):
             if visit is None:
                 output = call(self.call)
             else:
@@ -194,7 +198,7 @@ class Body:
                 return self.state.restored(() if copies is None else copies)
             if copies is not None:
                 return self.state.buffers.first_run(copies)
-        return nullcontext()
+        return NOTHING
 
 
 def starts_in_place(layer: nn.Module) -> bool:

@@ -204,7 +204,7 @@ class Checkpoint:
         output: list[Batch] = []
 
         def run(numbers: FirstNumbers, again: Batch) -> None:
-            with numbers.restored(), recomputing(self.values.copied()):
+            with numbers.restored(), recomputing(Values(self.values)):
                 output.append(self.context.run(self.function, again))
 
         self._again(run, let_go=False)

@@ -15,8 +15,8 @@ is kept as others are, and then it leaves for the host, and comes back, as under
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
 from torch.utils import checkpoint
@@ -35,9 +35,6 @@ __all__: list[str] = []
 
 #: The context managers of the first run and the recomputation of one cell.
 Contexts: TypeAlias = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-
-#: For cells without a policy.
-NOTHING: AbstractContextManager[None] = nullcontext()
 
 Choice = checkpoint.CheckpointPolicy
 #: The choices by which a result is kept on the device, and in the memory of the host.
@@ -63,10 +60,12 @@ def contexts_of(policy: Policy, new: NewCell | None) -> Contexts:
     return Counted(first, results), Counted(second, results)
 
 
-def of_this_run(contexts: Contexts) -> AbstractContextManager[Any]:
-    """The context manager of the run that goes on."""
+@contextmanager
+def within(around: AbstractContextManager[Any], contexts: Contexts) -> Iterator[None]:
+    """Compute within a context manager, and in that within the one of the run that goes on."""
     first, second = contexts
-    return second if is_recomputing() else first
+    with around, second if is_recomputing() else first:
+        yield
 
 
 class uncounted:
