@@ -36,9 +36,14 @@ def ask(mode: Any, judge: Callable[..., Any]) -> None:
         mode.policy_fn = asked
 
 
-def kept_by(mode: Any, operator: Any) -> list[Any]:
+def results_of(mode: Any) -> Any:
+    """The table of results that a mode keeps. It does not refer to the mode."""
+    return mode.storage
+
+
+def kept_by(results: Any, operator: Any) -> list[Any]:
     """The results of an operator in a first run, in order; those that are kept have entries."""
-    found = mode.storage.get(operator, ())
+    found = results.get(operator, ())
     return [*(found.values() if isinstance(found, dict) else found)]
 
 

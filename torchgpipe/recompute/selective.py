@@ -15,8 +15,8 @@ is kept as others are, and then it leaves for the host, and comes back, as under
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeAlias
 
 from torch.utils import checkpoint
@@ -56,16 +56,35 @@ def contexts_of(policy: Policy, new: NewCell | None) -> Contexts:
         return first, second
     results = Results(first, new)
     policies.ask(first, results.choose)
-    policies.ask(second, Results(second, None).choose)
+    policies.ask(second, Results(first, None).choose)
     return Counted(first, results), Counted(second, results)
 
 
-@contextmanager
-def within(around: AbstractContextManager[Any], contexts: Contexts) -> Iterator[None]:
-    """Compute within a context manager, and in that within the one of the run that goes on."""
-    first, second = contexts
-    with around, second if is_recomputing() else first:
-        yield
+class within:
+    """Compute within a context manager, and in that within the one of the run that goes on.
+
+    A generator would do the same, but not with errors that end generators.
+
+    Args:
+        around: the outer one.
+        contexts: those of the two runs.
+    """
+
+    def __init__(self, around: AbstractContextManager[Any], contexts: Contexts) -> None:
+        self._around, (first, second) = around, contexts
+        self._inner = second if is_recomputing() else first
+
+    def __enter__(self) -> None:
+        with ExitStack() as entered:
+            entered.enter_context(self._around)
+            self._inner.__enter__()
+            entered.pop_all()
+
+    def __exit__(self, *raised: Any) -> None:
+        try:
+            self._inner.__exit__(*raised)
+        finally:
+            self._around.__exit__(*raised)
 
 
 class uncounted:
@@ -92,7 +111,8 @@ class Results:
     """
 
     def __init__(self, mode: Any, new: NewCell | None) -> None:
-        self._mode, self._new = mode, new
+        # Not the mode itself, which refers to this object.
+        self._results, self._new = policies.results_of(mode), new
         self._offloaded: Offloaded | None = None
         #: For each operator, whether each of its results that are kept leaves.
         self._leave: defaultdict[Any, list[bool]] = defaultdict(list)
@@ -121,7 +141,7 @@ class Results:
         if self._offloaded is None:
             return
         for operator, leave in self._leave.items():
-            each = map(trees.leaves_of, policies.kept_by(self._mode, operator))
+            each = map(trees.leaves_of, policies.kept_by(self._results, operator))
             entries = [[x for x in found if isinstance(x, _torch.KeptResult)] for found in each]
             # Of results that are not kept there is no entry, or an empty one.
             for result, leaves in zip(filter(None, entries), leave):
