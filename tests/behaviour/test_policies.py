@@ -88,6 +88,41 @@ def test_values_that_layers_keep(wrapper, kind):
     assert all(map(torch.equal, found, expected))
 
 
+def changing(x):
+    """Use what has been changed in place, and not what that returns."""
+    y = x * 2
+    y.mul_(3)
+    return y.sin()
+
+
+def drawing(x):
+    y, _ = torch.native_dropout(x.sin(), 0.5, train=True)
+    return (y * torch.rand_like(y)).cos()
+
+
+#: What operators do besides returning a result: for each a layer, and the operators.
+MORE = {
+    "changes": (lambda: Apply(changing), [aten.mul_.Tensor]),
+    "statistics": (lambda: nn.BatchNorm1d(4), [aten.add_.Tensor, aten.addmm.default]),
+    "draws": (lambda: Apply(drawing), [aten.native_dropout.default]),
+}
+
+
+@pytest.mark.parametrize("kind", MORE)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_operators_that_do_more_than_to_return_are_computed_again(wrapper, kind):
+    """Else a recomputation would find other values in what they change, or draw other numbers."""
+    torch.manual_seed(0)
+    make, operators = MORE[kind]
+    layers = nn.Sequential(*[x for _ in range(4) for x in (nn.Linear(4, 4), make())])
+    expected = trained(wrapper, layers, "never")
+    try:
+        found = trained(wrapper, layers, policy(*operators))
+    except RuntimeError as error:
+        pytest.fail(str(error))
+    assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize("around", [False, True])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_casts_of_weights(wrapper, around):

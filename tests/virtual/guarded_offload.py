@@ -50,6 +50,11 @@ TESTS = {
         "test_casts_of_weights",
         {"wrapper": "GPipe", "around": False},
     ),
+    "changed arguments": (
+        "behaviour.test_policies",
+        "test_operators_that_do_more_than_to_return_are_computed_again",
+        {"wrapper": "GPipe", "kind": "changes"},
+    ),
     "offloaded, graph": ("virtual.test_offload", "test_a_step_leaves_nothing_on_the_device", {}),
 } | {f"offloaded, {kind}": (*_LAYERS, {"kind": kind, "use": test_offload.once}) for kind in LAYERS}
 
@@ -70,6 +75,10 @@ MUTANTS = {
     "layers with a stream of their own": (
         ("is_current(self.stream)", "True"),
         "offloaded, beside",
+    ),
+    "operators that do more than to return": (
+        ("does_more(operator, args, kwargs)", "False"),
+        "changed arguments",
     ),
     "graphs that are thrown away": (("ref(view)", "lambda: view"), "offloaded, trials"),
     "results on another stream": (

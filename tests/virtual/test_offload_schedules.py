@@ -122,5 +122,5 @@ def test_what_a_schedule_has_let_go_of_is_an_error(devices):
     step(torch.rand(2 * M, 16, 32, device=devices[0])).backward()
     assert len(found) == M
     for x in found:
-        with pytest.raises(RuntimeError, match=r"was let go of once .*; use a schedule|second time"):
+        with pytest.raises(RuntimeError, match=r"was let go of once .*; use a|second time"):
             x.sum().backward()

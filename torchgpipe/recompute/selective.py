@@ -15,14 +15,16 @@ is kept as others are, and then it leaves for the host, and comes back, as under
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeAlias
 
+import torch
 from torch.utils import checkpoint
 
 from torchgpipe import _torch
 from torchgpipe._torch import policies
+from torchgpipe._torch.dynamo import schema_of
 from torchgpipe.ambient.modes import own_casts
 from torchgpipe.devices.streams import get_device, is_current
 from torchgpipe.partition.keeping import Policy
@@ -102,6 +104,24 @@ class uncounted:
             _torch.push_dispatch_mode(self._mode)
 
 
+def does_more(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator changes an argument, or draws random numbers.
+
+    A recomputation without it would find another value there, or draw other numbers after it.
+    """
+    schema = schema_of(operator)
+    if schema is None or schema.is_mutable:
+        return schema is not None
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    given = {**dict(zip([x.name for x in schema.arguments], args)), **kwargs}
+    chances = [
+        given.get(x.name, x.default_value) for x in schema.arguments if x.name in ("p", "dropout_p")
+    ]
+    # Attention without dropout draws none.
+    return any(chances) or not chances
+
+
 class Results:
     """The results of operators that PyTorch's mode keeps for the recomputation of a cell.
 
@@ -126,6 +146,9 @@ class Results:
         found = policy(context, operator, *args, **kwargs)
         sent = found in SENT
         if sent or found in KEPT or found is True:
+            # guard: operators that do more than to return
+            if does_more(operator, args, kwargs):
+                return Choice.PREFER_RECOMPUTE
             self._leave[operator].append(sent and self._may_leave())
         return Choice.MUST_SAVE if sent else found
 
@@ -190,5 +213,12 @@ class Counted:
     def __exit__(self, *raised: Any) -> None:
         self._mode.__exit__(*raised)
         self._casts.__exit__(*raised)
-        if not is_recomputing() and raised[0] is None:
+        kind, error, _ = raised
+        if kind is None and not is_recomputing():
             self._results.leave()
+        if kind is RuntimeError and "has been mutated" in str(error):
+            raise RuntimeError(
+                "what a policy keeps must not be changed in place later "
+                f"(PyTorch: {error}); use the layer that changes it out of place, or a policy that "
+                "lets the result be computed again"
+            ) from error

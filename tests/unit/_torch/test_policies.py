@@ -16,7 +16,8 @@ def modes():
 
 
 def entries_of(mode):
-    return [x for x in policies.kept_by(policies.results_of(mode), SIN) if isinstance(x, _torch.KeptResult)]
+    kept = policies.kept_by(policies.results_of(mode), SIN)
+    return [x for x in kept if isinstance(x, _torch.KeptResult)]
 
 
 def test_a_mode_asks_another_function(modes):
