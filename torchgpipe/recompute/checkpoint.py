@@ -54,6 +54,7 @@ from torchgpipe.autograd.fork_join import fork, needs_backward
 from torchgpipe.autograd.recomputation import Recompute
 from torchgpipe.devices.streams import (
     AbstractStream,
+    CPUStream,
     current_stream,
     get_device,
     has_streams,
@@ -116,7 +117,7 @@ class Checkpoint:
         self.stored: tuple[StoredInput, FirstNumbers] | None = None
         self.lock = threading.RLock()
         #: Whether layers have saved tensors on streams of their own; None without streams.
-        self.beside = False if has_streams(get_device(stream)) else None
+        self.beside = None if isinstance(stream, CPUStream) else False
 
     def forward(self, batch: Batch, given: Batch | None = None, *, goes_on: bool = False) -> Batch:
         """Run the function, and save nothing but its input.
@@ -157,7 +158,7 @@ class Checkpoint:
             stored.pack()
             self.stored = stored, numbers
         else:
-            self.settle()
+            self._forget()
         return output
 
     def _has_dropped(self) -> bool:
@@ -166,9 +167,12 @@ class Checkpoint:
     def settle(self) -> None:
         """Let go of everything if nothing was dropped, so that there will be no recomputation."""
         if not self._has_dropped():
-            self.places, self.stored = [], None
-            self.kept.let_go()
-            del self.function, self.lasting, self.context, self.values
+            self._forget()
+
+    def _forget(self) -> None:
+        self.places, self.stored = [], None
+        self.kept.let_go()
+        del self.function, self.lasting, self.context, self.values
 
     def recompute(self) -> None:
         """Fill the slots, unless that was done, and let go of the input.
