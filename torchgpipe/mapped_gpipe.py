@@ -28,6 +28,7 @@ from torchgpipe.mapped.device_map import checked_map, mapped_modules, place, pla
 from torchgpipe.mapped.glue import Glue
 from torchgpipe.mapped.hugging_face import (
     bring_adapters_home,
+    map_of_accelerate,
     takes_cache,
     verify_trainer,
     without_cache,
@@ -136,8 +137,10 @@ class MappedGPipe(Wrapper):
             raise TypeError(
                 f"a device map is for a module (module: {type(module).__name__}); pass an nn.Module"
             )
-        # How many modes a list has to have is known of a map that was given.
+        # How many modes a list has to have is known of a map that is there already.
         self._map: Any = device_map if isinstance(device_map, Mapping) else None
+        if device_map is sample is devices is memory is None:
+            self._map = map_of_accelerate(module)
         self._set(module, chunks, checkpoint)
         self.threads = threads
         self._output_device = None if output_device is None else checked_device(output_device)

@@ -85,13 +85,68 @@ def test_compiled_layers_keep_values_too():
     assert all(map(torch.equal, grads(of_gpipe(made, "always")), expected))
 
 
-def test_stages_that_keep_values_are_no_graphs():
-    expected = grads(of_schedule(layers(), "never"))
-    step = of_schedule(layers(), "always")
-    step.stages = "graph"
-    with pytest.warns(UserWarning, match=r"runs eagerly .*keep\(\) is for cells that run twice"):
-        found = grads(step)
+def in_graphs(made, mode, recompute, **options):
+    """The gradients of a second step, whose stages are graphs, and the stages."""
+    model = wrap(made, "cpu", mode, M, balance=[2, 2])
+    step = ScheduledLoss(model, squares, "1f1b", stages="graph", recompute=recompute, **options)
+    grads(step)
+    step.zero_grad()
+    return grads(step), step
+
+
+class Choosing(nn.Module):
+    """A layer whose kept values are of all sorts: of an operator with several results, and its own.
+
+    A recomputation in which they were computed again could not be told from one that gets them.
+    """
+
+    def __init__(self, how=keep):
+        super().__init__()
+        self.linear, self.how = nn.Linear(6, 6), how
+
+    def forward(self, x):
+        values, places = (y := self.linear(x)).topk(3, -1)
+        kept, (factor, text) = self.how((places, (y.exp(), "text")))
+        assert text == "text"
+        return (y.scatter(-1, kept, values * 2) * factor).tanh() + self.how(x)
+
+
+@pytest.mark.parametrize("compile", [None, "eager"])
+@pytest.mark.parametrize("recompute", ["everything", "min-cut"])
+def test_graphs_keep_values_too(recompute, compile):
+    def made(how=keep):
+        torch.manual_seed(0)
+        return [nn.Linear(6, 6), Choosing(how), Choosing(how), nn.Linear(6, 6)]
+
+    plain = of_schedule(made(), "never")
+    grads(plain)
+    plain.zero_grad()
+    expected = grads(plain)
+    found, step = in_graphs(made(), "always", recompute, compile=compile)
     assert all(map(torch.equal, found, expected))
+    _, without = in_graphs(made(lambda value: value), "always", recompute)
+    for graphs, others in zip(step.graphs, without.graphs):
+        assert not graphs.reasons
+        again = {x.name for x in graphs.last.parts.again.slice.nodes}
+        kept = graphs.last.parts.joint.kept
+        assert kept
+        assert again.isdisjoint(x.name for x in kept)
+        if recompute == "everything":
+            assert len(again) < len(others.last.parts.again.slice.nodes)
+
+
+def test_a_graph_cannot_keep_what_it_changes():
+    class Changing(nn.Module):
+        def forward(self, x):
+            y = keep(x * 2)
+            return y.add_(1) + x.tanh()
+
+    made = [nn.Linear(6, 6), Changing(), nn.Linear(6, 6), nn.Tanh()]
+    with (
+        pytest.warns(UserWarning, match="changes in place what it keeps"),
+        pytest.raises(RuntimeError, match="modified by an inplace operation"),
+    ):
+        in_graphs(made, "always", "everything")
 
 
 def test_nothing_is_kept_where_nothing_runs_twice():

@@ -39,6 +39,18 @@ def wrapped(devices, seed=0):
     return MappedGPipe(Model(seed), names, chunks=CHUNKS)
 
 
+def test_the_map_of_accelerate_takes_a_mode_for_each_entry(accelerate):
+    names = {"embed": "cpu", "blocks": "cpu", "head": "cpu"}
+    model = accelerate.dispatch_model(Model(), names, main_device="cpu", force_hooks=True)
+    pipe = MappedGPipe(model, chunks=CHUNKS, checkpoint=["never", "always", "offload"])
+    assert pipe.checkpoint == ["never", "always", "offload"]
+    pipe(TOKENS)["loss"].mean().backward()
+    with pytest.raises(ValueError, match=r"one for each .*partitions: 3"):
+        MappedGPipe(Model(), names, checkpoint=["never", "always"])
+    with pytest.raises(ValueError, match="that Accelerate has not dispatched"):
+        MappedGPipe(Model(), checkpoint=["never", "always"])
+
+
 def optimizer_of(model):
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 

@@ -1,6 +1,7 @@
 """Policies of PyTorch's, and layers that differ in their two runs, or refuse hooks."""
 
 import copy
+import enum
 from functools import partial
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from tests.support.helpers import Apply, wrap
-from torchgpipe import MappedGPipe, ScheduledLoss, keep
+from torchgpipe import MappedGPipe, Offload, ScheduledLoss, keep
 
 aten = torch.ops.aten
 
@@ -87,6 +88,41 @@ def test_values_that_layers_keep(wrapper, kind):
     assert all(map(torch.equal, found, expected))
 
 
+def changing(x):
+    """Use what has been changed in place, and not what that returns."""
+    y = x * 2
+    y.mul_(3)
+    return y.sin()
+
+
+def drawing(x):
+    y, _ = torch.native_dropout(x.sin(), 0.5, train=True)
+    return (y * torch.rand_like(y)).cos()
+
+
+#: What operators do besides returning a result: for each a layer, and the operators.
+MORE = {
+    "changes": (lambda: Apply(changing), [aten.mul_.Tensor]),
+    "statistics": (lambda: nn.BatchNorm1d(4), [aten.add_.Tensor, aten.addmm.default]),
+    "draws": (lambda: Apply(drawing), [aten.native_dropout.default]),
+}
+
+
+@pytest.mark.parametrize("kind", MORE)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_operators_that_do_more_than_to_return_are_computed_again(wrapper, kind):
+    """Else a recomputation would find other values in what they change, or draw other numbers."""
+    torch.manual_seed(0)
+    make, operators = MORE[kind]
+    layers = nn.Sequential(*[x for _ in range(4) for x in (nn.Linear(4, 4), make())])
+    expected = trained(wrapper, layers, "never")
+    try:
+        found = trained(wrapper, layers, policy(*operators))
+    except RuntimeError as error:
+        pytest.fail(str(error))
+    assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize("around", [False, True])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_casts_of_weights(wrapper, around):
@@ -121,3 +157,43 @@ def test_layers_that_take_no_hooks(wrapper, mode):
     trained(wrapper, layers, "never")
     with pytest.raises(RuntimeError, match=r"take no hooks .*use checkpoint='never'"):
         trained(wrapper, layers, mode)
+
+
+class Words(str, enum.Enum):
+    OFFLOAD = "offload"
+
+    def __str__(self):
+        return self.value
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        *("offload", Words.OFFLOAD, Offload(), Offload(share=0.5), POLICIES["all"]),
+        *(["never", "offload"], [POLICIES["products"], "always"], [Offload(ahead=2), "never"]),
+    ],
+    ids=str,
+)
+def test_stages_that_are_graphs_refuse_what_they_cannot_do(mode):
+    """However a mode comes, and whatever graphs are for, the message says what to use."""
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    refused = partial(
+        pytest.raises,
+        ValueError,
+        match=r"a stage that is a graph keeps all .*(checkpoint: .*); use stages='eager', or "
+        r"checkpoint='always'",
+    )
+    with refused():
+        ScheduledLoss(wrap(layers, ["cpu"] * 2, mode, 4), squares, stages="graph")
+    late = ScheduledLoss(wrap(layers, ["cpu"] * 2, "never", 4), squares, stages="graph")
+    late.model.checkpoint = mode
+    eager = ScheduledLoss(wrap(layers, ["cpu"] * 2, mode, 4), squares)
+    eager(torch.rand(16, 4)).backward()
+    eager.stages = "graph"
+    for step in (late, eager):
+        with refused():
+            step(torch.rand(16, 4))
+        with refused():
+            step.costs(torch.rand(16, 4))
+        with refused():
+            step.schedule = "zbh1"

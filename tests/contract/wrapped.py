@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from tests.support.helpers import MODES, notes_of
 from tests.support.size import SOAK
-from torchgpipe import Chunks, GPipe, MappedGPipe, ScheduledLoss
+from torchgpipe import Chunks, GPipe, MappedGPipe, Offload, ScheduledLoss
 from torchgpipe.values.structure import Arguments
 
 aten = torch.ops.aten
@@ -44,6 +44,7 @@ def dear(context, operator, *args, **kwargs):
 #: cells run twice says :func:`twin_of`.
 KEEPINGS = {
     **{mode: mode for mode in (*MODES, "offload")},
+    "share": Offload(share=0.5, ahead=2),
     "policy": partial(create_selective_checkpoint_contexts, dear),
 }
 
@@ -55,7 +56,7 @@ def modes_of(run):
 
 def twin_of(mode):
     """The word among the first ones under which as many cells run twice."""
-    return {"offload": "never", "policy": "always"}.get(mode, mode)
+    return {"offload": "never", "share": "never", "policy": "always"}.get(mode, mode)
 
 
 class Raised(NamedTuple):

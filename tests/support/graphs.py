@@ -11,7 +11,7 @@ from torchgpipe.graphs.overlap import communicates
 from torchgpipe.graphs.parts import Parts
 from torchgpipe.graphs.passes import CHOICES
 from torchgpipe.graphs.places import Places
-from torchgpipe.graphs.trace import chosen, trace
+from torchgpipe.graphs.trace import Marks, chosen, trace
 from torchgpipe.testing.busy import _spend
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import flatten
@@ -28,7 +28,9 @@ def traced(layers, x, *, recorded=True, roots=None):
     batch = Batch(x)
     own = chosen(places.read(), weights)
     devices = [tensor.device for tensor in places.read()]
-    joint, form = trace(places, devices, run, batch, (), own, recorded=recorded, roots=roots)
+    joint, form = trace(
+        places, devices, run, batch, (), own, Marks(), recorded=recorded, roots=roots
+    )
     return SimpleNamespace(joint=joint, form=form, places=places, weights=weights, batch=batch)
 
 

@@ -23,6 +23,11 @@ TESTS = {
             "nobody_traces_while_an_eager_cell_computes",
             {"name": "zbh1"},
         ),
+        "keep": (
+            "behaviour.test_keep",
+            "graphs_keep_values_too",
+            {"recompute": "everything", "compile": None},
+        ),
         "overlaps": ("virtual.test_graph_overlaps", "host_that_stumbles", {}),
         "message": ("virtual.test_graph_overlaps", "changes_in_place_around_a_message", {}),
         "pairs": ("virtual.test_graph_overlaps", "pairs_of_forwards_and_of_backwards", {}),
@@ -54,6 +59,7 @@ MUTANTS = {
     "results of an operator that both halves need": (DROP, "graph norm"),
     "random numbers of a first run": (("is_random(x) or ", ""), "graph order"),
     "random numbers in the same order": (("is_random(x) or ", ""), "graph order"),
+    "what layers keep of a graph": ((" - joint.kept", ""), "graph keep"),
     "buffers of before the first run of a graph": (
         ("copied(state[k], state[k].stride())", "state[k]"),
         "graph buffers",

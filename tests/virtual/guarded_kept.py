@@ -4,6 +4,11 @@ import torch
 from torch import nn
 
 from tests.behaviour import test_changes
+from tests.support.offload import Side
+from tests.virtual.mutants import DROP
+from tests.virtual.test_side_streams import SideAtLast
+
+_BESIDE = ("virtual.test_side_streams", "test_what_is_computed_again_is_there")
 
 #: Tests, by a short name: the module, the function, and some of its arguments.
 TESTS = {
@@ -15,6 +20,9 @@ TESTS = {
         "test_nested_tensors_between_partitions",
         {"layout": torch.jagged},
     ),
+    "beside, order": (*_BESIDE, {"layer": Side, "wrapper": "GPipe", "mode": "always"}),
+    "beside, memory": (*_BESIDE, {"layer": Side, "wrapper": "1f1b", "mode": "always"}),
+    "beside, end": (*_BESIDE, {"layer": SideAtLast, "wrapper": "1f1b", "mode": "always"}),
 } | {
     name: (
         "behaviour.test_changes",
@@ -31,13 +39,13 @@ MUTANTS = {
     "kept values without their graph": (("leaf.detach()", "leaf"), "kept value"),
     "versions of kept values": (("!= version", "is None"), "kept value changed"),
     "operators around the layers": (
-        (
-            "around, use_skip_tracker(tracker), counted",
-            "counted, around, use_skip_tracker(tracker)",
-        ),
+        ("within(around, contexts)", "within(within(NOTHING, contexts), (around, around))"),
         "policy",
     ),
     "to the end after a change": ((" or kept.changed", ""), "own parameter changed"),
+    "to the end for other streams": (("self.beside = self.whole", "self.beside"), "beside, end"),
+    "recomputed beside": (DROP, "beside, order"),
+    "memory of what was recomputed beside": (DROP, "beside, memory"),
     "lengths of jagged tensors": (("tensor.is_nested", "False"), "jagged"),
     "changes of the first run": (("!= tensor._version", "is not None"), "parameter changed"),
 }

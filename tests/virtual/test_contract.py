@@ -36,7 +36,7 @@ def test_beside_the_cpu_and_on_one_device_twice(k, devices):
 
 
 EAGER = [run for run in LOCAL if "graphs" not in run]
-LEAVING = [(run, mode) for run in EAGER for mode in ("offload", "policy")]
+LEAVING = [(run, mode) for run in EAGER for mode in ("offload", "share", "policy")]
 #: Each promise with one run and one mode, by turns; all of them in a soak.
 OF_CELLS = [
     (name, *case)

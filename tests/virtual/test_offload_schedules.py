@@ -113,3 +113,14 @@ def test_a_forward_alone_sends_nothing(devices):
     with observe() as seen, torch.no_grad():
         step(torch.rand(2 * M, 16, 32, device=devices[0]))
     assert not [link for link in seen.transfers if "cpu" in link]
+
+
+def test_what_a_schedule_has_let_go_of_is_an_error(devices):
+    step = training(devices, "offload", "zbh1", [0, 1, 2, 3])
+    found = []
+    step.model[0].up.register_forward_hook(lambda *args: found.append(args[-1]))
+    step(torch.rand(2 * M, 16, 32, device=devices[0])).backward()
+    assert len(found) == M
+    for x in found:
+        with pytest.raises(RuntimeError, match=r"was let go of once .*; use a|second time"):
+            x.sum().backward()

@@ -14,6 +14,7 @@ from tests.support.size import some
 from tests.virtual.test_offload import unused
 from torchgpipe import MappedGPipe, ScheduledLoss
 from torchgpipe.devices.streams import current_stream
+from torchgpipe.recompute import offload
 from torchgpipe.schedule import parse
 from torchgpipe.testing import observe
 
@@ -94,6 +95,22 @@ def test_results_leave_and_come_back(devices, make, n):
     assert seen.transfers[1, "cpu"].bytes == seen.transfers["cpu", 1].bytes > 0
     found, _, _ = trained(make, places, SENT, jitter=0)
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("make", [of_gpipe, of_schedule, of_map])
+def test_a_policy_that_sends_nothing_costs_nothing_for_that(devices, make, monkeypatch):
+    made = []
+
+    class Noted(offload.Offloaded):
+        def __init__(self, *args):
+            made.append(args)
+            super().__init__(*args)
+
+    monkeypatch.setattr(offload, "Offloaded", Noted)
+    trained(make, devices[:2], SAVED)
+    assert not made
+    trained(make, devices[:2], SENT)
+    assert made
 
 
 @pytest.mark.parametrize("name", some(["1f1b", "zbh1", "zbv"], ["zbv"]))
@@ -185,7 +202,7 @@ def test_what_has_changed_is_an_error(devices):
         return wrap([nn.Linear(32, 32), Spoiling(32, 32), *linears(32, 32, 32)], devices, mode, M)
 
     for mode in (SAVED, SENT):
-        with pytest.raises(RuntimeError, match="has been mutated"):
+        with pytest.raises(RuntimeError, match=r"must not be changed .* mutated\); use the layer"):
             trained(spoilt, devices[:2], mode)
 
 

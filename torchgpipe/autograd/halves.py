@@ -400,12 +400,17 @@ def _nothing(_: Tensor) -> None:
     """Pack nothing."""
 
 
-@uncompiled
-def _gone(_: None) -> Tensor:
-    raise RuntimeError(
+def gone() -> RuntimeError:
+    """The error for a backward through what I has let go of."""
+    return RuntimeError(
         "what a layer has saved for its input's gradient was let go of once that was computed, and "
         "something asks for it again; use a schedule that does not split backward into I and W"
     )
+
+
+@uncompiled
+def _gone(_: None) -> Tensor:
+    raise gone()
 
 
 class Within(torch.autograd.Function):

@@ -98,6 +98,12 @@ def current_stream(device: torch.device) -> AbstractStream:
     return stream
 
 
+def is_current(stream: AbstractStream) -> bool:
+    """Whether this thread issues work for the device of a stream on that stream."""
+    # Several times as fast as to compare with current_stream(): layers save very many tensors.
+    return not isinstance(stream, torch.Stream) or stream == _torch.get_stream(stream.device_index)
+
+
 def get_device(stream: AbstractStream) -> torch.device:
     """The device of a stream."""
     return stream.device

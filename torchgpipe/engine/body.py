@@ -18,14 +18,17 @@ from torchgpipe.partition.keeping import Policy
 from torchgpipe.recompute.buffers import Copy
 from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.recompute.layer_state import LayersState
-from torchgpipe.recompute.offload import Offloaded, Offloading
+from torchgpipe.recompute.offload import NewCell, Offloading
 from torchgpipe.recompute.phase import is_recomputing
-from torchgpipe.recompute.selective import NOTHING, Contexts, contexts_of, of_this_run
+from torchgpipe.recompute.selective import Contexts, contexts_of, within
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 from torchgpipe.values.microbatch import VALUE, Batch
 from torchgpipe.values.order import Order
 
 __all__: list[str] = []
+
+#: Is around the layers of most cells.
+NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Body:
@@ -117,10 +120,11 @@ class Body:
         order = self.order
         call = value.call if order is None or order.known else partial(self._ordered, order, value)
         around = self._around(copies)
-        counted = of_this_run(contexts) if contexts else NOTHING
+        if contexts is not None:
+            # guard: operators around the layers
+            around = within(around, contexts)
         # guard: a partition at a time
-        # guard: operators around the layers
-        with self.lock, around, use_skip_tracker(tracker), counted:
+        with self.lock, around, use_skip_tracker(tracker):
             if visit is None:
                 output = call(self.call)
             else:
@@ -143,7 +147,7 @@ class Body:
         context: Context,
         stream: AbstractStream,
         within: AbstractContextManager[None],
-        offloaded: Offloaded | None = None,
+        new: NewCell | None = None,
     ) -> Checkpoint:
         """A checkpoint of a cell.
 
@@ -152,14 +156,14 @@ class Body:
             context: the modes of both runs.
             stream: the compute stream.
             within: a context manager for the recomputation.
-            offloaded: takes what a policy sends to the host, if there is another memory than that.
+            new: makes what takes results that a policy sends to another memory, if there is one.
         """
         state = self.state
         assert state is not None
         if state.buffers.any:
             run = partial(run, copies=[])
         if self.policy is not None:
-            run = partial(run, contexts=contexts_of(self.policy, offloaded))
+            run = partial(run, contexts=contexts_of(self.policy, new))
         return Checkpoint(
             *(run, context, stream, within, state.lasting, state.always_calls, state.shapes)
         )
@@ -194,7 +198,7 @@ class Body:
                 return self.state.restored(() if copies is None else copies)
             if copies is not None:
                 return self.state.buffers.first_run(copies)
-        return nullcontext()
+        return NOTHING
 
 
 def starts_in_place(layer: nn.Module) -> bool:

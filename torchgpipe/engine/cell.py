@@ -93,16 +93,17 @@ class Cell:
         if recording is not None:
             run = recording.around(run, (self.stream, self.j, self.j, self.i))
         again = self.i < step.checkpointed[self.j]
-        checkpoint = offloaded = None
-        if self.body.offloading is not None:
-            offloaded = self.body.offloading.cell(self.stream, self.i)
+        checkpoint = new = None
+        offloading = self.body.offloading
+        if offloading is not None:
+            new = partial(offloading.cell, self.stream, self.i)
         if again:
             # Only its text: the checkpoint would keep the cell itself in memory.
             within = noted(str(self), labels.of("R", self.j, self.i))
-            checkpoint = self.body.checkpoint(run, step.context, self.stream, within, offloaded)
+            checkpoint = self.body.checkpoint(run, step.context, self.stream, within, new)
             run = checkpoint.forward
-        elif offloaded is not None:
-            run = partial(offloaded.forward, run)
+        elif new is not None:
+            run = partial(new().forward, run)
         # guard: letting go of the input
         batch = batch.take()
         with use_stream(self.stream), noted(self):
@@ -115,8 +116,8 @@ class Cell:
             for lane, parts in self._by_lane(self.departing) if self.departing else ():
                 # guard: lane of leaving Wait
                 batch = batch.map(partial(leave, self.stream, lane, clones=clones), parts)
-            if offloaded is not None:
-                offloaded.leave()
+            if offloading is not None:
+                offloading.leave()
         if self.departing and checkpoint:
             self._checkpoints.append(checkpoint)
         return batch

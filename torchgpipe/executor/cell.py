@@ -146,15 +146,14 @@ class EagerCell(Cell):
         if self.criterion is not None:
             run = partial(run, after=self.criterion.after(self.i))
         body = self.step.bodies[self.j]
+        new = None
         if body.offloading is not None and body.offloading.sends(self.i):
-            self._offloaded = body.offloading.cell(self.stream, self.i)
+            new = partial(body.offloading.cell, self.stream, self.i)
         if self._within is not None:
-            self._checkpoint = body.checkpoint(
-                run, context, self.stream, self._within, self._offloaded
-            )
+            self._checkpoint = body.checkpoint(run, context, self.stream, self._within, new)
             run = self._checkpoint.forward
-        elif self._offloaded is not None:
-            run = partial(self._offloaded.forward, run)
+        elif new is not None:
+            run = partial(new().forward, run)
         batch = batch.take()
         output = context.run(run, batch)
         if torch.is_grad_enabled():
@@ -189,8 +188,9 @@ class EagerCell(Cell):
         checkpoint.recompute()
 
     def leave(self) -> None:
-        if self._offloaded is not None:
-            self._offloaded.leave()
+        offloading = self.step.bodies[self.j].offloading
+        if offloading is not None:
+            self._offloaded = offloading.leave()
 
     def fetch(self) -> None:
         if self._offloaded is not None:

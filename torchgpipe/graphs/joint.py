@@ -47,6 +47,7 @@ class Joint:
         weight_grads: the gradient of each weight; None where there is none.
         backward: the nodes of the backward.
         twins: for each node that a mask has split in two, its other half.
+        kept: the nodes of the forward that layers keep for a recomputation.
     """
 
     module: GraphModule
@@ -59,6 +60,7 @@ class Joint:
     weight_grads: list[Node | None] = field(default_factory=list)
     backward: set[Node] = field(default_factory=set)
     twins: dict[Node, Node] = field(default_factory=dict)
+    kept: set[Node] = field(default_factory=set)
 
     @property
     def forward(self) -> list[Node]:
@@ -97,6 +99,7 @@ class Joint:
         self.outputs = other(self.outputs)
         self.input_grads = other(self.input_grads)
         self.weight_grads = other(self.weight_grads)
+        self.kept = {*other([*self.kept])}
 
 
 def tensors_of(node: Node) -> list[Tensor]:

@@ -55,12 +55,14 @@ Choice = Callable[[Joint, Effects, Sequence[Node]], Again]
 
 
 def everything(joint: Joint, effects: Effects, saved: Sequence[Node]) -> Again:
-    """Recompute everything that the backward needs, from the input."""
+    """Recompute everything that the backward needs, from the input and what layers keep."""
     forward = joint.forward
     # guard: random numbers in the same order
     others = [x for x in forward if is_random(x) or is_void(x)]
-    nodes = effects.in_order(effects.needed([*saved, *others], {*forward}))
-    given = {*joint.inputs, *joint.more}
+    # guard: what layers keep of a graph
+    region = {*forward} - joint.kept
+    nodes = effects.in_order(effects.needed([*saved, *others], region))
+    given = {*joint.inputs, *joint.more, *joint.kept.intersection(forward)}
     taken = {*saved, *[x for node in nodes for x in node.all_input_nodes]}
     return Again(effects.in_order(taken & given), nodes)
 
@@ -72,7 +74,7 @@ def min_cut(joint: Joint, effects: Effects, saved: Sequence[Node]) -> Again:
 
     forward = joint.forward
     region = effects.needed(saved, {*forward})
-    fixed = {x for x in forward if _is_fixed(effects, x)}
+    fixed = {x for x in forward if x in joint.kept or _is_fixed(effects, x)}
     # The items of what a fixed operator returns are fixed, too.
     fixed |= {x for x in forward if is_item(x) and x.args[0] in fixed}
     given = {*joint.inputs, *joint.more}

@@ -30,7 +30,7 @@ from torchgpipe.graphs.passes import Choice, everything
 from torchgpipe.graphs.picture import text, write_svg
 from torchgpipe.graphs.places import UntraceableError, kinds
 from torchgpipe.graphs.slices import function_of
-from torchgpipe.graphs.trace import OutputForm, chosen, trace
+from torchgpipe.graphs.trace import Marks, OutputForm, chosen, trace
 from torchgpipe.graphs.traced import KINDS, Entry, Settings, StageState, Traced, gate
 from torchgpipe.recompute.phase import checkpointing
 from torchgpipe.values.division import Division
@@ -107,13 +107,14 @@ class StageGraphs:
         body, batch = executor.step.bodies[self.j], run.given
         more, structure = of_loss(criterion, i)
         loss = keyed = None
+        marks = Marks()
         if criterion is not None:
             # A copy, so that a later trace does not hold the objects of this step.
             loss = Criterion(criterion.loss, [], Division([]), None, criterion.outputs is not None)
             keyed = bool(criterion.arguments[i][1])
 
         def compute(batch: Batch, more: Sequence[Tensor]) -> Any:
-            with checkpointing() if again else nullcontext():
+            with checkpointing(marks) if again else nullcontext():
                 if loss is None:
                     return body.run(batch), flatten((None, None))
                 given = structure.unflatten(tuple(more))
@@ -128,7 +129,7 @@ class StageGraphs:
             # A later trace may run in backward, outside of the caller's autocast.
             with body.lock, with_autocast(casts):
                 joint, form = trace(
-                    *(places, devices, compute, batch, more, own),
+                    *(places, devices, compute, batch, more, own, marks),
                     recorded=recorded,
                     roots=needs_grad,
                 )

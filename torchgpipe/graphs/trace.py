@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -55,6 +56,24 @@ class OutputForm:
         self.fixed = None if places else structure.unflatten(())
 
 
+class Marks:
+    """The values that layers keep for a recomputation, while they are traced."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+
+    def put(self, leaf: Any) -> Any:
+        """Take note of a leaf of a value, and return it."""
+        if isinstance(leaf, Tensor):
+            self.tensors.append(leaf)
+        return leaf
+
+    def take(self) -> list[Tensor]:
+        """The tensors so far, each as a node that returns it."""
+        found, self.tensors = self.tensors, []
+        return [x.detach() for x in found]
+
+
 #: Runs the layers on a micro-batch with further arguments of the loss; returns the output, and the
 #: further outputs with their structure.
 Run = Callable[[Batch, Sequence[Tensor]], tuple[Batch, tuple[Sequence[Tensor], Structure]]]
@@ -67,6 +86,7 @@ def trace(
     batch: Batch,
     more: Sequence[Tensor],
     chosen: Sequence[int],
+    marks: Marks,
     *,
     recorded: bool,
     roots: Sequence[bool] | None = None,
@@ -80,6 +100,7 @@ def trace(
         batch: a micro-batch.
         more: the tensors among the further arguments of the loss.
         chosen: the indices of the tensors of the layers whose gradients are wanted.
+        marks: takes what the layers keep for a recomputation.
         recorded: whether there is a backward.
         roots: for each output, whether its gradient is given; by default if it is wanted.
 
@@ -106,6 +127,7 @@ def trace(
             form, values = _formed(output, rest, structure)
             forms.append(form)
             results = [x.detach() for x in values]
+            kept = marks.take()
             if roots is not None:
                 form.needs_grad[:] = roots
             ends = [x for x, needed in zip(values, form.needs_grad) if needed and recorded]
@@ -120,8 +142,9 @@ def trace(
             raise UntraceableError("its forward changes attributes (of a parameter)")
         of_inputs = [found.get(id(x)) for x in inputs]
         of_weights = [found.get(id(state[k])) for k in chosen]
-        counts.extend([len(results), len(tangents), len(of_inputs), len(of_weights)])
-        return [*results, *tangents, *of_inputs, *of_weights]
+        each = results, tangents, of_inputs, of_weights, kept
+        counts.extend([len(x) for x in each])
+        return [*chain(*each)]
 
     arguments = [
         [x.detach().requires_grad_(x.requires_grad) for x in some]
@@ -227,7 +250,7 @@ def _with_roles(
     (returned,) = nodes[-1].args
     assert isinstance(returned, list | tuple)
     results = iter(returned)
-    outputs, made, of_inputs, of_weights = (
+    outputs, made, of_inputs, of_weights, kept = (
         [next(results) for _ in range(count)] for count in counts
     )
     tangents: list[Any] = []
@@ -251,6 +274,8 @@ def _with_roles(
         *(module, state, inputs, more, outputs),
         [next(rest) if tangents and needed else None for needed in form.needs_grad],
         *(of_inputs, of_weights, backward),
+        # Of what is given to a stage, its cells keep what they need anyway.
+        kept={x for node in kept for x in node.all_input_nodes if x.op == "call_function"},
     )
     graph.erase_node(nodes[-1])
     graph.output(joint.results)
@@ -264,8 +289,8 @@ def _verify(joint: Joint) -> None:
 
     Raises:
         UntraceableError: the backward draws random numbers, or takes a value that is changed in
-            between; or the graph has its own generator, sparse tensors, or shapes that depend on
-            values.
+            between, as may what layers keep; or the graph has its own generator, sparse tensors, or
+            shapes that depend on values.
     """
     given = [x for node in joint.calls for x in arguments_of(node)]
     if any(name == "generator" and value is not None for name, value in given):
@@ -278,6 +303,8 @@ def _verify(joint: Joint) -> None:
     if not all(type(size) is int for x in values for size in x.shape):
         raise UntraceableError("shapes of its values depend on their contents")
     effects = Effects(joint.module.graph.nodes)
+    if any(effects.changes(x) for x in joint.kept):
+        raise UntraceableError("it changes in place what it keeps for a recomputation")
     for node in joint.backward:
         for x in node.all_input_nodes:
             if x not in joint.backward:

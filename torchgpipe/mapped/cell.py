@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from torchgpipe.engine.lanes import carried
 from torchgpipe.mapped.containers import tensors_of
 from torchgpipe.mapped.step import DeviceVisit, MappedStep
 from torchgpipe.recompute.checkpoint import Checkpoint
-from torchgpipe.recompute.offload import Offloaded, Offloading
+from torchgpipe.recompute.offload import NewCell, Offloading
 
 __all__: list[str] = []
 
@@ -62,8 +63,8 @@ class Cell:
         self.lane = stage.lanes[i % len(stage.lanes)]
         #: The checkpoints of the modules that were called here.
         self.checkpoints: list[Checkpoint] = []
-        #: What modules have saved, if it leaves for the host, each mode with its own.
-        self._offloaded: dict[Offloading, Offloaded] = {}
+        #: What lets leave for the host what modules have saved, one for each of their modes.
+        self._leaving: list[Offloading] = []
         #: What was computed in this visit, if it is not the first one.
         self._made: dict[int, weakref.ref[Tensor]] = {}
         #: The tensors that were copied here, and those that were cloned to leave.
@@ -189,23 +190,23 @@ class Cell:
             tensors = join(fence.before(self.i, j), *tensors)
         return fence.fork(self.i, j, checkpoints, *tensors)
 
-    def offloaded(self, offloading: Offloading) -> Offloaded:
-        """The tensors that modules of this cell save, which leave for the host."""
-        if offloading not in self._offloaded:
-            self._offloaded[offloading] = offloading.cell(self.stage.compute, self.i)
-        return self._offloaded[offloading]
+    def leaving(self, offloading: Offloading) -> NewCell:
+        """Make what takes tensors that modules of this cell save, to leave for the host."""
+        if offloading not in self._leaving:
+            self._leaving.append(offloading)
+        return partial(offloading.cell, self.stage.compute, self.i)
 
     def leave(self) -> None:
         """Let what was saved leave for the host, once the last module of the cell has run."""
-        if self._offloaded:
-            found, self._offloaded = self._offloaded, {}
+        if self._leaving:
+            found, self._leaving = self._leaving, []
             with use_stream(self.stage.compute):
-                for offloaded in found.values():
-                    offloaded.leave()
+                for offloading in found:
+                    offloading.leave()
 
     def close(self) -> None:
         """Let go of all tensors."""
-        self._offloaded = {}
+        self._leaving = []
         self._come, self._left = Copies(), Copies()
         self.checkpoints.clear()
 

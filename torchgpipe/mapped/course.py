@@ -222,7 +222,7 @@ class Course:
         with use_stream(stage.compute), casts, undrawn, labels.within(label):
             given = body.attributes.begin() if body.attributes else None
             again = self.i < body.checkpointed
-            offloaded = cell.offloaded(body.offloading) if body.offloading else None
+            new = cell.leaving(body.offloading) if body.offloading else None
             run: Callable[..., Any] = (
                 partial(body.run_twice, given=given) if again else body.run_alone
             )
@@ -235,10 +235,12 @@ class Course:
                 run = step.recording.around(run, where, iter if again else tensors_of)
             if again:
                 batch = Batch(Arguments(*value))
+                if any(x.device != stage.device for x in batch):
+                    # What a class that PyTorch knows holds: each run gets an object of its own.
+                    (here, _), _ = self._fetch(cell, ((*batch,), {}))
+                    batch = batch.replace(here)
                 within = noted(note, label and label._replace(kind="R"))
-                checkpoint = body.checkpoint(
-                    run, step.new_context(), stage.compute, within, offloaded
-                )
+                checkpoint = body.checkpoint(run, step.new_context(), stage.compute, within, new)
                 cell.checkpoints.append(checkpoint)
                 goes_on = self._may_be_last(mapped.name)
                 found = checkpoint.forward(body.kept(batch), batch, goes_on=goes_on)
@@ -246,8 +248,8 @@ class Course:
                     self.tail, self._omits = Tail(checkpoint, found), body.omits
                 output = found.value
             else:
-                if offloaded is not None:
-                    run = partial(offloaded.forward, run)
+                if new is not None:
+                    run = partial(new().forward, run)
                 with unfilled(mapped.name, copies) if copies else NOTHING:
                     output = run(value)
             if body.attributes and given:

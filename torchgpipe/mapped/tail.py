@@ -35,6 +35,7 @@ from torchgpipe.autograd.versions import version_of
 from torchgpipe.devices.streams import get_device
 from torchgpipe.mapped.containers import replaced, tensors_of
 from torchgpipe.recompute.checkpoint import Checkpoint
+from torchgpipe.recompute.keep import Values
 from torchgpipe.recompute.slots import Slot
 from torchgpipe.values.microbatch import VALUE, Batch
 
@@ -210,7 +211,7 @@ class Tail:
         if wanted:
             maker = copy.copy(checkpoint)
             # Copies, since recomputation uses up both.
-            maker.places, maker.values = [], checkpoint.values.copied()
+            maker.places, maker.values = [], Values(checkpoint.values)
             maker.function = partial(_repeated, function, calls, wanted)
         if self._slots:
             checkpoint.places += self._slots

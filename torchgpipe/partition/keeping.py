@@ -60,8 +60,14 @@ class Offload:
         )
 
 
+#: What the word 'offload' stands for.
+ALL = Offload()
+
 #: A policy of PyTorch's: ``partial(create_selective_checkpoint_contexts, policy)``.
 Policy: TypeAlias = Callable[[], tuple[Any, Any]]
+
+#: The classes of those that are taken for one. Modules can be called, too, and classes.
+POLICIES = (partial, FunctionType)
 
 #: What the cells of a partition keep.
 Keeping: TypeAlias = str | Offload | Policy
@@ -155,8 +161,7 @@ def words_of(modes: Keepings | list[Keeping], partitions: int) -> tuple[str, ...
 
 def is_policy(mode: object) -> TypeGuard[Policy]:
     """Whether a mode is a policy, which names what is not computed again."""
-    # Modules can be called, too, and classes.
-    return isinstance(mode, partial | FunctionType)
+    return isinstance(mode, POLICIES)
 
 
 def _gives_contexts(policy: Any) -> bool:
@@ -176,9 +181,9 @@ def choosing(modes: tuple[Keeping, ...]) -> tuple[Keeping, ...]:
 
 def recomputed_by(mode: Keeping) -> str:
     """The word for the cells that a mode computes again: ``'never'`` if it offloads them."""
-    if is_policy(mode):
-        return "always"
-    return "never" if mode == "offload" or isinstance(mode, Offload) else str(mode)
+    if mode == "offload" or isinstance(mode, Offload):
+        return "never"
+    return mode if isinstance(mode, str) else "always"
 
 
 def policy_of(mode: Keeping) -> Policy | None:
@@ -191,7 +196,7 @@ def offload_of(mode: Keeping) -> Offload | None:
     if isinstance(mode, Offload):
         return mode
     # A policy may send some.
-    return Offload() if mode == "offload" or is_policy(mode) else None
+    return None if mode in CHECKPOINT_MODES else ALL
 
 
 def verify_words(modes: tuple[Keeping, ...], what: str, remedy: str) -> None:

@@ -54,10 +54,14 @@ from torchgpipe.autograd.fork_join import fork, needs_backward
 from torchgpipe.autograd.recomputation import Recompute
 from torchgpipe.devices.streams import (
     AbstractStream,
+    CPUStream,
     current_stream,
     get_device,
     has_streams,
+    is_current,
+    record_stream,
     use_stream,
+    wait_stream,
 )
 from torchgpipe.recompute.input import StoredInput
 from torchgpipe.recompute.keep import Values
@@ -112,6 +116,8 @@ class Checkpoint:
         self.inputs: set[int] = set()
         self.stored: tuple[StoredInput, FirstNumbers] | None = None
         self.lock = threading.RLock()
+        #: Whether layers have saved tensors on streams of their own; None without streams.
+        self.beside = None if isinstance(stream, CPUStream) else False
 
     def forward(self, batch: Batch, given: Batch | None = None, *, goes_on: bool = False) -> Batch:
         """Run the function, and save nothing but its input.
@@ -152,7 +158,7 @@ class Checkpoint:
             stored.pack()
             self.stored = stored, numbers
         else:
-            self.settle()
+            self._forget()
         return output
 
     def _has_dropped(self) -> bool:
@@ -161,9 +167,12 @@ class Checkpoint:
     def settle(self) -> None:
         """Let go of everything if nothing was dropped, so that there will be no recomputation."""
         if not self._has_dropped():
-            self.places, self.stored = [], None
-            self.kept.let_go()
-            del self.function, self.lasting, self.context, self.values
+            self._forget()
+
+    def _forget(self) -> None:
+        self.places, self.stored = [], None
+        self.kept.let_go()
+        del self.function, self.lasting, self.context, self.values
 
     def recompute(self) -> None:
         """Fill the slots, unless that was done, and let go of the input.
@@ -199,7 +208,7 @@ class Checkpoint:
         output: list[Batch] = []
 
         def run(numbers: FirstNumbers, again: Batch) -> None:
-            with numbers.restored(), recomputing(self.values.copied()):
+            with numbers.restored(), recomputing(Values(self.values)):
                 output.append(self.context.run(self.function, again))
 
         self._again(run, let_go=False)
@@ -262,6 +271,10 @@ class Checkpoint:
 
     @uncompiled
     def _drop(self, tensor: Tensor) -> Saved:
+        if self.beside is False and not is_current(self.stream):
+            # A recomputation that ended there would not come back to the compute stream.
+            # guard: to the end for other streams
+            self.beside = self.whole = True
         own, base = id(tensor), tensor._base
         place: Saved
         # guard: keeping what lasts
@@ -304,6 +317,13 @@ class Checkpoint:
         if tensor._version != place.version:
             with self.within:
                 raise modified(tensor, place.version, place.layer)
+        if self.beside and not is_current(self.stream):
+            # The node belongs to the stream of the first run, and this memory to others.
+            own = current_stream(tensor.device)
+            # guard: recomputed beside
+            wait_stream(own, self.stream)
+            # guard: memory of what was recomputed beside
+            record_stream(tensor, own)
         return tensor
 
 

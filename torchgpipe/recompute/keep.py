@@ -7,7 +7,6 @@ to experts would send other rows then, and the gradients would be of another fun
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any, TypeVar
 
 import torch
@@ -26,29 +25,22 @@ __all__ = ["keep"]
 Value = TypeVar("Value")
 
 
-class Values:
-    """The leaves of values that layers of one cell have kept, in order."""
+class Values(list[tuple[Any, int]]):
+    """The leaves of values that layers of one cell have kept, in order, each with its version.
 
-    __slots__ = ("_leaves",)
+    The version counts for tensors. Each checkpointed cell has such a list, and few fill it.
+    """
 
-    def __init__(self) -> None:
-        #: Each with its version, which counts for tensors.
-        self._leaves: deque[tuple[Any, int]] = deque()
+    __slots__ = ()
 
     def put(self, leaf: Any) -> Any:
         """Keep a leaf of the first run, and return it."""
         if isinstance(leaf, Tensor):
             # guard: kept values without their graph
-            self._leaves.append((leaf.detach(), version_of(leaf)))
+            self.append((leaf.detach(), version_of(leaf)))
         else:
-            self._leaves.append((leaf, 0))
+            self.append((leaf, 0))
         return leaf
-
-    def copied(self) -> Values:
-        """The same leaves, for a run besides the second one."""
-        found = Values()
-        found._leaves.extend(self._leaves)
-        return found
 
     def take(self, leaf: Any) -> Any:
         """The leaf of the first run in place of the one of the second.
@@ -57,9 +49,9 @@ class Values:
             RuntimeError: the recomputation keeps another kind of value, or more of them; or the
                 kept one was changed in place since.
         """
-        if not self._leaves:
+        if not self:
             raise mismatch("a further value that is kept", "nothing more")
-        found, version = self._leaves.popleft()
+        found, version = self.pop(0)
         if not isinstance(leaf, Tensor):
             return found
         if not isinstance(found, Tensor) or (found.shape, found.dtype) != (leaf.shape, leaf.dtype):
@@ -102,18 +94,9 @@ def keep(value: Value) -> Value:
 
     Returns:
         The value, or that of the first run.
-
-    Raises:
-        RuntimeError: a stage is being made a graph that is checkpointed. The stage runs eagerly
-            then, as a warning says.
     """
-    values: Values | None = phase.values
+    values = phase.values
     if values is None:
-        if phase.checkpointing:
-            raise RuntimeError(
-                "keep() is for cells that run twice, and a graph computes again without running "
-                "layers (layer: in a graph); pass stages='eager', or checkpoint='never'"
-            )
         return value
     found: Value = trees.map_leaves(values.take if phase.recomputing else values.put, value)
     return found

@@ -31,7 +31,7 @@ Sources: Megatron-LM's fine-grained offloading; Wan et al., PipeOffload (arXiv 2
 from __future__ import annotations
 
 from collections.abc import Callable, Container
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import ref
 
 import torch
@@ -46,9 +46,9 @@ from torchgpipe.devices.recorder import Mark, Recorder
 from torchgpipe.devices.streams import (
     AbstractStream,
     Event,
-    current_stream,
     get_device,
     has_streams,
+    is_current,
     record,
     use_stream,
     wait_for,
@@ -59,6 +59,9 @@ from torchgpipe.recompute.storage import Storage, View, is_held, key_of, sent, s
 from torchgpipe.schedule.lifetimes import leaving
 
 __all__: list[str] = []
+
+#: Makes the cell that runs.
+NewCell: TypeAlias = Callable[[], "Offloaded"]
 
 
 class Window:
@@ -106,6 +109,8 @@ class Offloading:
         #: How many cells a cell brings back besides itself when backward comes to it.
         self.ahead = offload.ahead if window is None else 0
         self.window = window or Window()
+        #: The cell that runs, if it has anything that may leave; and the one before it.
+        self._present: Offloaded | None = None
         self._last: Offloaded | None = None
 
     def sends(self, i: int) -> bool:
@@ -113,16 +118,32 @@ class Offloading:
         return i in self._leaving
 
     def cell(self, stream: AbstractStream, i: int) -> Offloaded:
-        """The next cell.
+        """The cell that runs, which is made when somebody asks for it.
 
         Args:
             stream: the compute stream.
             i: the number of the micro-batch.
         """
-        share = self._share if self.sends(i) else 0.0
-        cell = Offloaded(self, stream, i, share, self._last)
+        cell = self._present
+        if cell is None:
+            share = self._share if self.sends(i) else 0.0
+            cell = self._present = Offloaded(self, stream, i, share, self._last)
+            if self.ahead:
+                self._last = cell
+        return cell
+
+    def leave(self) -> Offloaded | None:
+        """Let leave what the cell has saved, once its output was handed on, and return the cell.
+
+        Whoever takes the output needs not wait for the cell before, which is gone after it.
+        """
+        cell, self._present = self._present, None
+        if cell is not None:
+            cell.send()
+            self.window.leaves(cell)
+        # A schedule has other instructions besides.
         if self.ahead:
-            self._last = cell
+            self.window.passed()
         return cell
 
     def end(self) -> None:
@@ -156,7 +177,6 @@ class Offloaded:
         self.stream, self._share, self._before = stream, share, before
         self._memory, self._ahead = offloading.memory, offloading.ahead
         self._way, self._recorder = (offloading.j, i), offloading.recorder
-        self._window: Window | None = offloading.window
         #: What was saved, by storage; 0 stands for all that stays.
         self._views: dict[int, list[ref[View]]] = {}
         #: What has left, and is not wanted yet; or has come, and nobody has waited for it.
@@ -183,30 +203,15 @@ class Offloaded:
     def pack(self, tensor: Tensor) -> View:
         view = View(tensor)
         if self._share:
-            device = get_device(self.stream)
             # The copy waits for this stream alone.
             # guard: layers with a stream of their own
-            key = key_of(tensor, device) if current_stream(device) == self.stream else 0
+            key = key_of(tensor, get_device(self.stream)) if is_current(self.stream) else 0
             # A graph that layers throw away lets go of what it has saved.
             # guard: graphs that are thrown away
             self._views.setdefault(key, []).append(ref(view))
         return view
 
-    def leave(self) -> None:
-        """Let what was saved leave, once the output was handed on.
-
-        Whoever takes the output needs not wait for the cell before, which is gone after it.
-        """
-        # A cell in a window does not hold it, since neither would be free after an error.
-        window, self._window = self._window, None
-        assert window is not None
-        self._send()
-        window.leaves(self)
-        # A schedule has other instructions besides.
-        if self._ahead:
-            window.passed()
-
-    def _send(self) -> None:
+    def send(self) -> None:
         """Choose what leaves, and copy it."""
         self._is_over = True
         views, self._views = self._views, {}

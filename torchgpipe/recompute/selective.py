@@ -15,17 +15,20 @@ is kept as others are, and then it leaves for the host, and comes back, as under
 from __future__ import annotations
 
 from collections import defaultdict
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeAlias
 
-from torch import Tensor
+import torch
 from torch.utils import checkpoint
 
 from torchgpipe import _torch
+from torchgpipe._torch import policies
+from torchgpipe._torch.dynamo import schema_of
 from torchgpipe.ambient.modes import own_casts
-from torchgpipe.devices.streams import current_stream, get_device
+from torchgpipe.devices.streams import get_device, is_current
 from torchgpipe.partition.keeping import Policy
-from torchgpipe.recompute.offload import Offloaded
+from torchgpipe.recompute.offload import NewCell, Offloaded
 from torchgpipe.recompute.phase import is_recomputing
 from torchgpipe.recompute.storage import View
 from torchgpipe.values import trees
@@ -35,9 +38,6 @@ __all__: list[str] = []
 #: The context managers of the first run and the recomputation of one cell.
 Contexts: TypeAlias = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
-#: For cells without a policy.
-NOTHING: AbstractContextManager[None] = nullcontext()
-
 Choice = checkpoint.CheckpointPolicy
 #: The choices by which a result is kept on the device, and in the memory of the host.
 KEPT = (Choice.MUST_SAVE, Choice.PREFER_SAVE)
@@ -45,28 +45,48 @@ KEPT = (Choice.MUST_SAVE, Choice.PREFER_SAVE)
 SENT = [x for x in Choice if x.name.endswith("CPU_OFFLOAD")]
 
 
-def contexts_of(policy: Policy, offloaded: Offloaded | None) -> Contexts:
+def contexts_of(policy: Policy, new: NewCell | None) -> Contexts:
     """The context managers of the two runs of a cell.
 
     Args:
         policy: the policy.
-        offloaded: sends results to the host, if there is another memory than that.
+        new: makes what sends results to the host, if there is another memory than that.
     """
     first, second = policy()
-    if not isinstance(first, _torch.KeepingMode):
+    if not policies.is_known(first):
         # They are somebody's own.
         return first, second
-    results = Results(first, offloaded)
-    if getattr(second, "policy_fn", None) is not None:
-        # Before PyTorch 2.13 the recomputation asks again.
-        second.policy_fn = Results(second, None).choose
+    results = Results(first, new)
+    policies.ask(first, results.choose)
+    policies.ask(second, Results(first, None).choose)
     return Counted(first, results), Counted(second, results)
 
 
-def of_this_run(contexts: Contexts) -> AbstractContextManager[Any]:
-    """The context manager of the run that goes on."""
-    first, second = contexts
-    return second if is_recomputing() else first
+class within:
+    """Compute within a context manager, and in that within the one of the run that goes on.
+
+    A generator would do the same, but not with errors that end generators.
+
+    Args:
+        around: the outer one.
+        contexts: those of the two runs.
+    """
+
+    def __init__(self, around: AbstractContextManager[Any], contexts: Contexts) -> None:
+        self._around, (first, second) = around, contexts
+        self._inner = second if is_recomputing() else first
+
+    def __enter__(self) -> None:
+        with ExitStack() as entered:
+            entered.enter_context(self._around)
+            self._inner.__enter__()
+            entered.pop_all()
+
+    def __exit__(self, *raised: Any) -> None:
+        try:
+            self._inner.__exit__(*raised)
+        finally:
+            self._around.__exit__(*raised)
 
 
 class uncounted:
@@ -84,49 +104,77 @@ class uncounted:
             _torch.push_dispatch_mode(self._mode)
 
 
+def does_more(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator changes an argument, or draws random numbers.
+
+    A recomputation without it would find another value there, or draw other numbers after it.
+    """
+    schema = schema_of(operator)
+    if schema is None or schema.is_mutable:
+        return schema is not None
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    given = {**dict(zip([x.name for x in schema.arguments], args)), **kwargs}
+    chances = [
+        given.get(x.name, x.default_value) for x in schema.arguments if x.name in ("p", "dropout_p")
+    ]
+    # Attention without dropout draws none.
+    return any(chances) or not chances
+
+
 class Results:
     """The results of operators that PyTorch's mode keeps for the recomputation of a cell.
 
     Args:
-        mode: the mode, whose policy is asked by this object from here on.
-        offloaded: sends results to the host.
+        mode: the mode, whose policy :meth:`choose` has the last word on.
+        new: makes what sends results to the host, once there is one to send.
     """
 
-    def __init__(self, mode: Any, offloaded: Offloaded | None) -> None:
-        self._policy, self._kept, self._offloaded = mode.policy_fn, mode.storage, offloaded
-        mode.policy_fn = self.choose
+    def __init__(self, mode: Any, new: NewCell | None) -> None:
+        # Not the mode itself, which refers to this object.
+        self._results, self._new = policies.results_of(mode), new
+        self._offloaded: Offloaded | None = None
         #: For each operator, whether each of its results that are kept leaves.
         self._leave: defaultdict[Any, list[bool]] = defaultdict(list)
         #: What has left, or would have, with the entry of PyTorch's that has to get it back.
         self._views: list[tuple[Any, View]] = []
 
-    def choose(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+    def choose(
+        self, policy: Callable[..., Any], context: Any, operator: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """Choose what becomes of the result of an operator, as the policy does."""
-        found = self._policy(context, operator, *args, **kwargs)
-        offloaded, leaves = self._offloaded, found in SENT
-        if leaves or found in KEPT or found is True:
-            own = offloaded and offloaded.stream == current_stream(get_device(offloaded.stream))
-            # guard: results on another stream
-            self._leave[operator].append(leaves and bool(own))
-        return Choice.MUST_SAVE if leaves else found
+        found = policy(context, operator, *args, **kwargs)
+        sent = found in SENT
+        if sent or found in KEPT or found is True:
+            # guard: operators that do more than to return
+            if does_more(operator, args, kwargs):
+                return Choice.PREFER_RECOMPUTE
+            self._leave[operator].append(sent and self._may_leave())
+        return Choice.MUST_SAVE if sent else found
+
+    def _may_leave(self) -> bool:
+        if self._offloaded is None and self._new is not None:
+            self._offloaded = self._new()
+        # guard: results on another stream
+        return self._offloaded is not None and is_current(self._offloaded.stream)
 
     def leave(self) -> None:
         """Hand over what leaves, once the layers have run."""
+        self._new = None
         if self._offloaded is None:
             return
         for operator, leave in self._leave.items():
-            found = self._kept.get(operator, ())
-            entries = [
-                [x for x in trees.leaves_of(result) if isinstance(x, _torch.KeptResult)]
-                for result in (found.values() if isinstance(found, dict) else found)
-            ]
+            each = map(trees.leaves_of, policies.kept_by(self._results, operator))
+            entries = [[x for x in found if isinstance(x, _torch.KeptResult)] for found in each]
             # Of results that are not kept there is no entry, or an empty one.
             for result, leaves in zip(filter(None, entries), leave):
                 for entry in result if leaves else ():
                     # What has changed stays, and PyTorch raises when it is asked for.
                     # guard: what a policy sends and layers change
-                    if isinstance(entry.val, Tensor) and entry.val._version == entry.version:
-                        entry.val = view = self._offloaded.pack(entry.val)
+                    x = policies.unchanged(entry)
+                    if x is not None:
+                        view = self._offloaded.pack(x)
+                        policies.replace(entry, view, view.version)
                         self._views.append((entry, view))
 
     def come(self) -> None:
@@ -136,10 +184,10 @@ class Results:
         self._offloaded.begin()
         views, self._views = self._views, []
         for entry, view in views:
-            entry.val = view.kept
-            if view.kept is None:
-                entry.val = view.rebuild(get_device(self._offloaded.stream))
-                entry.version = view.version
+            x = view.kept
+            if x is None:
+                x = view.rebuild(get_device(self._offloaded.stream))
+            policies.replace(entry, x, view.version)
 
 
 class Counted:
@@ -165,5 +213,12 @@ class Counted:
     def __exit__(self, *raised: Any) -> None:
         self._mode.__exit__(*raised)
         self._casts.__exit__(*raised)
-        if not is_recomputing() and raised[0] is None:
+        kind, error, _ = raised
+        if kind is None and not is_recomputing():
             self._results.leave()
+        if kind is RuntimeError and "has been mutated" in str(error):
+            raise RuntimeError(
+                "what a policy keeps must not be changed in place later "
+                f"(PyTorch: {error}); use the layer that changes it out of place, or a policy that "
+                "lets the result be computed again"
+            ) from error

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from torchgpipe import _torch
 from torchgpipe.ambient.notes import layer as current
+from torchgpipe.autograd.halves import gone
 from torchgpipe.devices.pool import HostMemory
 from torchgpipe.devices.streams import AbstractStream, Event, record_stream
 from torchgpipe.values.structure import is_dense
@@ -110,8 +111,13 @@ class View:
         self.kept = self.storage = None
 
     def rebuild(self, device: torch.device) -> Tensor:
-        """Make the tensor from what has come back."""
-        assert self.storage is not None
+        """Make the tensor from what has come back.
+
+        Raises:
+            RuntimeError: a schedule has let go of it.
+        """
+        if self.storage is None:
+            raise gone()
         assert self.storage.here is not None
         dtype, *layout = self.layout
         empty = torch.empty(0, dtype=dtype, device=device)
