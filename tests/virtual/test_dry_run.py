@@ -136,7 +136,7 @@ def test_a_large_model_takes_no_memory(devices):
     ],
 )
 def test_large_tensors_of_the_host_are_not_written(devices, write):
-    empty = torch.empty(2**18)
+    empty = torch.empty(2**16)
     with weightless():
         expected = write(torch.ones(2))
         found = write(empty)
@@ -210,6 +210,11 @@ class ReadsInBackward(nn.Module):
         return output
 
 
+class Compares(nn.Module):
+    def forward(self, x):
+        return x * torch.equal(x, x + 1)
+
+
 class Copies(nn.Module):
     def forward(self, x):
         return x * len(x.tolist())
@@ -240,6 +245,7 @@ def plain(layer, dtype=torch.float32):
         (Reads(), torch.float32, r"no values.*operator: item, layer: 1\).*value_read=0.0"),
         (ReadsInBackward(), torch.float32, r"no values.*operator: item, layer: 1\).*value_read"),
         (Copies(), torch.float32, r"no values.*operator: copy_ to the host, layer: 1\)"),
+        (Compares(), torch.float32, r"no values.*operator: equal, layer: 1\).*value_read=0.0"),
         (Convolves(), torch.float32, r"needs a rate.*convolution of Half, layer: 1\).*rates of"),
         (Sizes(), torch.float32, r"no shape that depends.*operator: nonzero, layer: 1\)"),
         (nn.Identity(), torch.float64, r"needs a rate.*addmm of Double, layer: 0\).*rates of the"),
@@ -291,6 +297,48 @@ def test_attention_is_one_kernel(devices, dtype, more, fused):
     assert names == expected
 
 
+@pytest.mark.parametrize(
+    ("channels", "settings", "dtype", "share"),
+    [
+        (2048, {}, torch.float32, 1 / 4),
+        (2048, {}, torch.bfloat16, 1),
+        (2048, {"stride": 2}, torch.float32, 1),
+        (2048, {"groups": 2}, torch.float32, 1),
+        (2048, {"dilation": 2}, torch.float32, 1),
+        (4, {}, torch.float32, 1),
+    ],
+)
+def test_a_convolution_takes_the_way_that_is_faster(devices, channels, settings, dtype, share):
+    """Winograd's way has a quarter of the operations, and moves more bytes."""
+
+    def make(devices):
+        layer = nn.Conv2d(channels, channels, 3, padding=1, bias=False, dtype=dtype, **settings)
+        input = torch.rand(8, channels, 32, 32, dtype=dtype, device=devices[0])
+        layer.to(devices[0])
+        return lambda: layer(input)
+
+    rates = {torch.float32: 1e12, torch.bfloat16: 1e12}
+    hardware = Hardware(2**40, rates, 2e11, 1e11, 1e10, launch=0, efficiency={"convolution": 0.5})
+    (part,) = dry_run(make, 1, hardware).parts
+    assert part.kind == "convolution"
+    assert part.time == pytest.approx(share * part.flops / 0.5e12, rel=0.15)
+
+
+def test_the_share_of_the_bandwidth_is_for_all(devices):
+    def make(devices):
+        layer, input = nn.Linear(4096, 4096, bias=False), torch.rand(1, 4096)
+        layer.to(devices[0])
+        return lambda: layer(input.to(devices[0])).relu_()
+
+    rest = (1e15, 1e12)
+    hardware = Hardware(
+        2**30, {torch.float32: 1e20}, 1e12, *rest, 0.0, {"matmul": 0.1, "other": 0.5}
+    )
+    parts = {part.op: part for part in dry_run(make, 1, hardware).parts}
+    assert {"mm", "relu_"} <= parts.keys()
+    assert all(x.time == pytest.approx(x.bytes / 0.5e12) for x in parts.values())
+
+
 def test_layer_norm_is_one_kernel(devices):
     def make(devices):
         norm, x = nn.LayerNorm(8).to(devices[0]), torch.rand(4, 8, device=devices[0])
@@ -300,8 +348,9 @@ def test_layer_norm_is_one_kernel(devices):
     assert "native_layer_norm" in {part.op for part in dry_run(make, 1, HARDWARE).parts}
 
 
-def test_a_read_gives_a_number_on_request(devices):
-    assert dry_run(plain(Reads()), 2, HARDWARE, value_read=0.0).fits
+@pytest.mark.parametrize("layer", [Reads(), Compares(), Copies()])
+def test_a_read_gives_a_number_on_request(devices, layer):
+    assert dry_run(plain(layer), 2, HARDWARE, value_read=0.0).fits
 
 
 def test_operators_without_a_meta_kernel(devices):

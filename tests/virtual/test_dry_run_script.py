@@ -64,6 +64,43 @@ def test_a_script_that_reads_values(script, devices):
         main(["--devices", "2", script, "8", "100"])
 
 
+OF_GRAPHS = """
+import torch
+from torch import nn
+from torchgpipe import GPipe, ScheduledLoss
+
+devices = [torch.device(torch.accelerator.current_accelerator().type, i) for i in range(2)]
+model = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], devices=devices, chunks=2)
+training = ScheduledLoss(model, nn.functional.mse_loss, "zbh1", stages="graph")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+values = torch.rand(4, 4, device=devices[0]), torch.rand(4, 4, device=devices[1])
+for step in range(3):
+    # costs
+    optimizer.zero_grad()
+    training(*values).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.filterwarnings("error:a stage must be traceable")
+def test_a_script_whose_stages_are_graphs(tmp_path, devices):
+    path = tmp_path / "script.py"
+    path.write_text(OF_GRAPHS.replace("# costs", "step and training.costs(*values)"), "utf-8")
+    main(["--devices", "2", str(path)])
+
+
+def test_a_script_that_asks_for_costs_before_its_first_step(tmp_path, devices):
+    path = tmp_path / "script.py"
+    path.write_text(OF_GRAPHS.replace("# costs", "training.costs(*values)"), "utf-8")
+    with (
+        pytest.warns(UserWarning, match="must be traceable"),
+        pytest.raises(
+            RuntimeError, match=r"no stage becomes a graph before .*; ask for costs\(\) aft"
+        ),
+    ):
+        main(["--devices", "2", str(path)])
+
+
 def test_a_script_that_observes(tmp_path, devices):
     path = tmp_path / "script.py"
     path.write_text("from torchgpipe.testing import observe\nwith observe(): pass", "utf-8")

@@ -30,8 +30,8 @@ class Hardware:
         host_link: bytes a second from the host to a device, and back.
         launch: seconds that any kernel takes besides.
         efficiency: the share of these rates that operators reach, by kind: ``"matmul"``,
-            ``"convolution"``, ``"attention"`` and ``"other"``, which moves bytes alone. Without an
-            entry it is 1.
+            ``"convolution"`` and ``"attention"``; that of ``"other"``, which moves bytes alone, is
+            the share of the bandwidth for all. Without an entry it is 1.
         name: what a report calls the hardware.
         baseline: the measured baseline that the efficiencies come from; empty if there is none.
     """

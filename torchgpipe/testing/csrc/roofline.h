@@ -2,9 +2,13 @@
 //
 //     time = launch + max(operations / (rate · efficiency), bytes / (bandwidth · efficiency))
 //
-// Operations are counted for matrix products, convolutions and attention, two for a multiplication
-// and its addition. Whatever else an operator computes takes less time than its bytes.
-// Source: Williams, Waterman and Patterson, Roofline (CACM 52:4, 2009); the formulas of
+// The efficiency of a bandwidth is that of operators that move bytes alone. Operations are counted
+// for matrix products, convolutions and attention, two for a multiplication and its addition.
+// Whatever else an operator computes takes less time than its bytes.
+// A convolution of 3 x 3 in float32 may be done in Winograd's way, as cuDNN does it: in tiles of
+// 6 x 6 numbers for 4 x 4 pixels, with a quarter of the operations, but with more bytes.
+// Source: Williams, Waterman and Patterson, Roofline (CACM 52:4, 2009); Lavin and Gray, Fast
+// Algorithms for Convolutional Neural Networks (arXiv 1509.09308); the formulas of
 // torch/utils/flop_counter.py.
 #pragma once
 #include <ATen/core/Tensor.h>
@@ -16,6 +20,7 @@ namespace virtual_accelerator {
 struct Work {
   std::string kind = "other";
   double flops = 0, bytes = 0;
+  double transformed = 0, tiles = 0;  // Bytes to make tiles, and of tiles; 0 without Winograd's way.
   c10::ScalarType type = c10::ScalarType::Undefined;  // Of what is multiplied.
 };
 
@@ -59,9 +64,23 @@ inline void count_operations(Work& work, const std::string& op, at::ArrayRef<c10
     work.kind = "convolution";
     work.type = arguments[0].toTensor().scalar_type();
     work.flops = 2 * double(input[0]) * product(transposed ? input : out, 2) * product(weight);
+    int products = 1;
     if (backward) {
       auto wanted = arguments[10].toBoolList();
-      work.flops *= int(wanted[0]) + int(wanted[1]);
+      products = int(wanted[0]) + int(wanted[1]);
+    }
+    work.flops *= products;
+    auto is_one = [&](size_t i) {
+      auto all = arguments[i + backward].toIntVector();
+      return std::all_of(all.begin(), all.end(), [](int64_t x) { return x == 1; });
+    };
+    bool is_square = weight.size() == 4 && weight[2] == 3 && weight[3] == 3 && !transposed;
+    bool is_plain = is_one(3) && is_one(5) && arguments[8 + backward].toInt() == 1;
+    if (is_square && is_plain && work.type == c10::ScalarType::Float) {
+      // A tile has 36 numbers for 16 pixels, or for the 9 of a filter, and somebody makes and reads it.
+      double pixels = 4 * products * (product(input) + product(out)), filters = 4 * products * product(weight);
+      work.tiles = 2.25 * pixels + 4 * filters;
+      work.transformed = pixels + filters + work.tiles;
     }
   } else if (op.find("scaled_dot_product") != std::string::npos) {
     bool backward = op.find("backward") != std::string::npos;
@@ -77,16 +96,21 @@ inline void count_operations(Work& work, const std::string& op, at::ArrayRef<c10
 // The milliseconds of a piece of work, which is counted among the parts of its device.
 inline double time_of(const Work& work, const std::string& op, int device) {
   auto& speed = state().speed;
-  double time = work.bytes / speed.bandwidth;
+  auto share = [&](const std::string& kind) {
+    auto found = speed.efficiency.find(kind);
+    return found == speed.efficiency.end() ? 1 : found->second;
+  };
+  double bandwidth = speed.bandwidth * share("other");
+  double time = work.bytes / bandwidth;
   if (work.flops > 0) {
     auto rate = speed.rates.find(int8_t(work.type));
     if (rate == speed.rates.end())
       fail("rate", op + " of " + c10::toString(work.type), "hardware needs a rate for each dtype that is multiplied",
            "add it to the rates of the hardware");
-    time = std::max(time, work.flops / rate->second);
+    double compute = work.flops / (rate->second * share(work.kind));
+    time = std::max(time, compute);
+    if (work.tiles > 0) time = std::min(time, work.transformed / bandwidth + std::max(compute / 4, work.tiles / bandwidth));
   }
-  auto efficiency = speed.efficiency.find(work.kind);
-  if (efficiency != speed.efficiency.end()) time /= efficiency->second;
   time += speed.launch;
   auto& part = state().parts[{device, work.kind, op}];
   part.count++;

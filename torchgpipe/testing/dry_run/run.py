@@ -30,7 +30,7 @@ __all__: list[str] = ["dry_run"]
 
 
 #: Tensors of fewer bytes are real.
-LARGE = 2**20
+LARGE = 2**18
 
 #: Operators that make a tensor of a given size, those that copy one, and those that change the
 #: layout of one in place. Any other operator in place writes to its first argument.

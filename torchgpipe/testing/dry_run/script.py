@@ -7,13 +7,13 @@ import runpy
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from torchgpipe import _torch
 from torchgpipe.testing.dry_run.prediction import AtStart, Prediction, prediction_of
 from torchgpipe.testing.dry_run.run import COUNTED, begin_step, watched, weightless, without_values
 from torchgpipe.testing.hardware import NAMED, Hardware, hardware_of
@@ -22,6 +22,9 @@ from torchgpipe.testing.observe import Observation
 from torchgpipe.testing.report import Place
 
 __all__: list[str] = []
+
+#: The package of our wrappers.
+_OURS = f"{__name__.partition('.')[0]}."
 
 
 class ThirdStep(BaseException):
@@ -82,11 +85,19 @@ def run_script(
     with ExitStack() as hooks, without_values(hardware, value_read):
         hooks.callback(setattr, sys, "argv", before)
         # Until the first layer runs, the script makes its model and reads none of its weights.
-        # PyTorch's dispatcher may be in any state within a layer, so the mode goes with the step.
         made = hooks.enter_context(ExitStack())
         mode = made.enter_context(weightless())
-        stop = partial(setattr, mode, "is_wanted", False)
-        begins = nn.modules.module.register_module_forward_pre_hook(lambda *_: stop())
+
+        def begin(module: nn.Module, _: object) -> None:
+            mode.is_wanted = False
+            # Stages become no graphs under a mode. PyTorch's dispatcher may be in any state where
+            # the first layer is none of ours, and then the mode goes with the step.
+            is_ours = type(module).__module__.startswith(_OURS)
+            count = _torch.count_dispatch_modes()
+            if is_ours and count and _torch.dispatch_mode_at(count - 1) is mode:
+                made.close()
+
+        begins = nn.modules.module.register_module_forward_pre_hook(begin)
         made.callback(begins.remove)
         with ExitStack() as stack:
             steps = Steps(hardware, found, stack, made)
@@ -96,6 +107,15 @@ def run_script(
             except ThirdStep:
                 stack.close()
                 return prediction_of(hardware, steps.observation, steps.state, steps.too_large)
+            except ValueError as error:
+                if "the costs of a stage" not in str(error) or not mode.is_wanted:
+                    raise
+                raise RuntimeError(
+                    "a dry run keeps the weights of a script from being written until its first "
+                    f"layer runs, so no stage becomes a graph before (script: {path}); ask for "
+                    "costs() after the first step, or call dry_run with a function that makes the "
+                    "step"
+                ) from error
     raise RuntimeError(
         f"a dry run sees the third step of an optimizer (steps: {steps.count}, script: {path}); "
         "let the script train for three steps"
