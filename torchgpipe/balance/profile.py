@@ -23,8 +23,9 @@ from torchgpipe.devices.streams import (
 )
 from torchgpipe.partition.arguments import MISSING, checked_chunks, checked_device, checked_timeout
 from torchgpipe.partition.split import verify_module
+from torchgpipe.planner.memory_tracker import Run
+from torchgpipe.planner.record import GIVEN, Section, Value
 from torchgpipe.planner.sandbox import (
-    LiveStorages,
     Sandbox,
     Sandboxes,
     copied,
@@ -198,11 +199,14 @@ def profile_layers(
 def _activations(sandbox: Sandbox) -> int:
     """The bytes that the forward of a layer leaves behind."""
     batch = sandbox.input()
-    with LiveStorages() as storages:
+    run = Run(sandbox.layer, [Section("", True)])
+    for x in batch:
+        run.give(Value(GIVEN, 0), x)
+    with run.watching():
         output = sandbox.forward(batch)
-    size = sum(storages.sizes())
+    size = sum(x.size for x in run.alive)
     del output
-    return size
+    return round(size)
 
 
 def _row(

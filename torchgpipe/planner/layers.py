@@ -18,9 +18,10 @@ from torchgpipe.autograd.outcome import LARGE
 from torchgpipe.devices.recorder import Stopwatch
 from torchgpipe.devices.streams import use_device
 from torchgpipe.partition.placement import tensors
-from torchgpipe.planner.memory_tracker import MemoryTracker
+from torchgpipe.planner.layer_memory import Chain
+from torchgpipe.planner.memory_tracker import sizes_of
 from torchgpipe.planner.record import Sizes
-from torchgpipe.planner.sandbox import Sandbox, Sandboxes, in_rounds, leaves, sizes_of, undisturbed
+from torchgpipe.planner.sandbox import Sandbox, Sandboxes, in_rounds, leaves, undisturbed
 from torchgpipe.planner.stage_memory import Weights
 from torchgpipe.values.microbatch import VALUE, Batch
 
@@ -106,25 +107,25 @@ def measured(
     Returns:
         The layers, and the memory that they take.
     """
-    looks: dict[int, tuple[MemoryTracker, Batch]] = {}
+    looks: dict[int, tuple[Chain, Batch]] = {}
     weights: dict[str, Weights] = {}
 
     def brought(batch: Batch) -> Batch:
         return leaves(batch.map(lambda *xs: [x.to(device) for x in xs], [VALUE]))
 
     def make() -> list[Sandboxes]:
-        looks.update({count: (MemoryTracker(), brought(x)) for count, x in others.items()})
+        looks.update({count: (Chain(), brought(x)) for count, x in others.items()})
         return [Sandboxes(module, brought(x), device) for x in batches.values()]
 
     def see(k: int, title: str, sandbox: Sandbox) -> None:
         if k:
             return
         weights[title] = _weights_of(sandbox.layer)
-        for rows, (tracker, batch) in [*looks.items()]:
+        for rows, (chain, batch) in [*looks.items()]:
             try:
                 look = Sandbox(sandbox.layer, batch, device)
-                tracker.layer(look)
-                looks[rows] = tracker, look.output
+                chain.add(look)
+                looks[rows] = chain, look.output
             except torch.OutOfMemoryError:
                 # A plan with fewer rows may fit all the same.
                 del looks[rows]
@@ -140,7 +141,7 @@ def measured(
             max(0.0, backward.constant - input.constant), max(0.0, backward.slope - input.slope)
         )
         found.append(LayerCosts(title, forward, input, weight, again, own))
-    return found, Sizes({rows: tracker.layers() for rows, (tracker, _) in looks.items()})
+    return found, Sizes({rows: chain.record for rows, (chain, _) in looks.items()})
 
 
 def _weights_of(layer: nn.Module) -> Weights:

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from torchgpipe.planner import layers
+from torchgpipe.planner.layer_memory import Chain
 from torchgpipe.planner.layers import measured
-from torchgpipe.planner.memory_tracker import MemoryTracker
 from torchgpipe.values.microbatch import scatter
 
 CPU = torch.device("cpu")
@@ -37,13 +37,13 @@ def test_memory_of_each_size():
 
 
 def test_sizes_that_are_too_large_are_left_out(monkeypatch):
-    class Small(MemoryTracker):
-        def layer(self, sandbox):
+    class Small(Chain):
+        def add(self, sandbox):
             if len(next(iter(sandbox.batch))) > 16:
                 raise torch.OutOfMemoryError("too large")
-            super().layer(sandbox)
+            super().add(sandbox)
 
-    monkeypatch.setattr(layers, "MemoryTracker", Small)
+    monkeypatch.setattr(layers, "Chain", Small)
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     _, sizes = measure(module, 1, 2, 4, 8)
     for rows in (8, 16, 64):
