@@ -27,7 +27,6 @@ from torchgpipe.planner.memory_tracker import Run
 from torchgpipe.planner.record import GIVEN, Section, Value
 from torchgpipe.planner.sandbox import (
     Sandbox,
-    Sandboxes,
     copied,
     in_rounds,
     leaves,
@@ -180,11 +179,6 @@ def profile_layers(
     where = checked_device(device) if device is not None else default_device()
     memory: dict[str, tuple[int, int, int]] = {}
 
-    def make() -> list[Sandboxes]:
-        batch = scatter(arguments((*args,), dict(kwargs or {})), chunks)[0]
-        batch = batch.map(lambda *xs: [x.to(where) for x in xs], [VALUE])
-        return [Sandboxes(module, leaves(batch), where)]
-
     def look(_: int, title: str, sandbox: Sandbox) -> None:
         memory[title] = (
             sum(x.nbytes for x in sandbox.layer.parameters()),
@@ -192,7 +186,10 @@ def profile_layers(
             sum(x.nbytes for x in sandbox.output.parts[VALUE]),
         )
 
-    (found,) = in_rounds(make, look, Sandbox.sample, where, timeout=timeout, progress=progress)
+    first = [scatter(arguments((*args,), dict(kwargs or {})), chunks)[0]]
+    (found,) = in_rounds(
+        module, first, look, Sandbox.sample, where, timeout=timeout, progress=progress
+    )
     return Profile(str(where), tuple([_row(title, x, memory[title]) for title, x in found.items()]))
 
 

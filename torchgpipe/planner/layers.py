@@ -21,9 +21,9 @@ from torchgpipe.partition.placement import tensors
 from torchgpipe.planner.layer_memory import Chain
 from torchgpipe.planner.memory_tracker import sizes_of
 from torchgpipe.planner.record import Sizes
-from torchgpipe.planner.sandbox import Sandbox, Sandboxes, in_rounds, leaves, undisturbed
+from torchgpipe.planner.sandbox import Sandbox, brought, in_rounds, undisturbed
 from torchgpipe.planner.stage_memory import Weights
-from torchgpipe.values.microbatch import VALUE, Batch
+from torchgpipe.values.microbatch import Batch
 
 __all__ = ["LayerCosts", "Line", "measured", "measured_links"]
 
@@ -110,16 +110,11 @@ def measured(
     looks: dict[int, tuple[Chain, Batch]] = {}
     weights: dict[str, Weights] = {}
 
-    def brought(batch: Batch) -> Batch:
-        return leaves(batch.map(lambda *xs: [x.to(device) for x in xs], [VALUE]))
-
-    def make() -> list[Sandboxes]:
-        looks.update({count: (Chain(), brought(x)) for count, x in others.items()})
-        return [Sandboxes(module, brought(x), device) for x in batches.values()]
-
     def see(k: int, title: str, sandbox: Sandbox) -> None:
         if k:
             return
+        if not weights:
+            looks.update({count: (Chain(), brought(x, device)) for count, x in others.items()})
         weights[title] = _weights_of(sandbox.layer)
         for rows, (chain, batch) in [*looks.items()]:
             try:
@@ -132,7 +127,8 @@ def measured(
                 if not looks:
                     raise
 
-    times = in_rounds(make, see, _sample, device, timeout=timeout, progress=progress)
+    few = batches.values()
+    times = in_rounds(module, few, see, _sample, device, timeout=timeout, progress=progress)
     found = []
     for title, own in weights.items():
         best = [[undisturbed(x) for x in zip(*size[title])] for size in times]

@@ -6,7 +6,8 @@ first. Each visit of the device is a partition, and what is in between is on ano
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import chain
@@ -181,9 +182,9 @@ def recorded(
     memory than those of accelerators. So if the model is on the CPU, and will be on an accelerator,
     a copy of one block of each kind runs there, too.
     """
-    run = ModelRun(model)
+    run = ModelRun(model, blocks)
     # The model may change its arguments in place.
-    found = run.record(model, blocks, *trees.map_leaves(cloned, (args, kwargs)))
+    found = run.record(*trees.map_leaves(cloned, (args, kwargs)))
     if not has_streams(device):
         return found
     there: dict[object, Section | None] = {}
@@ -204,39 +205,28 @@ def recorded(
 
 
 class ModelRun(Run):
-    """The memory of one run of a model: of the calls of its blocks, and of the code after each."""
+    """The memory of one run of a model: of the calls of its blocks, and of the code after each.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        model: the model.
+        blocks: the blocks by name.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
         super().__init__(model, [Section(None, False, next_number())])
-        self.calls = 0
+        self.calls, self._model, self._blocks = 0, model, blocks
         #: The kind of each section that is a call, and the arguments of the first one of a kind.
         self.kinds: dict[int, object] = {}
         self.arguments: dict[object, tuple[Any, Any]] = {}
 
-    def record(
-        self, model: nn.Module, blocks: Mapping[str, nn.Module], args: Any, kwargs: Any
-    ) -> Record:
+    def record(self, args: Any, kwargs: Any) -> Record:
         """Run the model forward and backward."""
         given = strided((args, kwargs))
-        for x in given:
-            self.give(Value(GIVEN, size_of(x)), x)
-        size = sum(x.size for x in self.pieces.values())
-        weights = [x for x in model.parameters() if x.requires_grad]
+        size = sum({memory_of(x): size_of(x) for x in given}.values())
+        weights = [x for x in self._model.parameters() if x.requires_grad]
         ends = [get_gradient_edge(x) for x in given if x.requires_grad]
-        with (
-            unchanged(model),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            self.watching(),
-        ):
-            with hooked(blocks, self._enter, self._leave), self.saving:
-                output = model(*args, **kwargs)
-                outputs, fills_itself = [*Batch(output)], can_fill_itself(output)
-                del output
-            self.begin(Section(None, False, next_number()))
-            self.sections.pop()
-            # From here on no section uses anything.
-            self.calls += 1
+        with self._running():
+            outputs, fills_itself = self._forward(args, kwargs)
             roots = [x for x in outputs if x.requires_grad]
             losses = [x for x in roots if not x.dim()]
             shared = {*map(self._give_back, strided(outputs))}
@@ -246,6 +236,50 @@ class ModelRun(Run):
             self.backward(root, weights, ends)
         values = [x.value for x in self.pieces.values() if x.is_used]
         return Record(self.sections, values, size, bool(losses), fills_itself)
+
+    def kept(self, args: Any, kwargs: Any) -> dict[str, float]:
+        """Run the model forward, and see what the calls of each block keep for backward.
+
+        What several keep counts for the first of them.
+        """
+        with self._running():
+            # The output holds what was saved.
+            output = self._forward(args, kwargs)
+            self.settle({id(x.value) for x in self.pieces.values() if x.is_used})
+            del output
+        names = {k: str(x.block) for k, x in enumerate(self.sections) if x.is_call}
+        found = dict.fromkeys(names.values(), 0.0)
+        for k, name in names.items():
+            found[name] += self.sections[k].kept
+        for x in self.pieces.values():
+            savers = x.value.savers & names.keys()
+            if x.is_used and savers:
+                found[names[min(savers)]] += x.size
+        return found
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        with (
+            unchanged(self._model),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            self.watching(),
+        ):
+            yield
+
+    def _forward(self, args: Any, kwargs: Any) -> tuple[list[Tensor], bool]:
+        """Run the model, and return what it returns, and whether that fills itself."""
+        for x in strided((args, kwargs)):
+            self.give(Value(GIVEN, size_of(x)), x)
+        with hooked(self._blocks, self._enter, self._leave), self.saving:
+            output = self._model(*args, **kwargs)
+            found = [*Batch(output)], can_fill_itself(output)
+            del output
+        self.begin(Section(None, False, next_number()))
+        self.sections.pop()
+        # From here on no section uses anything.
+        self.calls += 1
+        return found
 
     def _give_back(self, x: Tensor) -> int:
         """Take note that the caller gets a tensor; the identity of its value."""
@@ -281,7 +315,7 @@ def _on(device: torch.device, block: nn.Module, args: Any, kwargs: Any) -> Secti
         try:
             copy = copied(block, device)
             args, kwargs = trees.map_leaves(brought, (args, kwargs))
-            return ModelRun(copy).record(copy, {"": copy}, args, kwargs).sections[1]
+            return ModelRun(copy, {"": copy}).record(args, kwargs).sections[1]
         except torch.OutOfMemoryError:
             return None
 

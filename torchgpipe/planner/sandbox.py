@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
@@ -248,7 +248,8 @@ class Sandboxes:
 
 
 def in_rounds(
-    make: Callable[[], Sequence[Sandboxes]],
+    module: nn.Sequential,
+    batches: Iterable[Batch],
     see: Callable[[int, str, Sandbox], None],
     take: Callable[[Sandbox], Sample],
     device: torch.device,
@@ -261,7 +262,8 @@ def in_rounds(
     Random numbers that the caller draws next stay as they are.
 
     Args:
-        make: makes the sandboxes of layers, for each size of micro-batch.
+        module: the layers.
+        batches: a micro-batch of each size.
         see: looks at a layer, with the number of the size, and its title.
         take: takes the times of a layer.
         device: the device.
@@ -276,50 +278,32 @@ def in_rounds(
     numbers = FirstNumbers(device)
 
     def measure() -> list[dict[str, list[Sample]]]:
-        with (
-            use_device(device),
-            numbers.restored(),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-        ):
-            sizes = make()
-            count = sum(len(x.titles) for x in sizes)
-            with _bar(count) if progress else nullcontext() as bar:
-                return _measured(sizes, see, take, timeout, bar)
+        sizes = [Sandboxes(module, brought(x, device), device) for x in batches]
+        found: list[dict[str, list[Sample]]] = [{x: [] for x in own.titles} for own in sizes]
+        count = sum(map(len, found))
+        bar = _bar(count * (1 if timeout is None else 1 + LEAST)) if progress else None
 
-    return holding(numbers.locks, measure)
+        def visit(k: int, is_first: bool, title: str, sandbox: Sandbox) -> None:
+            if is_first:
+                see(k, title, sandbox)
+            else:
+                found[k][title].append(take(sandbox))
+            if bar is not None:
+                bar.update()
 
+        with bar or nullcontext():
+            for expected in chain([0], rounds(timeout)):
+                if bar is not None and expected:
+                    bar.total = count * (1 + expected)
+                for k, own in enumerate(sizes):
+                    own.each(partial(visit, k, not expected))
+        return found
 
-def _measured(
-    sizes: Sequence[Sandboxes],
-    see: Callable[[int, str, Sandbox], None],
-    take: Callable[[Sandbox], Sample],
-    timeout: float | None,
-    bar: Any,
-) -> list[dict[str, list[Sample]]]:
-    found: list[dict[str, list[Sample]]] = [{} for _ in sizes]
+    def within() -> list[dict[str, list[Sample]]]:
+        with use_device(device), numbers.restored(), torch.inference_mode(False):
+            return torch.enable_grad()(measure)()
 
-    def begin(k: int, title: str, sandbox: Sandbox) -> None:
-        found[k][title] = []
-        see(k, title, sandbox)
-        if bar is not None:
-            bar.update()
-
-    def add(k: int, title: str, sandbox: Sandbox) -> None:
-        found[k][title].append(take(sandbox))
-        if bar is not None:
-            bar.update()
-
-    if bar is not None and timeout is not None:
-        bar.total *= 1 + LEAST
-    for k, own in enumerate(sizes):
-        own.each(partial(begin, k))
-    for count in rounds(timeout):
-        if bar is not None:
-            bar.total = sum(map(len, found)) * (1 + count)
-        for k, own in enumerate(sizes):
-            own.each(partial(add, k))
-    return found
+    return holding(numbers.locks, within)
 
 
 def _bar(total: int) -> Any:
@@ -330,6 +314,11 @@ def _bar(total: int) -> Any:
             "a progress bar needs tqdm (progress: True); run `pip install tqdm`"
         ) from error
     return tqdm(desc="profile", total=total, unit="layer")
+
+
+def brought(batch: Batch, device: torch.device) -> Batch:
+    """A micro-batch on a device, as the beginning of a graph."""
+    return leaves(batch.map(lambda *xs: [x.to(device) for x in xs], [VALUE]))
 
 
 def copied(layer: nn.Module, device: torch.device) -> nn.Module:
