@@ -1,5 +1,7 @@
 """Layers measured on the CPU: the memory at several sizes."""
 
+from random import Random
+
 import pytest
 import torch
 from torch import nn
@@ -34,6 +36,18 @@ def test_memory_of_each_size():
         values = sizes.at(rows).values
         assert [x.size for x in values][1:] == [size] * 2
         assert [x.savers for x in values] == [{0}, set(), {1}]
+
+
+def test_layers_that_are_alike_have_one_time(monkeypatch):
+    draw = Random(0)
+    monkeypatch.setattr(
+        layers, "_sample", lambda _: tuple([draw.uniform(1, 1.2) for _ in range(4)])
+    )
+    module = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)], nn.Linear(4, 8), nn.Linear(8, 4))
+    found, _ = measure(module, 1, 2)
+    times = [(x.forward, x.input, x.weight, x.again) for x in found]
+    assert len({*times[:4]}) == 1
+    assert len({*times[3:]}) == 3
 
 
 def test_sizes_that_are_too_large_are_left_out(monkeypatch):
