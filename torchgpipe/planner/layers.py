@@ -159,7 +159,6 @@ def _weights_of(layer: nn.Module) -> Weights:
         sum(sizes_of([x for _, x in tensors(layer)]).values()),
         sum(sizes),
         sum(x for x in sizes if x < LARGE),
-        max(sizes, default=0),
     )
 
 

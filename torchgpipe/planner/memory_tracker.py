@@ -26,7 +26,7 @@ from torchgpipe.values import trees
 __all__ = ["Piece", "Run", "highest", "memory_of", "size_of", "sizes_of", "strided", "watching"]
 
 #: The names of peaks of backward.
-WAYS = ("first", "second", "later", "summing", "adding")
+WAYS = ("first", "later", "summing", "adding")
 
 
 class Root(torch.autograd.Function):
@@ -240,10 +240,10 @@ class Run:
             go = end if piece.gone is None or (is_held and piece.is_root) else piece.gone
             large = self._grads.get(piece.reference)
             if large is not None:
-                waits = way == "first" or (way in ("second", "later") and not large)
+                waits = way == "first" or (way == "later" and not large)
                 go = end if waits else piece.born + 1
-                # The first sum is a new tensor.
-                size *= 2 if way == "summing" or (large and way == "second") else 1
+                # A schedule adds to the first gradient in place, and autograd makes a new tensor.
+                size *= 2 if way == "summing" else 1
             # Values are counted by whoever has them, until they go.
             lives.append((-size, go, end) if piece.is_shared else (size, piece.born, go))
         return _most_of(lives, part)

@@ -62,15 +62,13 @@ class Peaks(NamedTuple):
 
     Attributes:
         first: of the first micro-batch, whose gradients of weights stay.
-        second: of the second one under a schedule, whose large gradients are added at once, and
-            whose sums are new. Small ones wait for the end.
-        later: of a later one under a schedule, whose sums are changed in place.
+        later: of a later one under a schedule, whose large gradients are added at once. Small ones
+            wait for the end.
         summing: of the second one under autograd, whose sums are new, and made at once.
         adding: of a later one under autograd, which adds all gradients at once.
     """
 
     first: float = 0
-    second: float = 0
     later: float = 0
     summing: float = 0
     adding: float = 0

@@ -26,13 +26,11 @@ class Weights(NamedTuple):
         all: the bytes of its parameters and buffers.
         trainable: those of the parameters that get a gradient.
         small: those of them whose gradients wait for the end of a backward, to be added.
-        largest: those of the largest one.
     """
 
     all: int = 0
     trainable: int = 0
     small: int = 0
-    largest: int = 0
 
 
 class Arrival(NamedTuple):
@@ -117,8 +115,7 @@ class Stage:
     @cached_property
     def weights(self) -> Weights:
         """The memory of its weights."""
-        all, trainable, small, _ = map(sum, zip(*self._each))
-        return Weights(all, trainable, small, max(x.largest for x in self._each))
+        return Weights(*map(sum, zip(*self._each)))
 
     @cached_property
     def _hops(self) -> tuple[list[_Way], list[_Way], list[_Way]]:
@@ -213,18 +210,22 @@ class Stage:
 
     @cached_property
     def whole(self) -> Sequence[float]:
-        """The most of the first B, of the second, and of a later one, with these gradients."""
-        return [self._backward(x, holds=True) for x in ("first", "second", "later")]
+        """The most of the first B, and of a later one, with these gradients."""
+        return [self._backward(x, holds=True) for x in ("first", "later")]
 
     @cached_property
     def adding(self) -> Sequence[float]:
-        """The same of autograd's backward, of the first micro-batch, and so on."""
+        """The same of autograd's backward, of the first, of the second, and of a later one."""
         return self._adding(again=False)
 
     @cached_property
     def adding_again(self) -> Sequence[float]:
         """The same of cells that are computed again within it."""
         return self._adding(again=True)
+
+    def _adding(self, *, again: bool) -> Sequence[float]:
+        ways = "first", "adding" if self._by_call else "summing", "adding"
+        return [self._backward(x, holds=False, again=again) for x in ways]
 
     @cached_property
     def waits(self) -> bool:
@@ -360,7 +361,7 @@ class Stage:
             again: whether sections are computed again as backward comes to them.
         """
         made, gone, used = self._passed
-        stay = {"first": "trainable", "second": "small", "later": "small"}.get(way)
+        stay = {"first": "trainable", "later": "small"}.get(way)
         level = peak = self.given
         for k, weights in zip(reversed(self.sections), reversed(self._each)):
             section, outer = self._sections[k], self._gone_out[k]
@@ -376,19 +377,15 @@ class Stage:
             peak = max(peak, level)
         return peak
 
-    def _adding(self, *, again: bool) -> Sequence[float]:
-        ways = "first", "adding" if self._by_call else "summing", "adding"
-        return [self._backward(x, holds=False, again=again) for x in ways]
-
     @cached_property
     def halves(self) -> tuple[float, float, Sequence[float]]:
         """The most during I, with these gradients, what a cell keeps from I until W, and W.
 
-        The last is the most of the first W, of the second, and of a later one, above that before.
+        The last is the most of the first W, and of a later one, above that before.
         """
         halves = [self._sections[k].halves for k in self.sections]
         if any(x is None for x in halves):
-            return 0.0, 0.0, [0.0] * 3
+            return 0.0, 0.0, [0.0] * 2
         if self.waits:
             # W does the whole backward, and begins with the gradients in memory.
             return self.given, self.held, [x - self.given for x in self.whole]
@@ -405,12 +402,10 @@ class Stage:
                 pending += gone[k] + outer
             else:
                 level -= gone[k]
-        # The gradients of all weights are there before they are added to the sums. The second W
-        # makes the first sum: a new tensor, since a gradient that came alone may be shared.
+        # The gradients of all weights are there before they are added to the sums.
         sums = [*accumulate((x.trainable for x in self._each), initial=0)]
         late = max(x + y.weight for x, y in zip(sums, halves) if y is not None)
-        large = max((x.largest for x in self._each if x.small < x.trainable), default=0)
-        return peak, pending, [late, max(late, sums[-1] + large), late]
+        return peak, pending, [late] * 2
 
     def _savers(self, n: int) -> list[int]:
         return [k for k in self._all.values[n].savers if k in self._inside]
