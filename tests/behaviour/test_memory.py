@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
+from tests.support.live_storages import LiveStorages
 from tests.support.size import some
 from torchgpipe import GPipe
-from torchgpipe.planner.sandbox import LiveStorages
 
 LAYERS, WIDTH, ROWS, LENGTH, CHUNKS = some(8, 4), 32, 20, 24, 4
 

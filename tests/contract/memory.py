@@ -11,8 +11,8 @@ from torch import nn
 from tests.contract.planned import kinds, made, plan, step
 from tests.contract.promises import GRAPHS, POLICY, Otherwise, promise
 from tests.support.helpers import MODES
+from tests.support.live_storages import LiveStorages
 from tests.support.long_runs import eventually, verify_nothing_stays
-from torchgpipe.planner.sandbox import LiveStorages
 from torchgpipe.skip import pop, skippable, stash
 
 

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 import torchgpipe
 from tests.distributed.test_schedules import beside, pipe_of
+from tests.support.live_storages import LiveStorages
 from tests.support.schedules import linear, relu, same
 from torchgpipe.distributed import Pipe
-from torchgpipe.planner.sandbox import LiveStorages
 from torchgpipe.schedule import named
 
 

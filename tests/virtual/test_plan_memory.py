@@ -66,3 +66,18 @@ def test_peaks(devices, problem, schedule, balance, modes):
     _, memory = run(hand, layers(), x, y, devices[:2])
     for place, predicted in zip(devices, trial.memory):
         assert predicted == pytest.approx(memory[place], abs=LOSSES)
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble_h1"])
+def test_large_gradients_are_added_in_place(devices, schedule):
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)])
+    x, y = torch.rand(2, 8, 512)
+    with observe(costs={"addmm": 1.0, "mm": 1.0}):
+        trials = ranked(
+            model, x, devices=devices[:2], loss=F.mse_loss, targets=(y,), chunks=[2], timeout=0
+        )
+    trial = next(x for x in trials if x.setting.name == schedule)
+    hand = by_hand([*trial.balance], trial.devices, 2, [*trial.modes], schedule)
+    _, memory = run(hand, model, x, y, devices[:2])
+    for place, predicted in zip(devices, trial.memory):
+        assert predicted == pytest.approx(memory[place], abs=LOSSES)

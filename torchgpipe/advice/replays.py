@@ -316,7 +316,7 @@ class Replays:
         inner = ends[1:] if setting.threads else [k + 1 for k in ends]
         given = [0, *(x.bytes for x in traced.figures.layers)]
         inputs = [scale * sum(given[a:b]) for a, b in zip(ends, inner[: len(ends) - 1])]
-        stages = [known(j, scale * traced.kept[j], x) for j, x in enumerate(inputs)]
+        stages = known([scale * traced.kept[j] for j in range(len(inputs))], inputs)
         order, placement, places = placed(self._order(schedule, setting.threads), traced.devices)
         found = peaks(order, placement, stages, state=0.0, given=0.0, is_summed=True, loss=None)
         return dict(zip(places, found))

@@ -33,8 +33,9 @@ from torchgpipe.partition.arguments import (
     verify_scale,
 )
 from torchgpipe.partition.split import verify_module
-from torchgpipe.planner.blocks import Times, proposed, refined, sizes_of, timed
+from torchgpipe.planner.blocks import Times, proposed, refined, timed
 from torchgpipe.planner.cuts import evenest
+from torchgpipe.planner.map_memory import ModelRun
 
 __all__ = ["balance_by_time", "balance_by_size", "map_by_time", "map_by_size"]
 
@@ -242,7 +243,9 @@ def map_by_size(
     verify_scale(param_scale)
 
     def measure(blocks: dict[str, nn.Module]) -> Times:
-        return Times(blocks, sizes_of(model, blocks, param_scale, args, kwargs), {})
+        kept = ModelRun(model, blocks).kept(args, kwargs)
+        own = {x: sum(y.nbytes for y in blocks[x].parameters()) for x in kept}
+        return Times(blocks, {x: size + param_scale * own[x] for x, size in kept.items()}, {})
 
     return proposed(places, *refined(measure, Wholes.of(model, no_split), len(places)))
 

@@ -23,10 +23,10 @@ from torchgpipe.devices.streams import (
 )
 from torchgpipe.partition.arguments import MISSING, checked_chunks, checked_device, checked_timeout
 from torchgpipe.partition.split import verify_module
+from torchgpipe.planner.memory_tracker import Run
+from torchgpipe.planner.record import GIVEN, Section, Value
 from torchgpipe.planner.sandbox import (
-    LiveStorages,
     Sandbox,
-    Sandboxes,
     copied,
     in_rounds,
     leaves,
@@ -179,11 +179,6 @@ def profile_layers(
     where = checked_device(device) if device is not None else default_device()
     memory: dict[str, tuple[int, int, int]] = {}
 
-    def make() -> list[Sandboxes]:
-        batch = scatter(arguments((*args,), dict(kwargs or {})), chunks)[0]
-        batch = batch.map(lambda *xs: [x.to(where) for x in xs], [VALUE])
-        return [Sandboxes(module, leaves(batch), where)]
-
     def look(_: int, title: str, sandbox: Sandbox) -> None:
         memory[title] = (
             sum(x.nbytes for x in sandbox.layer.parameters()),
@@ -191,18 +186,24 @@ def profile_layers(
             sum(x.nbytes for x in sandbox.output.parts[VALUE]),
         )
 
-    (found,) = in_rounds(make, look, Sandbox.sample, where, timeout=timeout, progress=progress)
+    first = [scatter(arguments((*args,), dict(kwargs or {})), chunks)[0]]
+    (found,) = in_rounds(
+        module, first, look, Sandbox.sample, where, timeout=timeout, progress=progress
+    )
     return Profile(str(where), tuple([_row(title, x, memory[title]) for title, x in found.items()]))
 
 
 def _activations(sandbox: Sandbox) -> int:
     """The bytes that the forward of a layer leaves behind."""
     batch = sandbox.input()
-    with LiveStorages() as storages:
+    run = Run(sandbox.layer, [Section("", True)])
+    for x in batch:
+        run.give(Value(GIVEN, 0), x)
+    with run.watching():
         output = sandbox.forward(batch)
-    size = sum(storages.sizes())
+    size = sum(x.size for x in run.alive)
     del output
-    return size
+    return round(size)
 
 
 def _row(

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from torchgpipe.ambient.random_numbers import get_state, set_state
 from torchgpipe.ambient.sources import generator_of
@@ -93,40 +92,6 @@ def timed(
     times, noise = pooled(kinds, [*map(undisturbed, samples)], [*map(spread, samples)])
     verify_timed(times, home, "blocks", "move the model to the CPU before, by model.cpu()")
     return Times({**blocks}, dict(zip(names, times)), dict(zip(names, noise)))
-
-
-def sizes_of(
-    model: nn.Module, blocks: Mapping[str, nn.Module], scale: float, args: Any, kwargs: Any
-) -> dict[str, float]:
-    """The memory that each block takes in training, as :func:`map_by_size` says."""
-    costs: dict[str, float] = {}
-    within: list[str] = []
-    known = {x.data_ptr() for x in (*model.parameters(), *model.buffers())}
-
-    def pack(tensor: Tensor) -> Tensor:
-        if within and tensor.data_ptr() not in known:
-            known.add(tensor.data_ptr())
-            costs[within[-1]] += tensor.nbytes
-        return tensor
-
-    def before(name: str, *_: Any) -> None:
-        if name not in costs:
-            costs[name] = scale * sum(x.nbytes for x in blocks[name].parameters())
-        within.append(name)
-
-    def after(name: str, *_: Any) -> None:
-        within.pop()
-
-    with (
-        unchanged(model),
-        torch.enable_grad(),
-        hooked(blocks, before, after),
-        saved_tensors_hooks(pack, lambda x: x),
-    ):
-        # The output holds what was saved, so that no address comes twice.
-        output = model(*args, **kwargs)
-        del output
-    return costs
 
 
 class Units:

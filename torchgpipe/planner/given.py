@@ -32,7 +32,9 @@ Memory: TypeAlias = Size | Sequence[Size] | Mapping[Device, Size]
 UNITS = {f"{x}{i}B": (1024 if i else 1000) ** k for k, x in enumerate("KMGT", 1) for i in ("", "i")}
 
 #: The share of a device's memory that a plan may use, if nobody says how much. Fragments of memory,
-#: and what libraries take, need the rest.
+#: and what libraries take, need the rest. Operators do not show what their kernels take and free,
+#: as cuDNN's do, and to see it in the allocator's peak that would have to be reset, which is not
+#: this library's, but the process's.
 USABLE = 0.9
 #: The share of a limit that a plan fills, for models without skips and with them. Predictions are
 #: too low by the rest. One share for both would cost models without skips up to 4 % of a step.

@@ -18,11 +18,13 @@ from torchgpipe.autograd.outcome import LARGE
 from torchgpipe.devices.recorder import Stopwatch
 from torchgpipe.devices.streams import use_device
 from torchgpipe.partition.placement import tensors
-from torchgpipe.planner.memory_tracker import MemoryTracker
+from torchgpipe.planner.blocks import kind_of
+from torchgpipe.planner.layer_memory import Chain
+from torchgpipe.planner.memory_tracker import sizes_of
 from torchgpipe.planner.record import Sizes
-from torchgpipe.planner.sandbox import Sandbox, Sandboxes, in_rounds, leaves, sizes_of, undisturbed
+from torchgpipe.planner.sandbox import Sandbox, brought, in_rounds, pooled, spread, undisturbed
 from torchgpipe.planner.stage_memory import Weights
-from torchgpipe.values.microbatch import VALUE, Batch
+from torchgpipe.values.microbatch import Batch
 
 __all__ = ["LayerCosts", "Line", "measured", "measured_links"]
 
@@ -106,41 +108,49 @@ def measured(
     Returns:
         The layers, and the memory that they take.
     """
-    looks: dict[int, tuple[MemoryTracker, Batch]] = {}
+    looks: dict[int, tuple[Chain, Batch]] = {}
     weights: dict[str, Weights] = {}
-
-    def brought(batch: Batch) -> Batch:
-        return leaves(batch.map(lambda *xs: [x.to(device) for x in xs], [VALUE]))
-
-    def make() -> list[Sandboxes]:
-        looks.update({count: (MemoryTracker(), brought(x)) for count, x in others.items()})
-        return [Sandboxes(module, brought(x), device) for x in batches.values()]
+    kinds: list[object] = []
 
     def see(k: int, title: str, sandbox: Sandbox) -> None:
         if k:
             return
+        if not weights:
+            looks.update({count: (Chain(), brought(x, device)) for count, x in others.items()})
         weights[title] = _weights_of(sandbox.layer)
-        for rows, (tracker, batch) in [*looks.items()]:
+        kinds.append((kind_of(sandbox.layer), *[(x.shape, x.dtype) for x in sandbox.batch]))
+        for rows, (chain, batch) in [*looks.items()]:
             try:
                 look = Sandbox(sandbox.layer, batch, device)
-                tracker.layer(look)
-                looks[rows] = tracker, look.output
+                chain.add(look)
+                looks[rows] = chain, look.output
             except torch.OutOfMemoryError:
                 # A plan with fewer rows may fit all the same.
                 del looks[rows]
                 if not looks:
                     raise
 
-    times = in_rounds(make, see, _sample, device, timeout=timeout, progress=progress)
+    few = batches.values()
+    times = in_rounds(module, few, see, _sample, device, timeout=timeout, progress=progress)
     found = []
-    for title, own in weights.items():
-        best = [[undisturbed(x) for x in zip(*size[title])] for size in times]
-        forward, input, backward, again = (through(*zip(batches, x)) for x in zip(*best))
+    best = [_best([size[title] for title in weights], kinds) for size in times]
+    for (title, own), *each in zip(weights.items(), *best):
+        forward, input, backward, again = (through(*zip(batches, x)) for x in zip(*each))
         weight = Line(
             max(0.0, backward.constant - input.constant), max(0.0, backward.slope - input.slope)
         )
         found.append(LayerCosts(title, forward, input, weight, again, own))
-    return found, Sizes({rows: tracker.layers() for rows, (tracker, _) in looks.items()})
+    return found, Sizes({rows: chain.record for rows, (chain, _) in looks.items()})
+
+
+def _best(
+    samples: Sequence[Sequence[tuple[float, ...]]], kinds: Sequence[object]
+) -> list[tuple[float, ...]]:
+    """The times of each layer, one for layers that nobody can tell apart."""
+    found = []
+    for each in zip(*[zip(*own) for own in samples]):
+        found.append(pooled(kinds, [*map(undisturbed, each)], [*map(spread, each)])[0])
+    return [*zip(*found)]
 
 
 def _weights_of(layer: nn.Module) -> Weights:
@@ -149,7 +159,6 @@ def _weights_of(layer: nn.Module) -> Weights:
         sum(sizes_of([x for _, x in tensors(layer)]).values()),
         sum(sizes),
         sum(x for x in sizes if x < LARGE),
-        max(sizes, default=0),
     )
 
 

@@ -6,7 +6,8 @@ first. Each visit of the device is a partition, and what is in between is on ano
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import chain
@@ -14,14 +15,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
+from torchgpipe.autograd.nodes import next_number
 from torchgpipe.devices.streams import CPU, has_streams, use_device
+from torchgpipe.mapped.on_demand import can_fill_itself
+from torchgpipe.planner.blocks import hooked, kind_of, unchanged
 from torchgpipe.planner.memory import Issued, LossMemory, peaks
-from torchgpipe.planner.memory_tracker import MemoryTracker
-from torchgpipe.planner.record import Record, Section
+from torchgpipe.planner.memory_tracker import Run, memory_of, size_of, strided
+from torchgpipe.planner.record import GIVEN, Record, Section, Value
 from torchgpipe.planner.sandbox import copied
 from torchgpipe.planner.stage_memory import Stage, Weights
 from torchgpipe.values import trees
+from torchgpipe.values.microbatch import Batch
 
 __all__ = ["Footprint", "recorded"]
 
@@ -176,26 +182,127 @@ def recorded(
     memory than those of accelerators. So if the model is on the CPU, and will be on an accelerator,
     a copy of one block of each kind runs there, too.
     """
-    tracker = MemoryTracker()
+    run = ModelRun(model, blocks)
     # The model may change its arguments in place.
-    found = tracker.record(model, blocks, *trees.map_leaves(cloned, (args, kwargs)))
+    found = run.record(*trees.map_leaves(cloned, (args, kwargs)))
     if not has_streams(device):
         return found
     there: dict[object, Section | None] = {}
     for k, section in enumerate(found.sections):
         if section.block is None or not section.is_call:
             continue
-        block, kind = blocks[section.block], tracker.kinds[k]
+        block, kind = blocks[section.block], run.kinds[k]
         if next((x.device for x in chain(block.parameters(), model.parameters())), CPU) == CPU:
             # Blocks that look alike may be frozen, or have settings that do less.
             key = kind, section.kept, section.forward, section.free
             if key not in there:
-                there[key] = _on(device, block, *tracker.calls[kind])
+                there[key] = _on(device, block, *run.arguments[kind])
             other = there[key]
             if other is not None:
                 section.kept, section.forward = other.kept, other.forward
                 section.free, section.held = other.free, other.held
     return found
+
+
+class ModelRun(Run):
+    """The memory of one run of a model: of the calls of its blocks, and of the code after each.
+
+    Args:
+        model: the model.
+        blocks: the blocks by name.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+        super().__init__(model, [Section(None, False, next_number())])
+        self.calls, self._model, self._blocks = 0, model, blocks
+        #: The kind of each section that is a call, and the arguments of the first one of a kind.
+        self.kinds: dict[int, object] = {}
+        self.arguments: dict[object, tuple[Any, Any]] = {}
+
+    def record(self, args: Any, kwargs: Any) -> Record:
+        """Run the model forward and backward."""
+        given = strided((args, kwargs))
+        size = sum({memory_of(x): size_of(x) for x in given}.values())
+        weights = [x for x in self._model.parameters() if x.requires_grad]
+        ends = [get_gradient_edge(x) for x in given if x.requires_grad]
+        with self._running():
+            outputs, fills_itself = self._forward(args, kwargs)
+            roots = [x for x in outputs if x.requires_grad]
+            losses = [x for x in roots if not x.dim()]
+            shared = {*map(self._give_back, strided(outputs))}
+            self.settle(shared | {id(x.value) for x in self.pieces.values() if x.is_used})
+            root = self.turn(losses or roots)
+            del outputs, roots
+            self.backward(root, weights, ends)
+        values = [x.value for x in self.pieces.values() if x.is_used]
+        return Record(self.sections, values, size, bool(losses), fills_itself)
+
+    def kept(self, args: Any, kwargs: Any) -> dict[str, float]:
+        """Run the model forward, and see what the calls of each block keep for backward.
+
+        What several keep counts for the first of them.
+        """
+        with self._running():
+            # The output holds what was saved.
+            output = self._forward(args, kwargs)
+            self.settle({id(x.value) for x in self.pieces.values() if x.is_used})
+            del output
+        names = {k: str(x.block) for k, x in enumerate(self.sections) if x.is_call}
+        found = dict.fromkeys(names.values(), 0.0)
+        for k, name in names.items():
+            found[name] += self.sections[k].kept
+        for x in self.pieces.values():
+            savers = x.value.savers & names.keys()
+            if x.is_used and savers:
+                found[names[min(savers)]] += x.size
+        return found
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        with (
+            unchanged(self._model),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            self.watching(),
+        ):
+            yield
+
+    def _forward(self, args: Any, kwargs: Any) -> tuple[list[Tensor], bool]:
+        """Run the model, and return what it returns, and whether that fills itself."""
+        for x in strided((args, kwargs)):
+            self.give(Value(GIVEN, size_of(x)), x)
+        with hooked(self._blocks, self._enter, self._leave), self.saving:
+            output = self._model(*args, **kwargs)
+            found = [*Batch(output)], can_fill_itself(output)
+            del output
+        self.begin(Section(None, False, next_number()))
+        self.sections.pop()
+        # From here on no section uses anything.
+        self.calls += 1
+        return found
+
+    def _give_back(self, x: Tensor) -> int:
+        """Take note that the caller gets a tensor; the identity of its value."""
+        piece = self.pieces.get(memory_of(x))
+        if piece is not None:
+            piece.value.give(x)
+        return id(piece and piece.value)
+
+    def _enter(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
+        self.calls += 1
+        if self.calls > 1:
+            return
+        self.begin(Section(name, True, next_number()))
+        self.use((args, kwargs))
+        sizes = [(x.shape, x.dtype, x.requires_grad) for x in strided((args, kwargs))]
+        kind = kind_of(block), *sizes
+        self.kinds[len(self.sections) - 1] = kind
+        self.arguments.setdefault(kind, trees.map_leaves(_detached, (args, kwargs)))
+
+    def _leave(self, name: str, *_: Any) -> None:
+        self.calls -= 1
+        if not self.calls:
+            self.begin(Section(name, False, next_number()))
 
 
 def _on(device: torch.device, block: nn.Module, args: Any, kwargs: Any) -> Section | None:
@@ -208,7 +315,7 @@ def _on(device: torch.device, block: nn.Module, args: Any, kwargs: Any) -> Secti
         try:
             copy = copied(block, device)
             args, kwargs = trees.map_leaves(brought, (args, kwargs))
-            return MemoryTracker().record(copy, {"": copy}, args, kwargs).sections[1]
+            return ModelRun(copy, {"": copy}).record(args, kwargs).sections[1]
         except torch.OutOfMemoryError:
             return None
 
@@ -216,3 +323,7 @@ def _on(device: torch.device, block: nn.Module, args: Any, kwargs: Any) -> Secti
 def cloned(x: Any) -> Any:
     """A copy of a tensor, which is no leaf, so that it may be changed in place."""
     return x.detach().requires_grad_(x.requires_grad).clone() if isinstance(x, Tensor) else x
+
+
+def _detached(x: Any) -> Any:
+    return x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x

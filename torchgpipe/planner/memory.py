@@ -227,7 +227,7 @@ class _Walk:
         stage, number = self._stages[j], self._backwards[j]
         is_within = (j, i) in self._again and not stage.at_once
         if self._is_summed:
-            most = stage.whole[min(number, 2)]
+            most = stage.whole[min(number, 1)]
         else:
             most = (stage.adding_again if is_within else stage.adding)[min(number, 2)]
             most += self._early(j)
@@ -279,7 +279,7 @@ class _Walk:
 
     def _w(self, w: int, j: int, i: int) -> None:
         _, pending, weight = self._stages[j].halves
-        self._during(w, weight[min(self._backwards[j], 2)])
+        self._during(w, weight[min(self._backwards[j], 1)])
         self.now[w] += self._left(j) - pending - self._late.pop((j, i), 0.0)
 
     def _give_back(self, w: int, j: int, i: int, kept: float = 0.0) -> None:

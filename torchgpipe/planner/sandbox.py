@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from math import ceil
 from statistics import median
@@ -14,9 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchgpipe import _torch
 from torchgpipe.ambient.nesting import holding
 from torchgpipe.ambient.notes import noted
 from torchgpipe.ambient.random_numbers import FirstNumbers
@@ -24,7 +22,6 @@ from torchgpipe.devices.recorder import Stopwatch, memory_free
 from torchgpipe.devices.streams import use_device
 from torchgpipe.partition.placement import place, tensors
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
-from torchgpipe.values import trees
 from torchgpipe.values.microbatch import VALUE, Batch
 
 __all__: list[str] = []
@@ -251,7 +248,8 @@ class Sandboxes:
 
 
 def in_rounds(
-    make: Callable[[], Sequence[Sandboxes]],
+    module: nn.Sequential,
+    batches: Iterable[Batch],
     see: Callable[[int, str, Sandbox], None],
     take: Callable[[Sandbox], Sample],
     device: torch.device,
@@ -264,7 +262,8 @@ def in_rounds(
     Random numbers that the caller draws next stay as they are.
 
     Args:
-        make: makes the sandboxes of layers, for each size of micro-batch.
+        module: the layers.
+        batches: a micro-batch of each size.
         see: looks at a layer, with the number of the size, and its title.
         take: takes the times of a layer.
         device: the device.
@@ -279,50 +278,32 @@ def in_rounds(
     numbers = FirstNumbers(device)
 
     def measure() -> list[dict[str, list[Sample]]]:
-        with (
-            use_device(device),
-            numbers.restored(),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-        ):
-            sizes = make()
-            count = sum(len(x.titles) for x in sizes)
-            with _bar(count) if progress else nullcontext() as bar:
-                return _measured(sizes, see, take, timeout, bar)
+        sizes = [Sandboxes(module, brought(x, device), device) for x in batches]
+        found: list[dict[str, list[Sample]]] = [{x: [] for x in own.titles} for own in sizes]
+        count = sum(map(len, found))
+        bar = _bar(count * (1 if timeout is None else 1 + LEAST)) if progress else None
 
-    return holding(numbers.locks, measure)
+        def visit(k: int, is_first: bool, title: str, sandbox: Sandbox) -> None:
+            if is_first:
+                see(k, title, sandbox)
+            else:
+                found[k][title].append(take(sandbox))
+            if bar is not None:
+                bar.update()
 
+        with bar or nullcontext():
+            for expected in chain([0], rounds(timeout)):
+                if bar is not None and expected:
+                    bar.total = count * (1 + expected)
+                for k, own in enumerate(sizes):
+                    own.each(partial(visit, k, not expected))
+        return found
 
-def _measured(
-    sizes: Sequence[Sandboxes],
-    see: Callable[[int, str, Sandbox], None],
-    take: Callable[[Sandbox], Sample],
-    timeout: float | None,
-    bar: Any,
-) -> list[dict[str, list[Sample]]]:
-    found: list[dict[str, list[Sample]]] = [{} for _ in sizes]
+    def within() -> list[dict[str, list[Sample]]]:
+        with use_device(device), numbers.restored(), torch.inference_mode(False):
+            return torch.enable_grad()(measure)()
 
-    def begin(k: int, title: str, sandbox: Sandbox) -> None:
-        found[k][title] = []
-        see(k, title, sandbox)
-        if bar is not None:
-            bar.update()
-
-    def add(k: int, title: str, sandbox: Sandbox) -> None:
-        found[k][title].append(take(sandbox))
-        if bar is not None:
-            bar.update()
-
-    if bar is not None and timeout is not None:
-        bar.total *= 1 + LEAST
-    for k, own in enumerate(sizes):
-        own.each(partial(begin, k))
-    for count in rounds(timeout):
-        if bar is not None:
-            bar.total = sum(map(len, found)) * (1 + count)
-        for k, own in enumerate(sizes):
-            own.each(partial(add, k))
-    return found
+    return holding(numbers.locks, within)
 
 
 def _bar(total: int) -> Any:
@@ -333,6 +314,11 @@ def _bar(total: int) -> Any:
             "a progress bar needs tqdm (progress: True); run `pip install tqdm`"
         ) from error
     return tqdm(desc="profile", total=total, unit="layer")
+
+
+def brought(batch: Batch, device: torch.device) -> Batch:
+    """A micro-batch on a device, as the beginning of a graph."""
+    return leaves(batch.map(lambda *xs: [x.to(device) for x in xs], [VALUE]))
 
 
 def copied(layer: nn.Module, device: torch.device) -> nn.Module:
@@ -346,77 +332,3 @@ def copied(layer: nn.Module, device: torch.device) -> nn.Module:
 def leaves(batch: Batch) -> Batch:
     """The same values without what they were computed from."""
     return batch.replace([x.detach().requires_grad_(x.requires_grad) for x in batch])
-
-
-# The memory that operators allocate, on devices whose allocator does not count it.
-
-
-class LiveStorages:
-    """The storages that operators have made within a ``with`` block and that still live."""
-
-    def __init__(self) -> None:
-        self._made: dict[StorageWeakRef, int] = {}
-        #: The most bytes that lived at the same time.
-        self.highest = 0
-        self._mode = watching(self.add)
-
-    def __enter__(self) -> LiveStorages:
-        self._mode.__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._mode.__exit__(*exception)
-
-    def add(self, inputs: Any, output: Any) -> None:
-        """Take note of the storages that an operator has made."""
-        known = {StorageWeakRef(x.untyped_storage()) for x in strided(inputs)}
-        for x in strided(output):
-            reference = StorageWeakRef(x.untyped_storage())
-            if reference not in known:
-                self._made[reference] = x.untyped_storage().nbytes()
-        self.highest = max(self.highest, sum(self.sizes()))
-
-    def sizes(self) -> list[int]:
-        """The bytes of each storage that still lives."""
-        # A step makes thousands, which would be asked again after each operator.
-        self._made = {key: size for key, size in self._made.items() if not key.expired()}
-        return [*self._made.values()]
-
-
-def watching(note: Callable[[Any, Any], None]) -> Any:
-    """Context manager that calls a function with the inputs and the output of each operator.
-
-    Operators of backward are among them, wherever it runs in a thread of the block.
-    """
-    return _mode()(note)
-
-
-# Made once, since only Python's collector frees a class.
-@cache
-def _mode() -> Any:
-    # To mypy, PyTorch's class is any object.
-    class AllocationMode(_torch.DispatchMode):  # type: ignore[misc]
-        def __init__(self, note: Callable[[Any, Any], None]) -> None:
-            super().__init__()
-            self._note = note
-
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            output = func(*args, **(kwargs or {}))
-            self._note((args, kwargs), output)
-            return output
-
-    return AllocationMode
-
-
-def strided(values: Any) -> list[Tensor]:
-    """The tensors among values that have memory of their own, as sparse ones have not."""
-    found = [x for x in trees.leaves_of(values) if isinstance(x, Tensor)]
-    return [x for x in found if x.layout == torch.strided]
-
-
-def sizes_of(values: Any) -> dict[int, int]:
-    """The addresses of the memory of tensors among values, with its bytes."""
-    found = [x.untyped_storage() for x in strided(values) if x.numel()]
-    return {x.data_ptr(): x.nbytes() for x in found}

@@ -8,10 +8,11 @@ memory of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from torchgpipe.planner.record import GIVEN, Halved, Hop, Record, Section, Value
 
@@ -25,13 +26,11 @@ class Weights(NamedTuple):
         all: the bytes of its parameters and buffers.
         trainable: those of the parameters that get a gradient.
         small: those of them whose gradients wait for the end of a backward, to be added.
-        largest: those of the largest one.
     """
 
     all: int = 0
     trainable: int = 0
     small: int = 0
-    largest: int = 0
 
 
 class Arrival(NamedTuple):
@@ -84,6 +83,10 @@ class _Value(NamedTuple):
     is_late: bool
 
 
+#: The number of a value, the value, and one of its ways.
+_Way: TypeAlias = tuple[int, Value, Hop]
+
+
 class Stage:
     """The memory of one partition for micro-batches of some rows, in bytes, arrivals aside.
 
@@ -112,32 +115,43 @@ class Stage:
     @cached_property
     def weights(self) -> Weights:
         """The memory of its weights."""
-        all, trainable, small, _ = map(sum, zip(*self._each))
-        return Weights(all, trainable, small, max(x.largest for x in self._each))
+        return Weights(*map(sum, zip(*self._each)))
+
+    @cached_property
+    def _hops(self) -> tuple[list[_Way], list[_Way], list[_Way]]:
+        """The ways of values from others, to others, and between its sections."""
+        arriving: list[_Way] = []
+        leaving: list[_Way] = []
+        within: list[_Way] = []
+        for n, v in self._values:
+            for hop in v.hops:
+                if hop.target not in self._inside:
+                    if hop.source in self._inside:
+                        leaving.append((n, v, hop))
+                elif hop.source in self._inside:
+                    within.append((n, v, hop))
+                elif hop.source != GIVEN or self.sections[0]:
+                    # What the caller gives is where the first partition is.
+                    arriving.append((n, v, hop))
+        return arriving, leaving, within
 
     @cached_property
     def arrivals(self) -> list[Arrival]:
         """The values that it gets from others."""
         found: dict[tuple[int, Hop], Arrival] = {}
-        for n, v in self._values:
-            savers = v.savers & {*self._inside}
-            for hop in v.hops:
-                # What the caller gives is where the first partition is.
-                is_there = hop.source == GIVEN and not self.sections[0]
-                if hop.target not in self._inside or hop.source in self._inside or is_there:
-                    continue
-                key = n, hop._replace(target=0)
-                size = max(v.users[hop.target], found[key].size if key in found else 0.0)
-                holds = max(v.gradient, v.holds.get(hop.target, 0.0) if hop.is_skip else 0.0)
-                ways = n, hop.source, hop.is_skip
-                is_late = any(k in self._inside for k in v.late)
-                found[key] = Arrival(*ways, size, v.gradient, holds, bool(savers), is_late)
+        for n, v, hop in self._hops[0]:
+            key = n, hop._replace(target=0)
+            size = max(v.users[hop.target], found[key].size if key in found else 0.0)
+            holds = max(v.gradient, v.holds.get(hop.target, 0.0) if hop.is_skip else 0.0)
+            is_kept, is_late = (not x.isdisjoint(self._inside) for x in (v.savers, v.late))
+            ways = n, hop.source, hop.is_skip
+            found[key] = Arrival(*ways, size, v.gradient, holds, is_kept, is_late)
         return [*found.values()]
 
     @cached_property
     def leaving(self) -> dict[int, float]:
         """By value, the bytes of what goes to others, if nothing keeps it."""
-        return {x.number: x.size for x in self._made if self._leaves_to_others(x.number)}
+        return {n: v.size for n, v, _ in self._hops[1] if v.made in self._inside}
 
     @cached_property
     def kept(self) -> frozenset[int]:
@@ -196,24 +210,22 @@ class Stage:
 
     @cached_property
     def whole(self) -> Sequence[float]:
-        """The most of the first B, of the second, and of a later one, with these gradients."""
-        trainable = [float(x.trainable) for x in self._each]
-        small = [float(x.small) for x in self._each]
-        return (
-            self._backward(lambda x: x.held.first, lambda x: x.free.first, trainable),
-            self._backward(lambda x: x.held.second, lambda x: x.free.second, small),
-            self._backward(lambda x: x.held.later, lambda x: x.free.later, small),
-        )
+        """The most of the first B, and of a later one, with these gradients."""
+        return [self._backward(x, holds=True) for x in ("first", "later")]
 
     @cached_property
     def adding(self) -> Sequence[float]:
-        """The same of autograd's backward, of the first micro-batch, and so on."""
+        """The same of autograd's backward, of the first, of the second, and of a later one."""
         return self._adding(again=False)
 
     @cached_property
     def adding_again(self) -> Sequence[float]:
         """The same of cells that are computed again within it."""
         return self._adding(again=True)
+
+    def _adding(self, *, again: bool) -> Sequence[float]:
+        ways = "first", "adding" if self._by_call else "summing", "adding"
+        return [self._backward(x, holds=False, again=again) for x in ways]
 
     @cached_property
     def waits(self) -> bool:
@@ -224,8 +236,8 @@ class Stage:
     def views(self) -> float:
         """The gradients of skips among what it gives back whose memory W needs, too."""
         found = 0.0
-        for source, k, _ in (hop for _, v in self._values for hop in v.hops if not hop.is_skip):
-            if source in self._inside and k in self._inside and self._sections[k].rest == 0:
+        for _, _, (source, k, is_skip) in self._hops[2]:
+            if not is_skip and self._sections[k].rest == 0:
                 half = self._sections[source].halves
                 is_noted = half is not None and half.notes_output
                 found += is_noted * sum(x.holds.get(k, 0.0) for _, x in self._values)
@@ -238,22 +250,13 @@ class Stage:
     @cached_property
     def _leaving(self) -> dict[tuple[int, int, bool], float]:
         """The gradients of what goes to others, or to the caller, by value and hop."""
-        found = {}
-        for n, v in self._values:
-            for hop in v.hops:
-                if hop.source in self._inside and hop.target not in self._inside:
-                    found[n, hop.source, hop.is_skip] = v.gradient
-            if self._all.has_loss:
-                continue
+        found = {(n, x.source, x.is_skip): v.gradient for n, v, x in self._hops[1]}
+        for n, v in () if self._all.has_loss else self._values:
             if v.output and v.made in self._inside:
                 found[n, v.made, False] = v.gradient
             elif v.output and self.sections[-1] + 1 == len(self._sections):
                 found[n, self.sections[-1], False] = v.gradient
         return found
-
-    def _leaves_to_others(self, n: int) -> bool:
-        v = self._all.values[n]
-        return any(x.source in self._inside and x.target not in self._inside for x in v.hops)
 
     @cached_property
     def _made(self) -> list[_Value]:
@@ -270,7 +273,7 @@ class Stage:
             v.size,
             v.made,
             max([v.made, *used]),
-            bool(v.output) or self._leaves_to_others(n),
+            bool(v.output) or n in self.leaving,
             min(savers) if savers else None,
             self._by_call and stored,
             self._repeats(v.made) and v.made in savers,
@@ -314,33 +317,30 @@ class Stage:
         return v.gradient if rest is None else min(rest, v.gradient)
 
     @cached_property
-    def _passed(self) -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
+    def _passed(self) -> Sequence[dict[int, float]]:
         """The gradients between sections, by the one that makes them, and the one that gets them.
 
         The last are those of what a section gets, as the section itself counts them.
         """
-        made: dict[int, float] = {}
-        gone: dict[int, float] = {}
-        used: dict[int, float] = {}
-        for n, v in self._values:
-            ends: dict[tuple[int, bool], int] = {}
-            for source, k, is_skip in v.hops:
-                if k in self._inside and not (source == GIVEN and not self.sections[0]):
-                    ends[source, is_skip] = max(k, ends.get((source, is_skip), k))
-            for (source, is_skip), k in ends.items():
-                # What goes to others, too, has its gradient before.
-                if (n, source, is_skip) not in self._leaving:
-                    size = self._gradient(v, k, is_skip=is_skip)
-                    made[k] = made.get(k, 0.0) + size
-                    gone[source] = gone.get(source, 0.0) + size
-                    used[source] = used.get(source, 0.0) + v.gradient
-        return made, gone, used
+        made, gone, used = found = [defaultdict[int, float](float) for _ in range(3)]
+        ends: dict[tuple[int, int, bool], int] = {}
+        for n, _, (source, k, is_skip) in (*self._hops[0], *self._hops[2]):
+            ends[n, source, is_skip] = max(k, ends.get((n, source, is_skip), k))
+        for (n, source, is_skip), k in ends.items():
+            # What goes to others, too, has its gradient before.
+            if (n, source, is_skip) not in self._leaving:
+                v = self._all.values[n]
+                size = self._gradient(v, k, is_skip=is_skip)
+                made[k] += size
+                gone[source] += size
+                used[source] += v.gradient
+        return found
 
     @cached_property
     def _gone_out(self) -> dict[int, float]:
-        found: dict[int, float] = {}
+        found = defaultdict[int, float](float)
         for (_, source, _), size in self._leaving.items():
-            found[source] = found.get(source, 0.0) + size
+            found[source] += size
         return found
 
     def _second(self, k: int) -> float:
@@ -352,56 +352,40 @@ class Stage:
             x.size for x in made if x.first_saver is not None and (not x.is_stored or x.is_slot)
         )
 
-    def _backward(
-        self,
-        held: Callable[[Section], float] | None,
-        free: Callable[[Section], float],
-        stay: Sequence[float],
-        *,
-        again: bool = False,
-    ) -> float:
+    def _backward(self, way: str, *, holds: bool, again: bool = False) -> float:
         """The most memory during a backward, above that before, with the gradients of the output.
 
         Args:
-            held: the most of a section whose gradients of outputs are held; None if none are.
-            free: that of others.
-            stay: the memory of the gradients of each section's weights that stay until the end.
+            way: which of :class:`~torchgpipe.planner.record.Peaks`.
+            holds: whether the gradients of the output stay to the end.
             again: whether sections are computed again as backward comes to them.
         """
         made, gone, used = self._passed
+        stay = {"first": "trainable", "later": "small"}.get(way)
         level = peak = self.given
-        for k, more in zip(reversed(self.sections), reversed(stay)):
-            section, outer = self._sections[k], self._gone_out.get(k, 0.0)
+        for k, weights in zip(reversed(self.sections), reversed(self._each)):
+            section, outer = self._sections[k], self._gone_out[k]
             if again and self._repeats(k):
                 peak = max(peak, level + section.forward)
                 level += self._second(k)
-            is_held = held is not None and outer > 0
-            most = held(section) if held is not None and is_held else free(section)
-            peak = max(peak, level - section.kept - used.get(k, 0.0) - outer + most)
-            level -= section.kept + gone.get(k, 0.0) + (0.0 if is_held else outer)
+            is_held = holds and outer > 0
+            most = getattr(section.held if is_held else section.free, way)
+            peak = max(peak, level - section.kept - used[k] - outer + most)
+            level -= section.kept + gone[k] + (0.0 if is_held else outer)
             level -= sum(x.size for x in self._at("first_saver").get(k, ()))
-            level += made.get(k, 0.0) + more
+            level += made[k] + (getattr(weights, stay) if stay else 0.0)
             peak = max(peak, level)
         return peak
-
-    def _adding(self, *, again: bool) -> Sequence[float]:
-        trainable, none = [float(x.trainable) for x in self._each], [0.0] * len(self.sections)
-        second = "adding" if self._by_call else "summing"
-        return (
-            self._backward(None, lambda x: x.free.first, trainable, again=again),
-            self._backward(None, lambda x: getattr(x.free, second), none, again=again),
-            self._backward(None, lambda x: x.free.adding, none, again=again),
-        )
 
     @cached_property
     def halves(self) -> tuple[float, float, Sequence[float]]:
         """The most during I, with these gradients, what a cell keeps from I until W, and W.
 
-        The last is the most of the first W, of the second, and of a later one, above that before.
+        The last is the most of the first W, and of a later one, above that before.
         """
         halves = [self._sections[k].halves for k in self.sections]
         if any(x is None for x in halves):
-            return 0.0, 0.0, [0.0] * 3
+            return 0.0, 0.0, [0.0] * 2
         if self.waits:
             # W does the whole backward, and begins with the gradients in memory.
             return self.given, self.held, [x - self.given for x in self.whole]
@@ -410,36 +394,34 @@ class Stage:
         pending = sum(x.size for x in self._made if x.is_late)
         for k, half in zip(reversed(self.sections), reversed(halves)):
             assert half is not None
-            out, outer = used.get(k, 0.0), self._gone_out.get(k, 0.0)
+            out, outer = used[k], self._gone_out[k]
             peak = max(peak, level - out - outer + (half.held if outer else half.free))
-            level += made.get(k, 0.0) + half.noted
+            level += made[k] + half.noted
             pending += half.pending
             if half.notes_output:
-                pending += gone.get(k, 0.0) + outer
+                pending += gone[k] + outer
             else:
-                level -= gone.get(k, 0.0)
-        # The gradients of all weights are there before they are added to the sums. The second W
-        # makes the first sum: a new tensor, since a gradient that came alone may be shared.
+                level -= gone[k]
+        # The gradients of all weights are there before they are added to the sums.
         sums = [*accumulate((x.trainable for x in self._each), initial=0)]
         late = max(x + y.weight for x, y in zip(sums, halves) if y is not None)
-        large = max((x.largest for x in self._each if x.small < x.trainable), default=0)
-        return peak, pending, [late, max(late, sums[-1] + large), late]
+        return peak, pending, [late] * 2
 
     def _savers(self, n: int) -> list[int]:
         return [k for k in self._all.values[n].savers if k in self._inside]
 
 
-def known(section: int, held: float, stored: float) -> Stage:
-    """The partition of one section, of which only what a cell keeps is known.
+def known(held: Sequence[float], stored: Sequence[float]) -> list[Stage]:
+    """The partitions of which only what each cell keeps is known.
 
     Args:
-        section: the number of the section.
         held: what it keeps from F, or from R, until its backward.
-        stored: what it keeps from F until R.
+        stored: what of it stays from F until R.
     """
-    count = section + 1
-    record = Record([Section(None, True, halves=Halved())] * count, [])
-    found = Stage(record, [Weights()] * count, (section,))
-    # Each figure is found once, and these are.
-    vars(found).update(held=held, stored=stored)
-    return found
+    sections = []
+    for whole, own in zip(held, stored):
+        # What is no call is not computed again.
+        sections.append(Section(None, False, kept=own, halves=Halved()))
+        sections.append(Section("", True, kept=whole - own, halves=Halved()))
+    record, none = Record(sections, []), [Weights()] * len(sections)
+    return [Stage(record, none, range(k, k + 2)) for k in range(0, len(sections), 2)]

@@ -1,12 +1,14 @@
 """Layers measured on the CPU: the memory at several sizes."""
 
+from random import Random
+
 import pytest
 import torch
 from torch import nn
 
 from torchgpipe.planner import layers
+from torchgpipe.planner.layer_memory import Chain
 from torchgpipe.planner.layers import measured
-from torchgpipe.planner.memory_tracker import MemoryTracker
 from torchgpipe.values.microbatch import scatter
 
 CPU = torch.device("cpu")
@@ -36,14 +38,26 @@ def test_memory_of_each_size():
         assert [x.savers for x in values] == [{0}, set(), {1}]
 
 
+def test_layers_that_are_alike_have_one_time(monkeypatch):
+    draw = Random(0)
+    monkeypatch.setattr(
+        layers, "_sample", lambda _: tuple([draw.uniform(1, 1.2) for _ in range(4)])
+    )
+    module = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)], nn.Linear(4, 8), nn.Linear(8, 4))
+    found, _ = measure(module, 1, 2)
+    times = [(x.forward, x.input, x.weight, x.again) for x in found]
+    assert len({*times[:4]}) == 1
+    assert len({*times[3:]}) == 3
+
+
 def test_sizes_that_are_too_large_are_left_out(monkeypatch):
-    class Small(MemoryTracker):
-        def layer(self, sandbox):
+    class Small(Chain):
+        def add(self, sandbox):
             if len(next(iter(sandbox.batch))) > 16:
                 raise torch.OutOfMemoryError("too large")
-            super().layer(sandbox)
+            super().add(sandbox)
 
-    monkeypatch.setattr(layers, "MemoryTracker", Small)
+    monkeypatch.setattr(layers, "Chain", Small)
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     _, sizes = measure(module, 1, 2, 4, 8)
     for rows in (8, 16, 64):

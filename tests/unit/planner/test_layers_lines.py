@@ -23,7 +23,7 @@ def test_one_point_is_in_proportion():
 
 
 def record(size):
-    section = Section("", True, kept=size, forward=2 * size, free=Peaks(*[size] * 5))
+    section = Section("", True, kept=size, forward=2 * size, free=Peaks(*[size] * 4))
     value = Value(0, size, {1: size}, {Hop(0, 1, False)}, {1}, gradient=size, output=size)
     return Record([section], [value])
 

@@ -11,7 +11,7 @@ def footprint(chunks, again, state=0.0):
     """Two blocks that keep 100 bytes each, and hand on 10."""
 
     def section(block, k):
-        peaks = Peaks(130, 130, 130, 120, 120)
+        peaks = Peaks(130, 130, 120, 120)
         return Section(block, block is not None, k, kept=100, forward=110, free=peaks, held=peaks)
 
     sections = [Section(None, False, 0), section("a", 0), section("b", 1)]

@@ -10,7 +10,7 @@ from torchgpipe.schedule.simulator import in_order
 def counted(schedule, mode="never"):
     program = checkpointed(schedule.program, mode, schedule.chunks)
     order = issued(in_order(type(schedule)(schedule.placement, schedule.chunks, program)))
-    stages = [known(0, 10.0, 0.0), known(1, 20.0, 1.0)]
+    stages = known([10.0, 20.0], [0.0, 1.0])
     return peaks(order, [0, 1], stages, state=0.0, given=0.0, is_summed=True, loss=None)
 
 

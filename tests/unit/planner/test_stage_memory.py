@@ -72,7 +72,7 @@ def test_backward_of_a_layer():
     own = first.weights.trainable
     assert own == first.weights.small == 4 * SIZE * (SIZE + 1)
     # The gradient of the output, which stays, and that of the input.
-    assert last.whole == pytest.approx([2 * UNIT] * 3, abs=4)
+    assert last.whole == pytest.approx([2 * UNIT] * 2, abs=4)
     # Nothing but its output is kept.
     assert (last.held, last.saver) == (UNIT, 1)
     # The first layer's input needs no gradient, so all is done at W.
