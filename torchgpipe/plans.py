@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.batchnorm import has_batch_norms
 from torchgpipe.devices.streams import Device
 from torchgpipe.engine.stages import stages_of
 from torchgpipe.gpipe import GPipe
+from torchgpipe.partition.keeping import Keeping, Offload
 from torchgpipe.partition.sample import input_of
-from torchgpipe.planner.given import Memory
+from torchgpipe.partition.split import verify_module
+from torchgpipe.planner.given import Memory, chunks_of, limits_of, places_of, state_of
 from torchgpipe.planner.layers import LayerCosts
-from torchgpipe.planner.plan import ranked, too_large
-from torchgpipe.planner.search import Problem, Trial
+from torchgpipe.planner.plan import too_large
+from torchgpipe.planner.problem import problem_of, rows_of
+from torchgpipe.planner.search import search
+from torchgpipe.planner.trial import Trial
 from torchgpipe.schedule.limits import bounds
 from torchgpipe.schedule.simulator import Report, simulate
 from torchgpipe.scheduled import ScheduledLoss
+from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.timeline.tables import aligned, in_bytes
 
 __all__ = ["Candidate", "Plans", "plan"]
@@ -85,19 +91,18 @@ def plan(
             that no plan keeps on one device.
         ImportError: a progress bar was asked for, and tqdm is not installed.
     """
-    found = ranked(
-        layers,
-        input_of(sample),
-        devices=devices,
-        memory=memory,
-        optimizer=optimizer,
-        batch=batch,
-        loss=loss,
-        targets=targets,
-        chunks=chunks,
-        timeout=timeout,
-        progress=progress,
-    )
+    verify_module(layers)
+    verify_skippables(layers)
+    input, places = input_of(sample), places_of(devices)
+    rows = rows_of(batch, input)
+    # What is wrong is better told before anything is measured.
+    tried = chunks_of(chunks, rows, has_norms=has_batch_norms(layers))
+    limits_of(memory, places)
+    state = state_of(optimizer)
+    options: Any = {"loss": loss, "targets": targets, "timeout": timeout, "progress": progress}
+    problem = problem_of(layers, input, places, rows, **options)
+    room = limits_of(memory, places, has_skips=problem.sizes.has_skips)
+    found = search(replace(problem, memory=room, state=state), tried)
     problem, limits = found[0].problem, dict[torch.device, int]()
     for place, size in zip(problem.places, problem.memory):
         if size < inf:
@@ -118,7 +123,7 @@ def _candidate(trial: Trial, loss: Callable[..., Any] | None) -> Candidate:
     return Candidate(
         *([*trial.balance], trial.devices, schedule.chunks, trial.checkpoint, trial.setting.name),
         *(trial.time, trial.by_device, round(trial.excess), report, limit.gap(report)),
-        *(loss, trial.problem),
+        *(loss, trial),
     )
 
 
@@ -143,7 +148,7 @@ class Candidate:
     balance: list[int]
     devices: list[torch.device]
     chunks: int
-    checkpoint: str | list[str]
+    checkpoint: Keeping | list[Keeping]
     schedule: str | None
     time: float
     memory: dict[torch.device, int]
@@ -151,7 +156,7 @@ class Candidate:
     report: Report = field(repr=False)
     gap: float
     _loss: Callable[..., Any] | None = field(repr=False)
-    _problem: Problem = field(repr=False)
+    _trial: Trial = field(repr=False)
 
     @property
     def bubble(self) -> float:
@@ -190,7 +195,7 @@ class Candidate:
         loss = loss or self._loss
         name = self.schedule if loss is not None else None
         if name == self.schedule:
-            stages_of(model).predict(self.time, self.memory, model, name, self._problem)
+            stages_of(model).predict(self.time, self.memory, model, name, self._trial.problem)
         return model if name is None or loss is None else ScheduledLoss(model, loss, name)
 
     def __str__(self) -> str:
@@ -207,13 +212,18 @@ class Candidate:
             self.schedule or "gpipe",
             str(self.chunks),
             str(self.balance),
-            modes if isinstance(modes, str) else " ".join(x[0] for x in modes),
+            " ".join(map(_letter, modes)) if isinstance(modes, list) else str(modes),
             f"{self.time:.4g}",
             f"{max(self.memory.values()) / 2**20:.1f}",
             f"{self.bubble:.1%}",
             f"{self.gap:.1%}",
             "" if not self.excess else f"{in_bytes(self.excess)} too much",
         ]
+
+
+def _letter(mode: Keeping) -> str:
+    """The letter of a checkpoint mode in a table."""
+    return f"o({mode.share:g},{mode.ahead})" if isinstance(mode, Offload) else str(mode)[0]
 
 
 @dataclass(frozen=True)
@@ -251,8 +261,10 @@ class Plans:
         rows = [titles, *(x._row() for x in shown)]
         lines = [aligned(rows, left=range(len(titles)))]
         hidden = len(self.candidates) + len(self.misfits) - len(shown)
-        if any(not isinstance(x.checkpoint, str) for x in shown):
-            lines.append("checkpoint of each partition: a always, e except_last, n never")
+        if any(isinstance(x.checkpoint, list) for x in shown):
+            lines.append(
+                "checkpoint of each partition: a always, e except_last, n never, o offload"
+            )
         if self.limits:
             sizes = dict.fromkeys(f"{x / 2**20:.1f}" for x in self.limits.values())
             lines.append(f"a plan fills at most {', '.join(sizes)} MiB of a device")

@@ -31,7 +31,7 @@ from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.partition.keeping import CHECKPOINT_MODES
 from torchgpipe.planner.memory import peaks
 from torchgpipe.planner.plan import excess_of, placed
-from torchgpipe.planner.search import Problem
+from torchgpipe.planner.problem import Problem
 from torchgpipe.planner.stage_memory import known
 from torchgpipe.schedule.costs import Table
 from torchgpipe.schedule.language import Schedule

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torchgpipe.autograd.outcome import LARGE
 from torchgpipe.devices.recorder import Stopwatch
-from torchgpipe.devices.streams import use_device
+from torchgpipe.devices.streams import CPU, has_streams, use_device
 from torchgpipe.partition.placement import tensors
 from torchgpipe.planner.memory_tracker import MemoryTracker
 from torchgpipe.planner.record import Sizes
@@ -188,21 +188,28 @@ def _sample(sandbox: Sandbox) -> tuple[float, float, float, float]:
 def measured_links(
     devices: Sequence[torch.device],
 ) -> dict[tuple[torch.device, torch.device], Line]:
-    """Measure the milliseconds of copies between all pairs of devices, by the bytes."""
+    """Measure the milliseconds of copies between all pairs of devices, by the bytes.
+
+    Among them is the host, unless it is where the devices have their memory.
+    """
     found = {}
-    for source, target in permutations(dict.fromkeys(devices), 2):
+    hosts = [CPU] if all(map(has_streams, devices)) else []
+    for source, target in permutations([*dict.fromkeys(devices), *hosts], 2):
         points = []
+        near = target if source == CPU else source
         for size in SIZES:
-            x = torch.empty(size, dtype=torch.uint8, device=source)
+            x, y = (
+                torch.empty(size, dtype=torch.uint8, device=d, pin_memory=d == CPU != near)
+                for d in (source, target)
+            )
             times = []
             # The first copy may set the link up.
             for _ in range(1 + TIMES):
-                with use_device(source):
-                    watch = Stopwatch(source)
+                with use_device(near):
+                    watch = Stopwatch(near)
                     watch.start()
-                    y = x.to(target)
+                    y.copy_(x, non_blocking=True)
                     times.append(1000 * watch.stop())
-                del y
             points.append((size, undisturbed(times[1:])))
         found[source, target] = through(*points)
     return found
