@@ -71,6 +71,10 @@ class Trial:
     memory: Sequence[float]
     excess: float
 
+    def over(self, limits: Sequence[float]) -> float:
+        """By how many bytes the fullest worker has too little under some limits."""
+        return max(0.0, *(x - limit for x, limit in zip(self.memory, limits)))
+
     @property
     def key(self) -> tuple[float, float, float]:
         """The place in a ranking: what fits, then what is fast, then what needs little."""
@@ -222,13 +226,13 @@ class Trials:
         time = rehearsal.makespan(table)
         leaving = [trips(line, table.ahead) for line in schedule.program]
         memory = self.peaks(order, base.placement, base.chunks, balance, leaving, table.away)
-        excess = max(0.0, *(x - limit for x, limit in zip(memory, problem.memory)))
+        ways = problem, setting, balance, modes, schedule, table.costs, time, memory
         # The loss is after the last layer, on the last worker.
         own = [w for size, w in zip(balance, base.placement) for _ in range(size)]
         own.append(base.placement[-1])
-        if any(own[a] != own[b] for a, b in problem.ties):
-            excess = inf
-        return Trial(problem, setting, balance, modes, schedule, table.costs, time, memory, excess)
+        is_apart = any(own[a] != own[b] for a, b in problem.ties)
+        found = Trial(*ways, inf if is_apart else 0.0)
+        return found if is_apart else replace(found, excess=found.over(problem.memory))
 
     def peaks(
         self,
@@ -260,7 +264,7 @@ class Trials:
     def sent(
         self, stages: Sequence[Stage], placement: Sequence[int], modes: Sequence[Keeping]
     ) -> list[Departure]:
-        """What leaves of a cell of each stage."""
+        """Count what leaves of a cell of each stage, and how long its copies take."""
         links, found = self.problem.links, []
         movable: Sequence[float] = ()
         for j, (w, mode) in enumerate(zip(placement, modes)):
