@@ -76,8 +76,8 @@ def plan(
     The layers are measured once, with micro-batches of a few sizes. Everything else is simulated:
     times exactly, and memory in the order in which the host issues work. Skips count where they
     wait, and their copies take time. Not counted is what a library takes for itself, nor targets
-    that are not given. Cells may leave for the memory of the host, if links to it are fast; policies
-    of PyTorch's are not planned.
+    that are not given. Cells may leave for the memory of the host, if links to it are fast.
+    Policies of PyTorch's are not planned.
 
     Args:
         layers: the model. It is not changed.

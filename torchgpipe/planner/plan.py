@@ -14,13 +14,14 @@ from torchgpipe.batchnorm import has_batch_norms
 from torchgpipe.checks import verify
 from torchgpipe.devices.streams import Device
 from torchgpipe.partition.arguments import MISSING, checked_chunks
-from torchgpipe.partition.keeping import checked_keepings, is_policy, keepings_of
+from torchgpipe.partition.keeping import Keeping, checked_keepings, is_policy, keepings_of
 from torchgpipe.partition.sample import input_of
 from torchgpipe.planner.given import chunks_of, places_of
 from torchgpipe.planner.memory import Issued, issued
 from torchgpipe.planner.problem import Problem, problem_of, rows_of
 from torchgpipe.planner.search import Search, search
 from torchgpipe.planner.trial import Trial
+from torchgpipe.schedule.lifetimes import trips
 from torchgpipe.schedule.program import operations
 from torchgpipe.schedule.simulator import Step
 
@@ -133,6 +134,7 @@ def excess_of(
     balance: Sequence[int],
     devices: Sequence[torch.device],
     rows: int,
+    modes: Sequence[Keeping],
     *,
     has_loss: bool,
 ) -> float | None:
@@ -144,6 +146,7 @@ def excess_of(
         balance: the layers of each partition.
         devices: the device of each partition.
         rows: the rows of the mini-batch.
+        modes: the checkpoint mode of each partition.
         has_loss: whether the schedule has the loss in it.
 
     Returns:
@@ -156,5 +159,13 @@ def excess_of(
         return None
     computations, placement, places = placed(order, devices)
     found = _search_of(problem, rows)
-    memory = found.peaks(computations, placement, computations.microbatches, balance)
+    m = computations.microbatches
+    sent = found.sent(found.each(balance, m)[0], placement, modes)
+    ahead = [x.ahead if x.away else 0 for x in sent]
+    lines = [
+        [x for _, x, _ in order if placement[operations(x)[0].stage] == w]
+        for w in range(len(places))
+    ]
+    leaving = [trips(line, ahead) for line in lines]
+    memory = found.peaks(computations, placement, m, balance, leaving, [x.away for x in sent])
     return max(0.0, *(x - limits[place] for x, place in zip(memory, places)))
