@@ -364,9 +364,8 @@ class MemoryTracker:
             large = self._grads.get(piece.reference)
             if large is not None:
                 waits = way == "first" or (way in ("second", "later") and not large)
+                # Sums are made in place: nothing else holds the first gradient.
                 go = end if waits else piece.born + 1
-                # The first sum is a new tensor.
-                size *= 2 if way == "summing" or (large and way == "second") else 1
             changes += [(go, -size)] if piece.is_shared else [(piece.born, size), (go, -size)]
         now = most = 0.0
         for tick, change in sorted(changes):

@@ -9,7 +9,7 @@ balances if these are few.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import accumulate
 from math import inf
@@ -92,7 +92,7 @@ class Search(Trials):
             balance: the layers of each partition.
             sends: whether what cells keep may leave for the host, too.
         """
-        stages, _ = self.each(balance, setting.schedule.chunks)
+        stages, _ = self.each(balance, setting.schedule.chunks, setting.splits)
         given = self._given(len(stages))
         modes = [*given] or ["never"] * len(stages)
         best = trial = self.trial(setting, tuple(balance), tuple(modes))
@@ -113,7 +113,7 @@ class Search(Trials):
             count *= 2
             trial = self.trial(setting, tuple(balance), tuple(modes))
             best = min(best, trial, key=_key)
-        return best
+        return best if given else self._keeping_more(best, lambda trial, j: ("except_last",))
 
     def _lighter(
         self, setting: Setting, balance: Sequence[int], sends: bool
@@ -122,7 +122,7 @@ class Search(Trials):
 
         The cheapest one comes first, and nothing after all is computed again.
         """
-        stages, times = self.each(balance, setting.schedule.chunks)
+        stages, times = self.each(balance, setting.schedule.chunks, setting.splits)
         found = []
         for j, (stage, time) in enumerate(zip(stages, times)):
             own: list[tuple[float, Keeping]] = []
@@ -141,7 +141,7 @@ class Search(Trials):
         self, setting: Setting, balance: Sequence[int], j: int
     ) -> Iterator[tuple[Keeping, Departure]]:
         """Yield the ways to send cells of a stage to the host that may pay."""
-        stages, times = self.each(balance, setting.schedule.chunks)
+        stages, times = self.each(balance, setting.schedule.chunks, setting.splits)
         placement = setting.schedule.placement
         slow = self.problem.slowness[placement[j]]
         if j not in self.leaving(setting):
@@ -163,13 +163,23 @@ class Search(Trials):
         while found is not None:
             trial = found
             found = next(self._better(trial), None)
-        for j, mode in enumerate(trial.modes if self.problem.modes is None else ()):
+
+        def others(trial: Trial, j: int) -> Iterable[Keeping]:
+            sending = [x for x, _ in self._sending(trial.setting, trial.balance, j)]
+            return ("never", *sending, "except_last")
+
+        return trial if self.problem.modes is not None else self._keeping_more(trial, others)
+
+    def _keeping_more(
+        self, trial: Trial, others: Callable[[Trial, int], Iterable[Keeping]]
+    ) -> Trial:
+        """Try other modes for each partition of a trial that fits, where it does not keep all."""
+        for j, mode in enumerate(trial.modes):
             if mode != "never" and not trial.excess:
-                sending = [x for x, _ in self._sending(trial.setting, trial.balance, j)]
-                for other in ("never", *sending, "except_last"):
+                for other in others(trial, j):
                     modes = (*trial.modes[:j], other, *trial.modes[j + 1 :])
-                    less = self.trial(trial.setting, trial.balance, modes)
-                    trial = min(trial, less, key=_key)
+                    more = self.trial(trial.setting, trial.balance, modes)
+                    trial = min(trial, more, key=_key)
         return trial
 
     def _better(self, trial: Trial) -> Iterator[Trial]:

@@ -418,12 +418,10 @@ class Stage:
                 pending += gone.get(k, 0.0) + outer
             else:
                 level -= gone.get(k, 0.0)
-        # The gradients of all weights are there before they are added to the sums. The second W
-        # makes the first sum: a new tensor, since a gradient that came alone may be shared.
+        # The gradients of all weights are there before they are added to the sums.
         sums = [*accumulate((x.trainable for x in self._each), initial=0)]
         late = max(x + y.weight for x, y in zip(sums, halves) if y is not None)
-        large = max((x.largest for x in self._each if x.small < x.trainable), default=0)
-        return peak, pending, [late, max(late, sums[-1] + large), late]
+        return peak, pending, [late] * 3
 
     def _savers(self, n: int) -> list[int]:
         return [k for k in self._all.values[n].savers if k in self._inside]

@@ -21,7 +21,7 @@ from torchgpipe.schedule.costs import Costs, Table
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.lifetimes import Trip, trips
 from torchgpipe.schedule.looped import fill_drain
-from torchgpipe.schedule.program import Overlap, Skips
+from torchgpipe.schedule.program import Overlap, Skips, operations_of
 from torchgpipe.schedule.rewrite import checkpointed
 from torchgpipe.schedule.simulator import Rehearsal
 
@@ -42,6 +42,11 @@ class Setting:
 
     name: str | None
     schedule: Schedule
+
+    @cached_property
+    def splits(self) -> bool:
+        """Whether its backward is in halves."""
+        return any(op.kind == "W" for op in operations_of(self.schedule.program))
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +156,7 @@ class Trials:
         weights = [x.weights for x in self.problem.layers]
         return Stage(self.problem.sizes.at(self.rows(m)), weights, range(start, stop))
 
-    def _times(self, start: int, stop: int, m: int) -> Durations:
+    def _times(self, start: int, stop: int, m: int, splits: bool) -> Durations:
         layers, rows, stage = self.problem.layers, self.rows(m), self.stage(start, stop, m)
         own = layers[start:stop]
         input, weight = (
@@ -164,19 +169,25 @@ class Trials:
             again += layers[stage.saver].again.at(rows)
         if not any(x.gradient for x in stage.arrivals):
             input, weight = 0.0, weight + input
+        elif splits:
+            weight = sum(x.late.at(rows) for x in own)
+        # The first micro-batch adds nothing.
+        weight += (1 - 1 / m) * sum(x.adding.at(rows) for x in own)
         return Durations(sum(x.forward.at(rows) for x in own), input, weight, again)
 
     def rows(self, m: int) -> int:
         """The rows of the largest micro-batch."""
         return -(-self.problem.batch // m)
 
-    def each(self, balance: Sequence[int], m: int) -> tuple[list[Stage], list[Durations]]:
-        """The memory and the times of each partition."""
+    def each(
+        self, balance: Sequence[int], m: int, splits: bool = False
+    ) -> tuple[list[Stage], list[Durations]]:
+        """The memory and the times of each partition, whose backward may be in halves."""
         ends = [*accumulate(balance, initial=0)]
         ends[-1] += self.problem.has_loss
         return (
             [self.stage(*x, m) for x in pairwise(ends)],
-            [self.times(*x, m) for x in pairwise(ends)],
+            [self.times(*x, m, splits) for x in pairwise(ends)],
         )
 
     # What a setting takes.
@@ -211,7 +222,7 @@ class Trials:
     ) -> tuple[Schedule, Table, Rehearsal, Issued]:
         """The schedule, what its stages take, and what :meth:`_rehearsal` returns."""
         placement = setting.schedule.placement
-        stages, times = self.each(balance, setting.schedule.chunks)
+        stages, times = self.each(balance, setting.schedule.chunks, setting.splits)
         costs = self.costs(stages, times, placement, self.sent(stages, placement, modes))
         words = tuple(map(recomputed_by, modes))
         schedule, rehearsal, order = self.rehearsal(setting, words, _skips(stages))
