@@ -21,8 +21,7 @@ from torchgpipe.planner.memory import Issued, issued
 from torchgpipe.planner.problem import Problem, problem_of, rows_of
 from torchgpipe.planner.search import Search, search
 from torchgpipe.planner.trial import Trial
-from torchgpipe.schedule.lifetimes import trips
-from torchgpipe.schedule.program import operations
+from torchgpipe.schedule.program import Instruction, operations
 from torchgpipe.schedule.simulator import Step
 
 __all__ = ["chosen", "excess_of", "placed", "too_large"]
@@ -159,13 +158,8 @@ def excess_of(
         return None
     computations, placement, places = placed(order, devices)
     found = _search_of(problem, rows)
-    m = computations.microbatches
-    sent = found.sent(found.each(balance, m)[0], placement, modes)
-    ahead = [x.ahead if x.away else 0 for x in sent]
-    lines = [
-        [x for _, x, _ in order if placement[operations(x)[0].stage] == w]
-        for w in range(len(places))
-    ]
-    leaving = [trips(line, ahead) for line in lines]
-    memory = found.peaks(computations, placement, m, balance, leaving, [x.away for x in sent])
+    lines: list[list[Instruction]] = [[] for _ in places]
+    for _, x, _ in order:
+        lines[placement[operations(x)[0].stage]].append(x)
+    memory = found.peaks(computations, lines, placement, balance, modes)
     return max(0.0, *(x - limits[place] for x, place in zip(memory, places)))

@@ -19,9 +19,9 @@ from torchgpipe.planner.stage_memory import Stage
 from torchgpipe.schedule.candidates import built_in
 from torchgpipe.schedule.costs import Costs, Table
 from torchgpipe.schedule.language import Schedule
-from torchgpipe.schedule.lifetimes import Trip, trips
+from torchgpipe.schedule.lifetimes import trips
 from torchgpipe.schedule.looped import fill_drain
-from torchgpipe.schedule.program import Overlap, Skips, operations_of
+from torchgpipe.schedule.program import Instruction, Overlap, Skips, operations_of
 from torchgpipe.schedule.rewrite import checkpointed
 from torchgpipe.schedule.simulator import Rehearsal
 
@@ -235,8 +235,7 @@ class Trials:
         schedule, table, rehearsal, order = self._made(setting, balance, modes)
         self.effort += 4 * len(rehearsal.steps)
         time = rehearsal.makespan(table)
-        leaving = [trips(line, table.ahead) for line in schedule.program]
-        memory = self.peaks(order, base.placement, base.chunks, balance, leaving, table.away)
+        memory = self.peaks(order, schedule.program, base.placement, balance, modes)
         ways = problem, setting, balance, modes, schedule, table.costs, time, memory
         # The loss is after the last layer, on the last worker.
         own = [w for size, w in zip(balance, base.placement) for _ in range(size)]
@@ -248,28 +247,26 @@ class Trials:
     def peaks(
         self,
         order: Issued,
+        lines: Sequence[Sequence[Instruction]],
         placement: Sequence[int],
-        m: int,
         balance: Sequence[int],
-        leaving: Sequence[Sequence[Trip]] = (),
-        away: Sequence[float] = (),
+        modes: Sequence[Keeping],
     ) -> list[float]:
-        """The most memory of each worker, if the host issues computations in an order.
-
-        Some cells leave for the host, with some bytes of each of their stages.
-        """
-        problem = self.problem
+        """The most memory of each worker, with its line, if the host issues them in an order."""
+        problem, stages = self.problem, self.each(balance, order.microbatches)[0]
+        sent = self.sent(stages, placement, modes)
+        ahead = [x.ahead if x.away else 0 for x in sent]
         return peaks(
             order,
             placement,
-            self.each(balance, m)[0],
+            stages,
             state=problem.state,
             given=problem.given,
             targets=problem.targets,
             is_summed=problem.has_loss,
             loss=None if problem.has_loss else LOSS,
-            leaving=leaving,
-            away=away,
+            leaving=[trips(line, ahead) for line in lines],
+            away=[x.away for x in sent],
         )
 
     def sent(
