@@ -62,7 +62,7 @@ def test_predictions(devices, problems, name, mode):
     time, memory = run(hand, layers(), x, y, devices[:N], links(range(8), host=speed))
     assert trial.time == pytest.approx(time, rel=0.03)
     # Under autograd, a plan counts on gradients that may come early.
-    error = 0.07 if name is None else 0.05
+    error = 0.03 if name is None else 0.005
     for place, predicted in zip(devices, trial.memory):
         assert predicted == pytest.approx(memory[place], rel=error)
 
@@ -83,7 +83,8 @@ def test_what_does_not_fit_leaves_where_links_are_fast(devices):
     assert any(map(offload_of, best._trial.modes))
     assert sum(best.report.host) > 0
     time, memory = run(best.wrap, layers(), x, y, devices[:2], links(range(8), host=1e6))
-    assert best.time == pytest.approx(time, rel=0.03)
+    # Under looped_bfs one copy back begins later than simulated, by half a forward.
+    assert best.time == pytest.approx(time, rel=0.04)
     assert 0.95 * max(best.memory.values()) < max(memory.values()) < limit
     slow, _, _ = plans_of(devices, 1e4, limit)
     assert not any(map(offload_of, slow.best._trial.modes))

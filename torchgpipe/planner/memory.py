@@ -310,6 +310,12 @@ class _Walk:
             views = 0.0
         late += views
         self._late[j, i] = late
+        for k, x in self._out[j]:
+            # What W of another stage needs of this one stays for it.
+            is_shared = self._placement[k] == w and self._keeps(j, i, x)
+            if is_shared and x.is_pending and (k, i) in self._late and x.value not in stage.late:
+                self.now[w] += x.size
+                self._late[k, i] += x.size
         self.now[w] += pending + late - stage.held - arrived
         self._free(w, j, i, kept=False)
         self._give_back(w, j, i, views)
