@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 from math import inf
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -21,9 +22,12 @@ from torch import nn
 
 from benchmarks.simulate.choice_models import LLAMA, MODELS, Model, llama
 from torchgpipe import GPipe, MappedGPipe, ScheduledLoss
+from torchgpipe.partition.keeping import Keeping, words_of
 from torchgpipe.planner.cuts import others
-from torchgpipe.planner.plan import ranked
-from torchgpipe.planner.search import Search, Trial
+from torchgpipe.planner.given import limits_of
+from torchgpipe.planner.problem import problem_of
+from torchgpipe.planner.search import Search, search
+from torchgpipe.planner.trial import Trial
 from torchgpipe.testing import dry_run, observe
 from torchgpipe.testing.dry_run.run import weightless, without_values
 from torchgpipe.testing.hardware import NAMED
@@ -36,12 +40,12 @@ HARDWARE = NAMED["a100-80gb"]
 SHARES = (None, 0.7, 0.4)
 
 #: As many combinations of modes are all tried.
-FEW = 81
+FEW = 256
 
 #: As many settings run for each choice, and how much their memory may seem too large.
 RUNS, HOPE = 4, 1.1
 
-MODES = ("never", "except_last", "always")
+MODES = ("never", "except_last", "always", "offload")
 
 #: The mode of the Llama, and the rows of its micro-batches.
 CHECKPOINT, ROWS = "except_last", 4
@@ -63,25 +67,21 @@ def measure(
     model = MODELS[name]
     with without_values(HARDWARE, 0.0), weightless():
         layers, data = model.make(), model.data()
+        start = time.process_time()
+        options: Any = {"loss": model.loss, "targets": data[1:], "timeout": 0}
+        with observe(costs=HARDWARE):
+            problem = problem_of(layers, data[0], devices, len(data[0]), **options)
+    measuring = time.process_time() - start
     limit: float | None = None
     most = least = 0.0
     ran: dict[Any, tuple[float, float]] = {}
     for share in SHARES:
         if share is not None:
             limit = least + share * (most - least)
+        room = limits_of(limit or inf, devices, has_skips=problem.sizes.has_skips)
         start = time.process_time()
-        with without_values(HARDWARE, 0.0), weightless(), observe(costs=HARDWARE):
-            ranking = ranked(
-                layers,
-                data[0],
-                devices=devices,
-                memory=limit,
-                loss=model.loss,
-                targets=data[1:],
-                chunks=chunks,
-                timeout=0,
-            )
-        took = time.process_time() - start
+        ranking = search(replace(problem, memory=room), chunks)
+        took = measuring + time.process_time() - start
         best = ranking[0]
         if share is None:
             most = max(best.memory)
@@ -140,44 +140,52 @@ def compared(
 def described(trial: Trial) -> dict[str, Any]:
     """A setting, for the result."""
     modes = trial.checkpoint
+    words = [modes] if isinstance(modes, str) else words_of([*trial.modes], len(trial.modes))
     return {
         "schedule": trial.setting.name,
         "chunks": trial.schedule.chunks,
         "balance": [*trial.balance],
-        "modes": modes if isinstance(modes, str) else " ".join(x[0] for x in modes),
+        "modes": " ".join(x if isinstance(modes, str) else x[0] for x in words),
     }
 
 
 def better(ranking: Sequence[Trial], chosen: Trial, memory: float) -> tuple[list[Trial], int]:
-    """All settings that may be faster than the one that was chosen, the fastest first.
+    """The settings that may be faster than the one that was chosen, the fastest first.
 
-    Without a limit that is the fastest of each schedule, too: what the simulator leaves out may be
-    more for one than for another.
+    Of each cut there are the fastest modes that fit, and no cuts that cannot be among those that
+    run: nothing is faster than with all kept, so most need not be looked at any closer. Without a
+    limit there is the fastest of each schedule, too: what the simulator leaves out may be more for
+    one than for another.
 
     Returns:
         The settings, and how many were looked at.
     """
-    found: dict[Any, Trial] = {}
     # A search of its own, with no margin and no limit.
     look = Search(replace(ranking[0].problem, memory=[memory] * len(ranking[0].problem.places)))
     bound = inf if chosen.excess else chosen.time
+    found: list[Trial] = []
     count = 0
+    pairs = []
     for planned in ranking:
-        setting = planned.setting
-        for balance in (planned.balance, *map(tuple, others(planned.balance))):
+        for balance in (planned.balance, *map(tuple[int, ...], others(planned.balance))):
             every = modes_of(len(balance), planned.modes, few=bool(chosen.excess))
             count += len(every)
-            if look.fastest(setting, balance) >= bound:
-                continue
-            for modes in every:
-                trial = look.trial(setting, balance, modes)
-                if trial.time < bound and not trial.excess:
-                    found[setting.name, setting.schedule.chunks, balance, modes] = trial
+            fastest = look.fastest(planned.setting, balance)
+            if fastest < bound:
+                pairs.append((fastest, planned.setting, balance, every))
+    for fastest, setting, balance, every in sorted(pairs, key=itemgetter(0)):
+        if len(found) >= RUNS and fastest >= found[RUNS - 1].time:
+            break
+        timed = sorted([(look.time(setting, balance, modes), k) for k, modes in enumerate(every)])
+        trials = (look.trial(setting, balance, every[k]) for time, k in timed if time < bound)
+        best = next((x for x in trials if not x.excess), None)
+        if best is not None:
+            found = sorted([*found, best], key=lambda x: x.time)
     near = [x for x in ranking[1:] if not x.excess and x.time < 1.05 * bound]
-    return sorted([*found.values(), *near[:2]], key=lambda x: x.time), count
+    return sorted([*found, *near[:2]], key=lambda x: x.time), count
 
 
-def modes_of(count: int, planned: Sequence[str], *, few: bool) -> list[tuple[str, ...]]:
+def modes_of(count: int, planned: Sequence[Keeping], *, few: bool) -> list[tuple[Keeping, ...]]:
     """Modes of so many partitions: all, or if these are many, the likely ones.
 
     That is one mode for all; one for the first partitions and another for the rest; and what was
@@ -190,9 +198,9 @@ def modes_of(count: int, planned: Sequence[str], *, few: bool) -> list[tuple[str
     """
     if few:
         return [(mode,) * count for mode in MODES]
-    if 3**count <= FEW:
+    if len(MODES) ** count <= FEW:
         return [*product(MODES, repeat=count)]
-    found = {
+    found: dict[tuple[Keeping, ...], None] = {
         (a,) * k + (b,) * (count - k): None for k in range(count + 1) for a in MODES for b in MODES
     }
     found |= {(*planned[:k], mode, *planned[k + 1 :]): None for k in range(count) for mode in MODES}

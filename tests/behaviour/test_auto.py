@@ -9,12 +9,12 @@ from torch import nn
 
 from torchgpipe import GPipe, ScheduledLoss
 from torchgpipe.planner import plan as choice
-from torchgpipe.planner.plan import ranked
+from torchgpipe.planner.problem import problem_of
 
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    monkeypatch.setattr(choice, "ranked", partial(ranked, timeout=0))
+    monkeypatch.setattr(choice, "problem_of", partial(problem_of, timeout=0))
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])

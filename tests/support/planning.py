@@ -52,14 +52,24 @@ def random_layers(seed, count, width):
     return nn.Sequential(*layers)
 
 
-def links(devices, speed=1e6):
-    """Bandwidths of all links, in bytes per millisecond."""
+def links(devices, speed=1e6, host=None):
+    """Bandwidths of links, in bytes per millisecond, with those to the host if they take time."""
     indices = range(len(devices))
-    return {(a, b): speed for a in indices for b in indices if a != b}
+    found = {(a, b): speed for a in indices for b in indices if a != b}
+    for a in indices if host else ():
+        found[a, "cpu"] = found["cpu", a] = host
+    return found
 
 
-def run(candidate, layers, x, y, devices):
+def run(candidate, layers, x, y, devices, bandwidth=None):
     """Train a copy of layers for two steps, as a candidate says, or a call that wraps them.
+
+    Args:
+        candidate: wraps the copy.
+        layers: the layers.
+        x, y: the input, and the target.
+        devices: all devices.
+        bandwidth: that of links, if not all of them are alike.
 
     Returns:
         The time of the second step, and the most memory of each device.
@@ -79,7 +89,7 @@ def run(candidate, layers, x, y, devices):
     optimizer = torch.optim.AdamW(model.parameters())
     for step in range(2):
         optimizer.zero_grad()
-        with observe(bandwidth=links(devices)), trace(model) as timeline:
+        with observe(bandwidth=bandwidth or links(devices)), trace(model) as timeline:
             output = None if inside else model(x)
             loss = model(x, y) if output is None else F.mse_loss(output, y)
             loss.backward()

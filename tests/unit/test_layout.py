@@ -63,6 +63,7 @@ ELSEWHERE = {
     "advice/watch": "virtual/test_advice.py",
     "planner/record": "virtual/test_plans.py",
     "planner/search": "virtual/test_plans.py",
+    "planner/trial": "virtual/test_plans_offload.py",
     "plans": "virtual/test_plans.py",
     "engine/recorded": "virtual/test_tracing.py",
     "tracing": "virtual/test_tracing.py",

@@ -6,8 +6,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.support.planning import Join, Keep, by_hand, run
-from torchgpipe.planner.plan import ranked
-from torchgpipe.planner.search import Search, settings
+from torchgpipe.planner.problem import problem_of
+from torchgpipe.planner.search import Search
+from torchgpipe.planner.trial import settings
 from torchgpipe.skip import Namespace
 from torchgpipe.testing import observe
 
@@ -35,10 +36,8 @@ def one_by_one(issuing, monkeypatch):
 def problem(devices):
     x, y = torch.rand(2, 32, 3, 32, 32)
     with observe(costs={"convolution": 1.0}):
-        trials = ranked(
-            layers(), x, devices=devices[:2], loss=F.mse_loss, targets=(y,), chunks=[4], timeout=0
-        )
-    return trials[0].problem, x, y
+        options = {"loss": F.mse_loss, "targets": (y,), "timeout": 0}
+        return problem_of(layers(), x, devices[:2], len(x), **options), x, y
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,8 @@ def _modes(replays: Replays) -> Iterator[tuple[Wrapping, Advice]]:
     traced = replays.traced
     modes = traced.setting.modes
     reason = f"devices compute again for {_share(traced, 'recompute')} of the step"
+    if not any(x.recompute for x in traced.shares):
+        reason = f"copies of cells to the host, and back, take {_share(traced, 'away')} of the step"
     caution = f"more activations are kept{_in_use(traced)}"
     for mode in ("except_last", "never") if {*modes} != {"never"} else ():
         setting = replace(traced.setting, modes=(mode,) * len(modes))

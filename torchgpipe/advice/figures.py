@@ -17,8 +17,9 @@ from operator import itemgetter
 from statistics import median
 from typing import Any
 
+from torchgpipe.partition.keeping import Keeping, offload_of
 from torchgpipe.schedule.costs import Costs
-from torchgpipe.timeline.span import Span
+from torchgpipe.timeline.span import TRIPS, Span
 
 __all__: list[str] = []
 
@@ -27,6 +28,9 @@ __all__: list[str] = []
 LATE = 0.02
 #: The share of the time to issue it from which on a computation runs while it is issued.
 STRETCHED = 0.5
+
+#: The kinds of times of a layer: computations, and the copies of what it keeps.
+KINDS = (*"FIWR", *TRIPS)
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,8 @@ class Figures:
         balance: the layers of each partition.
         chunks: the number of micro-batches.
         rows: the rows of the mini-batch; 0 if unknown.
-        times: the time of each kind of computation, by kind and partition.
+        times: the time of each kind of computation, and of a cell's copies to the host and back, by
+            kind and partition.
         copies: the time of a copy, by the partitions that it leads from and to.
         host: the time to issue each kind of computation.
         layers: all layers, in order; empty if they were not timed.
@@ -83,14 +88,17 @@ class Figures:
     layers: Sequence[TracedLayer]
     waits: Mapping[int, HostWait] = field(default_factory=dict)
 
-    def costs(self, balance: Sequence[int], chunks: int) -> Costs:
-        """The costs of partitions of other sizes, for micro-batches of other sizes."""
+    def costs(self, balance: Sequence[int], chunks: int, modes: Sequence[Keeping] = ()) -> Costs:
+        """The costs of partitions of other sizes and modes, for micro-batches of other sizes."""
         scale = self.chunks / chunks
         ends = [*pairwise(accumulate(balance if self.layers else [1] * len(balance), initial=0))]
         each: dict[str, Any] = {
-            kind: [scale * sum(x[kind] for x in self._each[a:b]) for a, b in ends]
-            for kind in "FIWR"
+            kind: [scale * sum(x[kind] for x in self._each[a:b]) for a, b in ends] for kind in KINDS
         }
+        offloads = [offload_of(x) for x in modes]
+        away = [float(x is not None and bool(each["out"][j])) for j, x in enumerate(offloads)]
+        each |= {"activation": away, "away": away} if any(away) else {"out": 0, "back": 0}
+        each["ahead"] = [x.ahead if x else 1 for x in offloads] or 1
         copy = {
             (j, k): scale * time * self._bytes(balance, min(j, k))
             for (j, k), time in self.copies.items()
@@ -121,7 +129,7 @@ class Figures:
         """The times of each layer, or of each partition, if its layers were not timed."""
         found = []
         for j, own in enumerate(self._by_partition):
-            times = {kind: self._time(kind, j) for kind in "FIWR"}
+            times = {kind: self._time(kind, j) for kind in KINDS}
             whole = sum(x.forward for x in own)
             shares = [x.forward / whole if whole else 1 / len(own) for x in own] or [1.0]
             found += [{kind: share * x for kind, x in times.items()} for share in shares]
@@ -129,8 +137,8 @@ class Figures:
 
     def _time(self, kind: str, j: int) -> float:
         """The time of a kind of computation, which may not have been among those of the step."""
-        if (kind, j) in self.times:
-            return self.times[kind, j]
+        if (kind, j) in self.times or kind in TRIPS:
+            return self.times.get((kind, j), 0.0)
         if kind == "R":
             return self._time("F", j)
         # No gradient of the input of the first partition is needed.
@@ -179,13 +187,15 @@ def figures_of(
         threads: the number of threads that issue the forward.
     """
     computed = [x for x in spans if x.computes]
-    middle: Callable[[list[float]], float] = min if late > LATE else median
+    copied = [x for x in spans if x.kind in TRIPS]
+    # A backward that waits for its cell takes longer than that of a cell that has stayed.
+    middle: Callable[[list[float]], float] = min if late > LATE or copied else median
     chunks = 1 + max(x.microbatch or 0 for x in computed)
     host = _host(computed, by_autograd, waits, threads)
-    times = _by(middle, (((x.kind, x.stage), x.time) for x in computed))
+    times = _by(middle, (((x.kind, x.stage), x.time) for x in (*computed, *copied)))
     if late > LATE:
         # What takes much longer than the host does is not held up by it.
-        spent = {x: time / (host.get(x) or inf) for x, time in times.items()}
+        spent = {x: time / (host.get(x) or inf) for x, time in times.items() if x in host}
         stretched = [x for x, share in spent.items() if STRETCHED <= share <= 1 / STRETCHED]
         times |= {x: times[x] / 2 for x in stretched}
     return Figures(

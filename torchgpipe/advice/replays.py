@@ -28,10 +28,10 @@ from torchgpipe.advice.figures import Figures, thread_of
 from torchgpipe.devices.recorder import memory_total
 from torchgpipe.executor.step_plan import Choice, chosen, completed
 from torchgpipe.mapped.device_map import Mapped
-from torchgpipe.partition.keeping import CHECKPOINT_MODES
+from torchgpipe.partition.keeping import Keeping, is_policy, offload_of, recomputed_by
 from torchgpipe.planner.memory import peaks
 from torchgpipe.planner.plan import excess_of, placed
-from torchgpipe.planner.search import Problem
+from torchgpipe.planner.problem import Problem
 from torchgpipe.planner.stage_memory import known
 from torchgpipe.schedule.costs import Table
 from torchgpipe.schedule.language import Schedule
@@ -78,6 +78,8 @@ def replayed(order: Sequence[Step], table: Table, host: Host) -> float:
     end: dict[Op, float] = {}
     issued: dict[Op, float] = {}
     forward = 0.0
+    workers = range(1 + max([w for w, _, _ in order], default=-1))
+    tracks = table.tracks(tuple([tuple([x for v, x, _ in order if v == w]) for w in workers]))
     for w, instruction, edges in order:
         ops = operations(instruction)
         j, kind, i = ops[0]
@@ -89,8 +91,13 @@ def replayed(order: Sequence[Step], table: Table, host: Host) -> float:
             # On every stage they come one after the other.
             begun = max(begun, issued.get(Op(j, kind, i - 1), 0.0))
         done = begun + sum(host.time.get((op.kind, op.stage), 0.0) for op in ops)
-        begin = max(begun, free.get(w, 0.0), *(end[x] + table.delay((x, y)) for x, y in edges), 0.0)
+        ready = free.get(w, 0.0)
+        if tracks is not None:
+            ready = tracks.before(w, max(begun, ready))
+        begin = max(begun, ready, *(end[x] + table.delay((x, y)) for x, y in edges), 0.0)
         free[w] = max(begin + table.duration(instruction), done)
+        if tracks is not None:
+            free[w] = tracks.after(w, free[w])
         if kind in "FR" and j in host.tails:
             done = max(done, free[w] - host.tails[j])
         line_free[line] = done
@@ -119,7 +126,7 @@ class Wrapping:
     balance: tuple[int, ...]
     placement: tuple[int, ...]
     chunks: int
-    modes: tuple[str, ...]
+    modes: tuple[Keeping, ...]
     schedule: Choice | None
     skips: tuple[tuple[int, int], ...]
     threads: int = 0
@@ -127,7 +134,7 @@ class Wrapping:
     def made(self) -> Schedule | None:
         """The schedule of a step, with its recomputations; None if the choice has none.
 
-        Copies to the host, and back, have no instructions that could be replayed.
+        What a policy keeps is no instruction that could be replayed.
         """
         workers, found = max(self.placement) + 1, None
         if self.schedule is None:
@@ -141,9 +148,9 @@ class Wrapping:
         ways = self.chunks, self.placement
         if found is None or (found.chunks, found.placement) != ways:
             return None
-        if not {*self.modes} <= {*CHECKPOINT_MODES}:
+        if any(map(is_policy, self.modes)):
             return None
-        return completed(found, self.modes, self.skips, forward=False)
+        return completed(found, [*map(recomputed_by, self.modes)], self.skips, forward=False)
 
 
 class Modules:
@@ -251,7 +258,7 @@ class Replays:
         schedule, figures = setting.made(), self.traced.figures
         if schedule is None:
             return None
-        costs = figures.costs(setting.balance, setting.chunks)
+        costs = figures.costs(setting.balance, setting.chunks, setting.modes)
         table = Table(replace(costs, copy=0), schedule.placement, schedule.skips)
         if copies and isinstance(costs.copy, dict):
             # What was not copied took no time.
@@ -292,11 +299,15 @@ class Replays:
             return None
         order, has_loss = self._order(schedule, setting.threads), setting.schedule is not None
         ways = setting.balance, traced.devices, traced.figures.rows
-        planned = excess_of(traced.problem, order, *ways, has_loss=has_loss)
+        planned = excess_of(traced.problem, order, *ways, setting.modes, has_loss=has_loss)
         if planned is not None:
             return planned
-        # An estimate is good enough to say no, but not to say yes.
-        if setting.balance != traced.setting.balance or len(traced.kept) < len(setting.balance):
+        # An estimate is good enough to say no, but not to say yes, nor where cells leave.
+        if (
+            any(map(offload_of, (*setting.modes, *traced.setting.modes)))
+            or setting.balance != traced.setting.balance
+            or len(traced.kept) < len(setting.balance)
+        ):
             return None
         before, after = self._most(traced.setting), self._most(setting)
         excess = max(traced.memory[str(x)] + after[x] - before[x] - memory_total(x) for x in after)

@@ -19,7 +19,7 @@ from torchgpipe.engine.stages import stages_of
 from torchgpipe.executor.step_plan import Choice
 from torchgpipe.gpipe import GPipe
 from torchgpipe.mapped_gpipe import MappedGPipe, calls_of, workers_of
-from torchgpipe.partition.keeping import words_of
+from torchgpipe.partition.keeping import keepings_of
 from torchgpipe.scheduled import ScheduledLoss
 from torchgpipe.timeline.timeline import Timeline
 from torchgpipe.values.division import row_count
@@ -99,7 +99,7 @@ class Watch:
             tuple(model.balance),
             _placement(model.devices, self._choice is None),
             chunks,
-            words_of(model.checkpoint, len(model.devices)),
+            keepings_of(model.checkpoint, len(model.devices)),
             self._choice,
             tuple(stages_of(model).skip_layout.pairs),
         )
@@ -125,7 +125,7 @@ class Watch:
             modules.balance if is_cut else (1,) * n,
             tuple(range(n)),
             chunks,
-            words_of(model.checkpoint, n),
+            keepings_of(model.checkpoint, n),
             None,
             tuple(sorted((j, k) for j, k in ways if j is not None and k is not None and k > j + 1)),
             model.threads,

@@ -93,47 +93,30 @@ def checked_keeping(checkpoint: object) -> Keeping:
     )
 
 
-def checked_word(checkpoint: object) -> str:
-    """Check a checkpoint mode that a plan can choose.
-
-    Raises:
-        ValueError: there is no such mode.
-    """
-    if (mode := _word(checkpoint)) in CHECKPOINT_MODES:
-        return mode
-    raise ValueError(
-        "checkpoint must be one of 'always', 'except_last' and 'never' "
-        f"(checkpoint: {checkpoint!r}); 'except_last' is the default"
-    )
-
-
 def _word(checkpoint: object) -> str:
     # An enumeration's str() names the class, although its members may be strings.
     return checkpoint if isinstance(checkpoint, str) else str(checkpoint)
 
 
-def checked_keepings(
-    checkpoint: object, partitions: int | None, check: Callable[[Any], Any] = checked_keeping
-) -> Any:
+def checked_keepings(checkpoint: object, partitions: int | None) -> Any:
     """Check one checkpoint mode for all partitions, or a sequence with one for each.
 
     Args:
         checkpoint: the mode or modes.
         partitions: the number of partitions; None as long as nobody knows it.
-        check: checks one mode.
 
     Raises:
         ValueError: there is no such mode, or there are not as many as partitions.
     """
     if isinstance(checkpoint, str) or not isinstance(checkpoint, Sequence):
-        return check(checkpoint)
+        return checked_keeping(checkpoint)
     if partitions is None:
         raise ValueError(
             "an automatic device map must have one checkpoint mode for all of its modules, since "
             f"it chooses them (checkpoint: {[*checkpoint]}); pass one word, such as 'always', and "
             "set model.checkpoint once model.device_map is there"
         )
-    modes = tuple(map(check, checkpoint))
+    modes = tuple(map(checked_keeping, checkpoint))
     if len(modes) != partitions:
         raise ValueError(
             "a list of checkpoint modes must have one for each partition, or for each entry of a "

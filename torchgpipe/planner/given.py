@@ -150,7 +150,12 @@ def limits_of(
             f"for each or a table by device (memory: {shown(memory)}, devices: {len(places)}); "
             "leave it out to use what there is"
         )
-    return [(FILLED_WITH_SKIPS if has_skips else FILLED) * x for x in found]
+    return [filled(has_skips=has_skips) * x for x in found]
+
+
+def filled(*, has_skips: bool) -> float:
+    """The share of a limit that a plan fills, as long as nothing is proven."""
+    return FILLED_WITH_SKIPS if has_skips else FILLED
 
 
 def bytes_of(size: Any) -> float | None:

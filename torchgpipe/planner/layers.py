@@ -13,10 +13,14 @@ from itertools import permutations
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
+from torchgpipe import _torch
+from torchgpipe.autograd.ends import enter
+from torchgpipe.autograd.halves import Halves
 from torchgpipe.autograd.outcome import LARGE
 from torchgpipe.devices.recorder import Stopwatch
-from torchgpipe.devices.streams import use_device
+from torchgpipe.devices.streams import CPU, has_streams, use_device
 from torchgpipe.partition.placement import tensors
 from torchgpipe.planner.blocks import kind_of
 from torchgpipe.planner.layer_memory import Chain
@@ -24,7 +28,7 @@ from torchgpipe.planner.memory_tracker import sizes_of
 from torchgpipe.planner.record import Sizes
 from torchgpipe.planner.sandbox import Sandbox, brought, in_rounds, pooled, spread, undisturbed
 from torchgpipe.planner.stage_memory import Weights
-from torchgpipe.values.microbatch import Batch
+from torchgpipe.values.microbatch import VALUE, Batch
 
 __all__ = ["LayerCosts", "Line", "measured", "measured_links"]
 
@@ -67,10 +71,12 @@ class LayerCosts:
         name: the name of the layer, and its class.
         forward: the time of the forward.
         input: that of the backward for its input.
-        weight: that of the rest of its backward.
+        weight: that of the rest of its backward, if all of it runs at once.
         again: that of a recomputation, up to the last tensor that it saves for backward, if this
             layer is the last one of a partition.
         weights: the memory of its weights.
+        adding: the time to add the gradients of its weights to those of another micro-batch.
+        late: the time of the rest by itself: more, where a node computes both halves at once.
     """
 
     name: str
@@ -79,6 +85,8 @@ class LayerCosts:
     weight: Line
     again: Line
     weights: Weights
+    adding: Line = Line()
+    late: Line = Line()
 
     def time(self, rows: float) -> float:
         """The time of forward and backward."""
@@ -135,11 +143,11 @@ def measured(
     found = []
     best = [_best([size[title] for title in weights], kinds) for size in times]
     for (title, own), *each in zip(weights.items(), *best):
-        forward, input, backward, again = (through(*zip(batches, x)) for x in zip(*each))
+        forward, input, backward, again, *rest = (through(*zip(batches, x)) for x in zip(*each))
         weight = Line(
             max(0.0, backward.constant - input.constant), max(0.0, backward.slope - input.slope)
         )
-        found.append(LayerCosts(title, forward, input, weight, again, own))
+        found.append(LayerCosts(title, forward, input, weight, again, own, *rest))
     return found, Sizes({rows: chain.record for rows, (chain, _) in looks.items()})
 
 
@@ -162,11 +170,12 @@ def _weights_of(layer: nn.Module) -> Weights:
     )
 
 
-def _sample(sandbox: Sandbox) -> tuple[float, float, float, float]:
-    """Run a layer, and return milliseconds: forward, backward for its input, backward, again.
+def _sample(sandbox: Sandbox) -> tuple[float, ...]:
+    """Run a layer, and return milliseconds: forward, for the input, backward, again, adding, late.
 
-    ``again`` is the time up to the last tensor that the forward saves, weights aside: a
-    recomputation under checkpointing ends there.
+    The backward for the input is the first half of one whose second half is late. ``again`` is the
+    time up to the last tensor that the forward saves, weights aside: a recomputation under
+    checkpointing ends there.
     """
     watch, own = sandbox.stopwatch, sizes_of([x for _, x in tensors(sandbox.layer)])
     again = only_input = 0.0
@@ -178,40 +187,67 @@ def _sample(sandbox: Sandbox) -> tuple[float, float, float, float]:
         return x.detach()
 
     batch = sandbox.input()
+    entries = sandbox.entries(batch)
+    entered, ends = enter(*entries) if entries else ((), [])
+    passed = dict(zip(map(id, entries), entered))
+    arriving = [VALUE, *[x for x in batch.skips if x not in sandbox.output.skips]]
+    batch = batch.map(lambda *xs: [passed.get(id(x), x) for x in xs], arriving)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         watch.start()
         output = sandbox.forward(batch)
-    roots, entries = sandbox.roots(output), sandbox.entries(batch)
-    if roots and entries:
+    roots, late = sandbox.roots(output), None
+    weights = [x for x in sandbox.layer.parameters() if x.requires_grad]
+    if roots and ends:
         grads = [torch.ones_like(x) for x in roots]
+        halves = Halves([get_gradient_edge(x) for x in roots], grads, ends, weights)
+        del batch, output, roots, entries, entered, passed, grads
         watch.start()
-        torch.autograd.grad(roots, entries, grads, allow_unused=True)
+        halves.input()
         only_input = watch.stop()
-        del grads
-    del batch, output, roots, entries
+        watch.start()
+        halves.weight()
+        late = watch.stop()
+        del halves
+    else:
+        del batch, output, roots, entries, entered, passed
+    adding = 0.0
+    if weights:
+        sums, terms = ([torch.zeros_like(x) for x in weights] for _ in range(2))
+        watch.start()
+        _torch.add_each(sums, terms)
+        adding = watch.stop()
+        del sums, terms
     forward, backward = sandbox.sample()
     only_input, again = min(only_input, backward), min(again, forward)
-    return 1000 * forward, 1000 * only_input, 1000 * backward, 1000 * again
+    late = backward if late is None else late
+    return tuple([1000 * x for x in (forward, only_input, backward, again, adding, late)])
 
 
 def measured_links(
     devices: Sequence[torch.device],
 ) -> dict[tuple[torch.device, torch.device], Line]:
-    """Measure the milliseconds of copies between all pairs of devices, by the bytes."""
+    """Measure the milliseconds of copies between all pairs of devices, by the bytes.
+
+    Among them is the host, unless it is where the devices have their memory.
+    """
     found = {}
-    for source, target in permutations(dict.fromkeys(devices), 2):
+    hosts = [CPU] if all(map(has_streams, devices)) else []
+    for source, target in permutations([*dict.fromkeys(devices), *hosts], 2):
         points = []
+        near = target if source == CPU else source
         for size in SIZES:
-            x = torch.empty(size, dtype=torch.uint8, device=source)
+            x, y = (
+                torch.empty(size, dtype=torch.uint8, device=d, pin_memory=d == CPU != near)
+                for d in (source, target)
+            )
             times = []
             # The first copy may set the link up.
             for _ in range(1 + TIMES):
-                with use_device(source):
-                    watch = Stopwatch(source)
+                with use_device(near):
+                    watch = Stopwatch(near)
                     watch.start()
-                    y = x.to(target)
+                    y.copy_(x, non_blocking=True)
                     times.append(1000 * watch.stop())
-                del y
             points.append((size, undisturbed(times[1:])))
         found[source, target] = through(*points)
     return found

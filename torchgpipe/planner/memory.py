@@ -7,15 +7,16 @@ computation needs while it runs are counted.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from torchgpipe.planner.stage_memory import Arrival, Stage
+from torchgpipe.schedule.lifetimes import Trip
 from torchgpipe.schedule.program import operations
 from torchgpipe.schedule.simulator import Step
 
-__all__ = ["Issued", "LossMemory", "issued", "peaks", "ways"]
+__all__ = ["Issued", "LossMemory", "issued", "may_leave", "peaks", "ways"]
 
 #: How many gradients may arrive before the one before them is used, where autograd orders backward:
 #: at the first stage, and at others. Autograd has a thread for each device, and the host's timing
@@ -69,6 +70,26 @@ def ways(stages: Sequence[Stage]) -> list[list[tuple[int, Arrival]]]:
     return [[(owner.get(x.source, 0), x) for x in stage.arrivals] for stage in stages]
 
 
+def may_leave(stages: Sequence[Stage], placement: Sequence[int], *, is_joined: bool) -> list[float]:
+    """The bytes that a cell of each stage keeps for backward, and nobody else holds.
+
+    Args:
+        stages: the stages.
+        placement: the worker of each.
+        is_joined: whether outputs stay until all are joined.
+    """
+    found = [stage.held for stage in stages]
+    for k, arrivals in enumerate(ways(stages)):
+        for j, x in arrivals:
+            # What goes to another worker is a copy there.
+            if placement[j] == placement[k] and x.value in stages[j].kept:
+                found[j] -= x.size
+            else:
+                found[k] += x.size * x.is_kept
+    found[-1] -= is_joined * (stages[-1].output - stages[-1].loose)
+    return [max(0.0, x) for x in found]
+
+
 def peaks(
     order: Issued,
     placement: Sequence[int],
@@ -79,6 +100,8 @@ def peaks(
     targets: float = 0.0,
     is_summed: bool,
     loss: LossMemory | None,
+    leaving: Sequence[Sequence[Trip]] = (),
+    away: Sequence[float] = (),
 ) -> list[float]:
     """Find the most memory of each worker.
 
@@ -91,7 +114,18 @@ def peaks(
         targets: memory of what else the caller has where the last stage is.
         is_summed: whether gradients are added up by a schedule, and not by autograd.
         loss: what a loss takes between forward and backward; None if it is within.
+        leaving: the cells of each worker that are in the memory of the host for a while.
+        away: the bytes of a cell of each stage that leave.
     """
+    come, gone = (
+        defaultdict[tuple[int, int], float](float),
+        defaultdict[tuple[int, int], float](float),
+    )
+    for w, trips in enumerate(leaving):
+        for x in trips:
+            come[w, x.back] += away[x.stage]
+            gone[w, x.gone] += away[x.stage]
+    place = [0] * (max(placement) + 1)
     walk = _Walk(order, placement, stages, is_summed, loss)
     for j, stage in enumerate(stages):
         walk.now[placement[j]] += stage.weights.all + state * stage.weights.trainable
@@ -103,7 +137,10 @@ def peaks(
         if is_due and kind != "F":
             walk.loss()
             is_due = False
+        walk.now[w] += come[w, place[w]]
         walk.does[kind](w, j, i)
+        walk.now[w] -= gone[w, place[w]]
+        place[w] += 1
     return walk.peak
 
 
@@ -273,6 +310,12 @@ class _Walk:
             views = 0.0
         late += views
         self._late[j, i] = late
+        for k, x in self._out[j]:
+            # What W of another stage needs of this one stays for it.
+            is_shared = self._placement[k] == w and self._keeps(j, i, x)
+            if is_shared and x.is_pending and (k, i) in self._late and x.value not in stage.late:
+                self.now[w] += x.size
+                self._late[k, i] += x.size
         self.now[w] += pending + late - stage.held - arrived
         self._free(w, j, i, kept=False)
         self._give_back(w, j, i, views)

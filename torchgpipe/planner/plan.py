@@ -1,159 +1,30 @@
-"""The ranking of a model: measured once, searched, and the fastest first."""
+"""The choice for a wrapper: what "auto" leaves open, and whether other settings of it fit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchgpipe.batchnorm import has_batch_norms
-from torchgpipe.checks import checked_flag, verify_kind
-from torchgpipe.devices.recorder import model_of
+from torchgpipe.checks import verify
 from torchgpipe.devices.streams import Device
-from torchgpipe.partition.arguments import (
-    MISSING,
-    checked_chunks,
-    checked_timeout,
-    positive_int,
-    verify_loss,
-)
-from torchgpipe.partition.keeping import checked_keepings, checked_word, verify_words
+from torchgpipe.partition.arguments import MISSING, checked_chunks
+from torchgpipe.partition.keeping import Keeping, checked_keepings, is_policy, keepings_of
 from torchgpipe.partition.sample import input_of
-from torchgpipe.partition.split import verify_module
-from torchgpipe.planner.given import (
-    Memory,
-    chunks_of,
-    leaves_of,
-    limits_of,
-    looks_of,
-    places_of,
-    state_of,
-    with_loss,
-)
-from torchgpipe.planner.layers import measured, measured_links
+from torchgpipe.planner.given import chunks_of, places_of
 from torchgpipe.planner.memory import Issued, issued
-from torchgpipe.planner.sandbox import verify_timed
-from torchgpipe.planner.search import Problem, Search, Trial, search
-from torchgpipe.schedule.program import operations
+from torchgpipe.planner.problem import Problem, problem_of, rows_of
+from torchgpipe.planner.search import Search, search
+from torchgpipe.planner.trial import Trial
+from torchgpipe.schedule.program import Instruction, operations
 from torchgpipe.schedule.simulator import Step
-from torchgpipe.skip.layout import verify_skippables
-from torchgpipe.values.division import row_count
-from torchgpipe.values.microbatch import scatter
 
-__all__ = ["chosen", "excess_of", "placed", "ranked", "slowness_of", "too_large"]
-
-#: Devices whose times differ by less than this share are taken to be alike.
-ALIKE = 0.05
-
-
-def ranked(
-    layers: nn.Sequential,
-    input: Any,
-    *,
-    devices: Iterable[Device] | None = None,
-    memory: Memory | None = None,
-    optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | float = torch.optim.AdamW,
-    batch: int | None = None,
-    loss: Callable[..., Any] | None = None,
-    targets: Sequence[Any] = (),
-    chunks: Iterable[int] | None = None,
-    timeout: float = 1.0,
-    progress: bool = False,
-    modes: str | tuple[str, ...] | None = None,
-) -> list[Trial]:
-    """Measure layers, search, and rank what was found: as :func:`torchgpipe.plan` says.
-
-    The input is one value, and checkpoint modes may be given that are not to be searched then.
-    """
-    verify_module(layers)
-    verify_skippables(layers)
-    if loss is not None:
-        verify_loss(loss)
-    rule, remedy = "targets must be the arguments of the loss", "pass such as targets=(target,)"
-    verify_kind(targets, (list, tuple), rule, "targets", remedy)
-    checked_timeout(timeout)
-    progress = checked_flag(progress, "progress")
-    places = places_of(devices)
-    have = max(1, row_count(input))
-    rows = have if batch is None else positive_int(batch)
-    if rows is None:
-        raise ValueError(
-            f"batch must be a positive number of rows (batch: {batch!r}); leave it out to plan for "
-            "the rows of the sample"
-        )
-    # What is wrong is better told before anything is measured.
-    tried = chunks_of(chunks, rows, has_norms=has_batch_norms(layers))
-    limits_of(memory, places)
-    state = state_of(optimizer)
-    after = [loss] if isinstance(loss, nn.Module) else []
-    # On one device, as on the CPU, all are together.
-    ties = _ties([*layers, *after]) if len({*places}) > 1 else []
-    module, looks, few = with_loss(layers, loss, targets), *looks_of(input, have, rows)
-    found, sizes = measured(module, few, looks, places[0], timeout=timeout, progress=progress)
-    if loss is not None:
-        # The targets are counted by themselves.
-        own = [x for own in after for x in chain(own.parameters(), own.buffers())]
-        weights = found[-1].weights._replace(all=sum(x.nbytes for x in own))
-        found[-1] = replace(found[-1], weights=weights)
-    elsewhere = f"on the CPU, by devices=['cpu'] * {len(places)}"
-    verify_timed([x.time(rows) for x in found], places[0], "layers", elsewhere)
-    least = dict([[*few.items()][-1]])
-
-    def time_on(place: torch.device) -> float:
-        return sum(x.time(rows) for x in measured(module, least, least, place, timeout=0)[0])
-
-    links = measured_links(places).items()
-    (whole,) = scatter(input, 1)
-    scale = rows / have
-    problem = Problem(
-        found,
-        sizes,
-        loss is not None,
-        rows,
-        places,
-        limits_of(memory, places, has_skips=sizes.has_skips),
-        slowness_of(places, time_on),
-        {(places.index(a), places.index(b)): line for (a, b), line in links},
-        state,
-        scale * sum(x.nbytes for x in whole),
-        scale * sum(x.nbytes for x in leaves_of(targets)[0] if isinstance(x, Tensor)),
-        modes,
-        ties,
-    )
-    trials = search(problem, tried)
-    if not trials:
-        a, b = ties[0]
-        raise ValueError(
-            "layers that share a weight must be on one device, and no plan has them so, since each "
-            f"partition has a device of its own (layers: {a} and {b}); pass a balance and devices "
-            "by hand, such as devices=[0, 1, 0] with the last layers on the device of the first "
-            f"ones{'' if loss is not None else ', or plan with a loss, for schedules that do so'}"
-        )
-    return trials
-
-
-def slowness_of(
-    places: Sequence[torch.device], measure: Callable[[torch.device], float]
-) -> list[float]:
-    """By which factor each device is slower than the first; one of each model is measured."""
-    models = {model_of(place): place for place in reversed(places)}
-    if len(models) == 1:
-        return [1.0] * len(places)
-    times = {model: measure(place) for model, place in models.items()}
-    factors = [times[model_of(x)] / times[model_of(places[0])] for x in places]
-    return [1.0 if abs(x - 1) < ALIKE else x for x in factors]
-
-
-def _ties(layers: Iterable[nn.Module]) -> list[tuple[int, int]]:
-    """The pairs of layers that share a parameter or a buffer, by their numbers."""
-    first: dict[Tensor, int] = {}
-    tensors = ((k, x) for k, y in enumerate(layers) for x in chain(y.parameters(), y.buffers()))
-    return sorted({(first[x], k) for k, x in tensors if first.setdefault(x, k) != k})
+__all__ = ["chosen", "excess_of", "placed", "too_large"]
 
 
 def too_large(name: str | None, chunks: int, balance: Sequence[int], excess: float) -> ValueError:
@@ -172,7 +43,7 @@ def chosen(
     sample: Any,
     devices: Iterable[Device] | None,
     chunks: int,
-    checkpoint: str | Sequence[str],
+    checkpoint: Any,
 ) -> tuple[Any, Any, Any, Any, Trial | None]:
     """Choose what ``"auto"`` leaves open, and leave the rest to the user.
 
@@ -214,16 +85,21 @@ def chosen(
     # What is wrong is better told before anything is measured.
     own = None if chunks is MISSING else checked_chunks(chunks)
     count = min(len(places), len(module))
-    if checkpoint is not MISSING:
-        verify_words(
-            checked_keepings(checkpoint, count),
-            "a plan",
-            "leave checkpoint out, or pass 'never', and assign model.checkpoint when the model is "
-            "wrapped; torchgpipe.schedule.simulate tells what a step with 'offload' takes",
+    modes = None if checkpoint is MISSING else checked_keepings(checkpoint, count)
+    for mode in () if modes is None else keepings_of(modes, count):
+        verify(
+            not is_policy(mode),
+            "a plan knows what cells keep whole, and nothing of what a policy chooses",
+            "checkpoint",
+            "selective",
+            "pass 'always', whose balance serves as well, or leave checkpoint out, and assign "
+            "model.checkpoint when the model is wrapped",
         )
-    modes = None if checkpoint is MISSING else checked_keepings(checkpoint, count, checked_word)
-    tried = None if own is None else [min(own, max(1, row_count(input)))]
-    best = ranked(module, input, devices=places, chunks=tried, modes=modes)[0]
+    rows = rows_of(None, input)
+    tried = chunks_of(
+        None if own is None else [min(own, rows)], rows, has_norms=has_batch_norms(module)
+    )
+    best = search(replace(problem_of(module, input, places, rows), modes=modes), tried)[0]
     if best.excess:
         raise too_large(best.setting.name, best.schedule.chunks, best.balance, best.excess)
     chunks = best.schedule.chunks if own is None else own
@@ -257,6 +133,7 @@ def excess_of(
     balance: Sequence[int],
     devices: Sequence[torch.device],
     rows: int,
+    modes: Sequence[Keeping],
     *,
     has_loss: bool,
 ) -> float | None:
@@ -268,6 +145,7 @@ def excess_of(
         balance: the layers of each partition.
         devices: the device of each partition.
         rows: the rows of the mini-batch.
+        modes: the checkpoint mode of each partition.
         has_loss: whether the schedule has the loss in it.
 
     Returns:
@@ -280,5 +158,8 @@ def excess_of(
         return None
     computations, placement, places = placed(order, devices)
     found = _search_of(problem, rows)
-    memory = found.peaks(computations, placement, computations.microbatches, balance)
+    lines: list[list[Instruction]] = [[] for _ in places]
+    for _, x, _ in order:
+        lines[placement[operations(x)[0].stage]].append(x)
+    memory = found.peaks(computations, lines, placement, balance, modes)
     return max(0.0, *(x - limits[place] for x, place in zip(memory, places)))

@@ -159,6 +159,11 @@ class Stage:
         return frozenset(x.number for x in self._made if x.first_saver is not None)
 
     @cached_property
+    def late(self) -> frozenset[int]:
+        """The numbers of the values that are kept for W."""
+        return frozenset(x.number for x in self._made if x.is_late)
+
+    @cached_property
     def output(self) -> float:
         """The bytes that the caller gets of a micro-batch."""
         return sum(self._all.values[x.number].output for x in self._made)

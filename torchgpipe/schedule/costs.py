@@ -96,6 +96,7 @@ class Table:
             return numbers(name, getattr(costs, name), len(placement))
 
         checked_costs(costs)
+        self.costs = costs
         verify_function(
             costs.overlap,
             "overlap must be a function of the times of two computations",

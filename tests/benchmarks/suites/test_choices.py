@@ -27,11 +27,12 @@ def test_counts():
 
 
 def test_modes():
-    assert len(modes_of(2, ["never"] * 2, few=False)) == 9
+    assert len(modes_of(2, ["never"] * 2, few=False)) == 16
     assert [x[0] for x in modes_of(5, ["never"] * 5, few=True)] == [
         "never",
         "except_last",
         "always",
+        "offload",
     ]
     found = modes_of(5, ["never"] * 5, few=False)
     assert len({*found}) == len(found)

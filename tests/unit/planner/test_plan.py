@@ -6,13 +6,14 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from tests.support.helpers import note_of
 from tests.support.skips import Pop, Stash
 from torchgpipe import GPipe, NoChunk, Offload, arguments
 from torchgpipe.partition.arguments import MISSING
 from torchgpipe.planner import plan as choice
-from torchgpipe.planner.plan import ranked
+from torchgpipe.planner.problem import problem_of
 
 # Layers that are as small as these may well be fastest in one piece.
 pytestmark = pytest.mark.filterwarnings("ignore:GPipe trains without pipelining")
@@ -22,7 +23,7 @@ X = torch.rand(8, 3)
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    monkeypatch.setattr(choice, "ranked", partial(ranked, timeout=0))
+    monkeypatch.setattr(choice, "problem_of", partial(problem_of, timeout=0))
 
 
 def layers(count=4):
@@ -111,17 +112,21 @@ def test_without_a_sample():
 )
 def test_wrong_arguments(options, error, message, monkeypatch):
     # Nothing is measured before.
-    monkeypatch.setattr(choice, "ranked", None)
+    monkeypatch.setattr(choice, "problem_of", None)
     with pytest.raises(error, match=message):
         auto(**options)
 
 
 @pytest.mark.parametrize("mode", ["offload", Offload(share=0.5), ["never", "offload"]], ids=str)
-def test_modes_that_a_plan_does_not_choose_among(mode):
-    with pytest.raises(ValueError, match=r"a plan keeps .*[oO]ffload.*assign model\.checkpoint"):
-        GPipe(layers(), "auto", devices=["cpu"] * 2, checkpoint=mode, sample=X)
-    model = GPipe(layers(), "auto", devices=["cpu"] * 2, checkpoint="never", sample=X)
-    model.checkpoint = mode
+def test_modes_that_send_cells_to_the_host(mode):
+    assert auto(checkpoint=mode).checkpoint == mode
+
+
+def test_policies_are_not_planned():
+    policy = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    for mode in (policy, ["never", policy]):
+        with pytest.raises(ValueError, match=r"a policy chooses .*assign model\.checkpoint"):
+            auto(checkpoint=mode)
 
 
 @pytest.mark.parametrize("word", ["even", "", "22"])
@@ -144,14 +149,3 @@ def test_a_sample_that_the_layers_do_not_take():
 def test_all_accelerators_by_default(monkeypatch):
     monkeypatch.setattr("torchgpipe.planner.given.accelerators", lambda: [torch.device("cpu")] * 3)
     assert len(auto(devices=None).balance) == 3
-
-
-def test_slowness(monkeypatch):
-    places = [torch.device("meta", k) for k in range(4)]
-    monkeypatch.setattr(choice, "model_of", lambda x: "new" if x.index < 2 else "old")
-    times = {0: 2.0, 2: 5.0}
-    assert choice.slowness_of(places, lambda x: times[x.index]) == [1, 1, 2.5, 2.5]
-    times[2] = 2.05
-    assert choice.slowness_of(places, lambda x: times[x.index]) == [1, 1, 1, 1]
-    monkeypatch.setattr(choice, "model_of", lambda x: "same")
-    assert choice.slowness_of(places, lambda x: 1 / 0) == [1, 1, 1, 1]

@@ -1,0 +1,89 @@
+"""Plans that are proven by steps: figures beside predictions, and the best of what was run."""
+
+import copy
+from dataclasses import replace
+from importlib import import_module
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.support.planning import links, random_layers
+from torchgpipe import plan
+from torchgpipe.planner.search import search
+from torchgpipe.testing import observe
+
+plans = import_module("torchgpipe.plans")
+ROWS, WIDTH = 512, 64
+
+
+def planned(devices, loss=F.mse_loss, rows=ROWS, **options):
+    x, y = torch.rand(2, rows, WIDTH)
+    layers = nn.Sequential(*random_layers(3, 5, WIDTH), nn.Dropout(0.1))
+    before = copy.deepcopy(layers.state_dict())
+    states = [torch.get_rng_state(), torch.get_device_module("virtual").get_rng_state(0)]
+    options = {"devices": devices[:2], "chunks": [4], "timeout": 0, **options}
+    with observe(bandwidth=links(range(8), host=1e3)):
+        found = plan(layers, x, loss=loss, targets=(y,) if loss else (), **options)
+    torch.testing.assert_close(layers.state_dict(), before, rtol=0, atol=0)
+    now = [torch.get_rng_state(), torch.get_device_module("virtual").get_rng_state(0)]
+    assert all(map(torch.equal, states, now))
+    return found
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, None])
+def test_proofs_stand_beside_predictions(devices, issuing, loss, monkeypatch):
+    monkeypatch.setattr("torchgpipe.engine.workers.has_streams", lambda device: True)
+    found = planned(devices, loss, prove=1)
+    best = found.best
+    assert best.proof.time == pytest.approx(best.time)
+    assert max(best.proof.memory.values()) == pytest.approx(max(best.memory.values()), rel=0.07)
+    assert all(x.proof is None for x in found.candidates[1:])
+    assert str(found).splitlines()[0].split()[4:8] == ["ms", "proven", "MiB", "proven"]
+    assert str(best).endswith(f"proven: {best.proof.time:.4g} ms")
+    assert "proven" not in str(planned(devices, loss))
+
+
+def test_what_was_run_decides(devices, monkeypatch):
+    """The fastest by prediction is slow here, and the next ones are run until one is fast."""
+
+    def wrong(problem, chunks):
+        found = search(problem, chunks)
+        slowest = max(found, key=lambda x: x.time)
+        return [replace(slowest, time=1e-3), *(x for x in found if x is not slowest)]
+
+    best = planned(devices).best
+    monkeypatch.setattr(plans, "search", wrong)
+    assert planned(devices).best.schedule != best.schedule
+    found = planned(devices, prove=5)
+    assert found.best.proof.time == pytest.approx(best.time)
+    # One that nobody has to run was not.
+    assert sum(x.proof is not None for x in found.candidates) == 2
+
+
+def test_what_is_proven_may_fill_the_memory(devices):
+    """A limit that the fastest candidate just fits has no margin for it, but for a proof."""
+    best = planned(devices).best
+    limit = 1.01 * max(best.memory.values())
+    assert planned(devices, memory=limit).best.time > best.time
+    proven = planned(devices, memory=limit, prove=3).best
+    assert proven.time == pytest.approx(best.time)
+    assert max(proven.proof.memory.values()) <= limit
+
+
+def test_what_has_too_little_memory_is_no_candidate(devices, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(plans, "trace", full)
+    found = planned(devices, prove=2, memory="1GiB")
+    assert all(x.proof is None for x in found.candidates)
+    assert [x.proof.time for x in found.misfits] == [float("inf")] * 2
+
+
+def test_wrong_arguments(devices):
+    with pytest.raises(ValueError, match=r"that has the rows .*\(rows: 8\); pass a sample of 512"):
+        planned(devices, rows=8, batch=ROWS, prove=1)
+    with pytest.raises(ValueError, match=r"prove: -1\); pass such as 3"):
+        planned(devices, prove=-1)

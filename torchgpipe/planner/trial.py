@@ -1,0 +1,318 @@
+"""Trials: the time and the memory of a schedule with a balance and checkpoint modes, simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, lru_cache
+from itertools import accumulate, pairwise
+from math import inf
+from typing import NamedTuple
+
+import torch
+
+from torchgpipe.partition.keeping import Keeping, offload_of, recomputed_by
+from torchgpipe.planner.layers import Line
+from torchgpipe.planner.memory import Issued, LossMemory, issued, may_leave, peaks, ways
+from torchgpipe.planner.problem import HOST, Problem
+from torchgpipe.planner.stage_memory import Stage
+from torchgpipe.schedule.candidates import built_in
+from torchgpipe.schedule.costs import Costs, Table
+from torchgpipe.schedule.language import Schedule
+from torchgpipe.schedule.lifetimes import trips
+from torchgpipe.schedule.looped import fill_drain
+from torchgpipe.schedule.program import Instruction, Overlap, Skips, operations_of
+from torchgpipe.schedule.rewrite import checkpointed
+from torchgpipe.schedule.simulator import Rehearsal
+
+__all__ = ["Setting", "Trial", "Trials", "settings"]
+
+#: A loss that is not known keeps as much as its input, as differences, and a gradient.
+LOSS = LossMemory(2, 2)
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """A schedule before it has modes of checkpointing.
+
+    Args:
+        name: its name; None for the order of :class:`~torchgpipe.GPipe`, under autograd.
+        schedule: the schedule.
+    """
+
+    name: str | None
+    schedule: Schedule
+
+    @cached_property
+    def splits(self) -> bool:
+        """Whether its backward is in halves."""
+        return any(op.kind == "W" for op in operations_of(self.schedule.program))
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """A setting with a balance and modes, as it was simulated.
+
+    Args:
+        problem: what was measured.
+        setting: the setting.
+        balance: the number of layers of each partition, without the loss.
+        modes: the checkpoint mode of each partition.
+        schedule: the schedule, with its recomputations.
+        costs: the costs of its stages, in milliseconds.
+        time: the simulated time of a step, in milliseconds.
+        memory: the most memory of each worker, in bytes.
+        excess: by how many bytes the fullest worker has too little; 0 if all fit, and infinite if
+            layers are apart that share a weight.
+    """
+
+    problem: Problem = field(repr=False)
+    setting: Setting
+    balance: tuple[int, ...]
+    modes: Sequence[Keeping]
+    schedule: Schedule = field(repr=False)
+    costs: Costs = field(repr=False)
+    time: float
+    memory: Sequence[float]
+    excess: float
+
+    def over(self, limits: Sequence[float]) -> float:
+        """By how many bytes the fullest worker has too little under some limits."""
+        return max(0.0, *(x - limit for x, limit in zip(self.memory, limits)))
+
+    @property
+    def key(self) -> tuple[float, float, float]:
+        """The place in a ranking: what fits, then what is fast, then what needs little."""
+        return self.excess, self.time, max(self.memory)
+
+    @property
+    def checkpoint(self) -> Keeping | list[Keeping]:
+        """The mode of all partitions, or a list with one for each."""
+        return self.modes[0] if len({*self.modes}) == 1 else [*self.modes]
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each partition."""
+        return [self.problem.places[w] for w in self.schedule.placement]
+
+    @cached_property
+    def by_device(self) -> dict[torch.device, int]:
+        """The most bytes of each device; workers of one device add up."""
+        found = dict.fromkeys(self.problem.places[: len(self.memory)], 0)
+        for place, size in zip(self.problem.places, self.memory):
+            found[place] += round(size)
+        return found
+
+
+def settings(problem: Problem, chunks: Iterable[int]) -> Iterator[Setting]:
+    """Yield the schedules that the layers of a problem can run under, of some micro-batches."""
+    workers = min(len(problem.places), problem.count)
+    for m in chunks:
+        if not problem.has_loss:
+            yield Setting(None, fill_drain(workers, m))
+            continue
+        for name, schedule in built_in(workers, m):
+            # What two computations of one device gain side by side, nobody can tell beforehand.
+            overlaps = any(isinstance(x, Overlap) for line in schedule.program for x in line)
+            if len(schedule.placement) <= problem.count and not overlaps:
+                yield Setting(name, schedule)
+
+
+class Durations(NamedTuple):
+    """The milliseconds of each kind of computation of a partition."""
+
+    F: float
+    I: float  # noqa: E741  # The field's name for it.
+    W: float
+    R: float
+
+
+class Departure(NamedTuple):
+    """The bytes that leave of a cell for the host, the milliseconds of both copies, and when."""
+
+    away: float = 0.0
+    out: float = 0.0
+    back: float = 0.0
+    ahead: int = 1
+
+
+class Trials:
+    """The trials of a problem, whose parts are found once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.stage = cache(self._stage)
+        self.times = cache(self._times)
+        self.trial = cache(self._trial)
+        # Each has thousands of instructions.
+        self.rehearsal = lru_cache(256)(self._rehearsal)
+        self.fastest = cache(self._fastest)
+        #: The number of instructions that could have been timed so far.
+        self.effort = 0
+
+    # What a partition takes.
+
+    def _stage(self, start: int, stop: int, m: int) -> Stage:
+        weights = [x.weights for x in self.problem.layers]
+        return Stage(self.problem.sizes.at(self.rows(m)), weights, range(start, stop))
+
+    def _times(self, start: int, stop: int, m: int, splits: bool) -> Durations:
+        layers, rows, stage = self.problem.layers, self.rows(m), self.stage(start, stop, m)
+        own = layers[start:stop]
+        input, weight = (
+            sum(x.at(rows) for x in each) for each in zip(*[(x.input, x.weight) for x in own])
+        )
+        again = 0.0
+        if stage.saver is not None:
+            # It ends at the last tensor that has to be computed again.
+            again = sum(x.forward.at(rows) for x in layers[start : stage.saver])
+            again += layers[stage.saver].again.at(rows)
+        if not any(x.gradient for x in stage.arrivals):
+            input, weight = 0.0, weight + input
+        elif splits:
+            weight = sum(x.late.at(rows) for x in own)
+        # The first micro-batch adds nothing.
+        weight += (1 - 1 / m) * sum(x.adding.at(rows) for x in own)
+        return Durations(sum(x.forward.at(rows) for x in own), input, weight, again)
+
+    def rows(self, m: int) -> int:
+        """The rows of the largest micro-batch."""
+        return -(-self.problem.batch // m)
+
+    def each(
+        self, balance: Sequence[int], m: int, splits: bool = False
+    ) -> tuple[list[Stage], list[Durations]]:
+        """The memory and the times of each partition, whose backward may be in halves."""
+        ends = [*accumulate(balance, initial=0)]
+        ends[-1] += self.problem.has_loss
+        return (
+            [self.stage(*x, m) for x in pairwise(ends)],
+            [self.times(*x, m, splits) for x in pairwise(ends)],
+        )
+
+    # What a setting takes.
+
+    def _rehearsal(
+        self, setting: Setting, modes: tuple[str, ...], skips: Skips
+    ) -> tuple[Schedule, Rehearsal, Issued]:
+        """The schedule of a setting with modes of checkpointing, ready to be timed.
+
+        The last item is what the host issues, in an order that does not depend on what the layers
+        cost.
+        """
+        base = setting.schedule
+        program = checkpointed(base.program, modes, base.chunks)
+        rehearsal = Rehearsal(program, skips)
+        self.effort += 45 * len(rehearsal.steps)
+        order = rehearsal.order(rehearsal.times(Table(Costs(), base.placement, skips))[0])
+        return replace(base, program=program, skips=tuple(skips)), rehearsal, issued(order)
+
+    def _fastest(self, setting: Setting, balance: tuple[int, ...]) -> float:
+        """The time of a setting if nothing is computed again."""
+        self.effort += sum(map(len, setting.schedule.program))
+        return self.time(setting, balance, ("never",) * len(balance))
+
+    def time(self, setting: Setting, balance: tuple[int, ...], modes: tuple[Keeping, ...]) -> float:
+        """The time of a step, in milliseconds."""
+        _, table, rehearsal, _ = self._made(setting, balance, modes)
+        return rehearsal.makespan(table)
+
+    def _made(
+        self, setting: Setting, balance: tuple[int, ...], modes: tuple[Keeping, ...]
+    ) -> tuple[Schedule, Table, Rehearsal, Issued]:
+        """The schedule, what its stages take, and what :meth:`_rehearsal` returns."""
+        placement = setting.schedule.placement
+        stages, times = self.each(balance, setting.schedule.chunks, setting.splits)
+        costs = self.costs(stages, times, placement, self.sent(stages, placement, modes))
+        words = tuple(map(recomputed_by, modes))
+        schedule, rehearsal, order = self.rehearsal(setting, words, _skips(stages))
+        return schedule, Table(costs, placement, schedule.skips), rehearsal, order
+
+    def _trial(
+        self, setting: Setting, balance: tuple[int, ...], modes: tuple[Keeping, ...]
+    ) -> Trial:
+        problem, base = self.problem, setting.schedule
+        schedule, table, rehearsal, order = self._made(setting, balance, modes)
+        self.effort += 4 * len(rehearsal.steps)
+        time = rehearsal.makespan(table)
+        memory = self.peaks(order, schedule.program, base.placement, balance, modes)
+        ways = problem, setting, balance, modes, schedule, table.costs, time, memory
+        # The loss is after the last layer, on the last worker.
+        own = [w for size, w in zip(balance, base.placement) for _ in range(size)]
+        own.append(base.placement[-1])
+        is_apart = any(own[a] != own[b] for a, b in problem.ties)
+        found = Trial(*ways, inf if is_apart else 0.0)
+        return found if is_apart else replace(found, excess=found.over(problem.memory))
+
+    def peaks(
+        self,
+        order: Issued,
+        lines: Sequence[Sequence[Instruction]],
+        placement: Sequence[int],
+        balance: Sequence[int],
+        modes: Sequence[Keeping],
+    ) -> list[float]:
+        """The most memory of each worker, with its line, if the host issues them in an order."""
+        problem, stages = self.problem, self.each(balance, order.microbatches)[0]
+        sent = self.sent(stages, placement, modes)
+        ahead = [x.ahead if x.away else 0 for x in sent]
+        return peaks(
+            order,
+            placement,
+            stages,
+            state=problem.state,
+            given=problem.given,
+            targets=problem.targets,
+            is_summed=problem.has_loss,
+            loss=None if problem.has_loss else LOSS,
+            leaving=[trips(line, ahead) for line in lines],
+            away=[x.away for x in sent],
+        )
+
+    def sent(
+        self, stages: Sequence[Stage], placement: Sequence[int], modes: Sequence[Keeping]
+    ) -> list[Departure]:
+        """Count what leaves of a cell of each stage, and how long its copies take."""
+        links, found = self.problem.links, []
+        movable: Sequence[float] = ()
+        for j, (w, mode) in enumerate(zip(placement, modes)):
+            offload = offload_of(mode)
+            if offload is None or (w, HOST) not in links:
+                found.append(Departure())
+                continue
+            movable = movable or may_leave(stages, placement, is_joined=not self.problem.has_loss)
+            away = offload.share * movable[j]
+            out, back = (links[way].at(away) for way in ((w, HOST), (HOST, w)))
+            found.append(Departure(away, out, back, offload.ahead))
+        return found
+
+    def costs(
+        self,
+        stages: Sequence[Stage],
+        times: Sequence[Durations],
+        placement: Sequence[int],
+        sent: Sequence[Departure],
+    ) -> Costs:
+        copy = {way: 0.0 for j in range(1, len(stages)) for way in ((j - 1, j), (j, j - 1))}
+        # Each part has a lane of its own: there, and its gradient back.
+        for k, arrivals in enumerate(ways(stages)):
+            for j, x in arrivals:
+                w, v = placement[j], placement[k]
+                if w != v:
+                    for way, link, size in (((j, k), (w, v), x.size), ((k, j), (v, w), x.gradient)):
+                        took = self.problem.links.get(link, Line()).at(size) if size else 0.0
+                        copy[way] = max(copy.get(way, 0.0), took)
+        slow = [self.problem.slowness[w] for w in placement]
+        each = [[s * y for s, y in zip(slow, x)] for x in zip(*times)]
+        costs = Costs(each[0], each[1], each[2], each[3], copy)
+        if any(x.away for x in sent):
+            away, out, back, ahead = map(list, zip(*sent))
+            # Memory is counted elsewhere, but for that of the host.
+            costs = replace(costs, activation=away, away=away, out=out, back=back, ahead=ahead)
+        return costs
+
+
+def _skips(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:
+    """The pairs of stages, apart from each other, from and to which some values go."""
+    pairs = {(j, k) for k, own in enumerate(ways(stages)) for j, _ in own if k > j + 1}
+    return tuple(sorted(pairs))
