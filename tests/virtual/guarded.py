@@ -365,7 +365,7 @@ MUTANTS = {
     "numbers go on": (DROP, "same numbers"),
     "numbers are taken along": (DROP, "same numbers"),
     "numbers by type of device": (
-        ("self.states[self.kind]", "self.states[min(self.states)]"),
+        ("self.states[self.kind]", "self.states['cpu']"),
         "types of devices",
     ),
     "generators are put back": (("self._devices", "()"), "same numbers"),

@@ -89,7 +89,7 @@ MUTANTS = {
         ("policies.unchanged(entry)", "entry.val"),
         "offloaded, changed",
     ),
-    "casts of both runs": (("own_casts()", "nullcontext()"), "casts of policies"),
+    "casts of both runs": (("own_casts()", "ExitStack()"), "casts of policies"),
     "operators of one run": (("uncounted()", "torch.no_grad()"), "norms of one run"),
     "small views of large storages": (("storage.nbytes()", "tensor.nbytes"), "offloaded, small"),
 }

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from tests.support.planning import Join, Keep, by_hand, run
 from torchgpipe.planner.problem import problem_of
-from torchgpipe.planner.search import Search
+from torchgpipe.planner.search import Search, search
 from torchgpipe.planner.trial import settings
 from torchgpipe.skip import Namespace
 from torchgpipe.testing import observe
@@ -72,9 +72,8 @@ def test_large_gradients_are_added_in_place(devices, schedule):
     model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)])
     x, y = torch.rand(2, 8, 512)
     with observe(costs={"addmm": 1.0, "mm": 1.0}):
-        trials = ranked(
-            model, x, devices=devices[:2], loss=F.mse_loss, targets=(y,), chunks=[2], timeout=0
-        )
+        options = {"loss": F.mse_loss, "targets": (y,), "timeout": 0}
+        trials = search(problem_of(model, x, devices[:2], len(x), **options), [2])
     trial = next(x for x in trials if x.setting.name == schedule)
     hand = by_hand([*trial.balance], trial.devices, 2, [*trial.modes], schedule)
     _, memory = run(hand, model, x, y, devices[:2])

@@ -61,8 +61,8 @@ def test_predictions(devices, problems, name, mode):
     hand = by_hand([*balance], places, 8, [*modes], name)
     time, memory = run(hand, layers(), x, y, devices[:N], links(range(8), host=speed))
     assert trial.time == pytest.approx(time, rel=0.03)
-    # Under autograd, a plan counts on gradients that may come early.
-    error = 0.03 if name is None else 0.005
+    # Under autograd, a plan counts on gradients that may come early, and on sums in new memory.
+    error = 0.08 if name is None else 0.005
     for place, predicted in zip(devices, trial.memory):
         assert predicted == pytest.approx(memory[place], rel=error)
 
