@@ -327,6 +327,9 @@ class MappedGPipe(Wrapper):
         run = partial(self._run, step, mini_batch.batches, order)
         mini_batch.compute(partial(holding, step.numbers.locks, run))
         omitted = step.omitted
+        # It refers to the graph, and the graph to the step, if the model came back to a device.
+        # guard: letting go of what is omitted
+        del step.omitted
         omitted.take(mini_batch.batches)
         output = mini_batch.joined(order.blocks)
         if late:

@@ -68,6 +68,7 @@ TESTS = {
         },
         "logits": ("test_mapped_logits", "the_most_memory", {}),
         "looks": ("test_mapped_logits", "a_caller_who_looks", {}),
+        "left": ("test_mapped_logits", "nothing_is_left", {"mode": "always", "head": 0}),
         "lost": ("test_mapped_together", "changes_in_place_that_would_be_lost", {}),
     }.items()
 } | {
@@ -173,5 +174,6 @@ MUTANTS = {
     "what the tail was given": (("version_of(x) != version", "False"), "tail given"),
     "dropping what the tail has kept": (DROP, "mapped logits"),
     "waiting for what somebody looks at": (DROP, "mapped looks"),
+    "letting go of what is omitted": (DROP, "mapped left"),
     "copies of the model itself": (("TARGETS.get(func)", "None"), "mapped labels"),
 }

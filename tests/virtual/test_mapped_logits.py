@@ -125,24 +125,28 @@ def test_a_loss_on_a_stream_of_the_callers_own(devices):
     assert_no_races(seen)
 
 
+@pytest.mark.parametrize("head", [0, 1])
 @pytest.mark.parametrize("mode", ["except_last", "always"])
-def test_nothing_is_left(devices, mode):
-    """Nothing refers to itself, so memory is free at once."""
+def test_nothing_is_left(devices, mode, head):
+    """Nothing refers to itself, so memory is free at once, where the model came back, too."""
     ids = torch.randint(WORDS, (CHUNKS * ROWS, 16))
     pipe = MappedGPipe(
-        Model(), {"": devices[0], "head": devices[1]}, chunks=CHUNKS, checkpoint=mode
+        Model(),
+        {"": devices[0], "body": devices[1], "head": devices[head]},
+        chunks=CHUNKS,
+        checkpoint=mode,
     )
     step_of(pipe, ids)()
     pipe.zero_grad()
     gc.collect()
     gc.disable()
     try:
-        before = torch.accelerator.memory_allocated(devices[1])
+        before = [*map(torch.accelerator.memory_allocated, devices)]
         for looks in (False, True):
             out = pipe(ids)
             if looks:
                 assert out.logits.numel()
             del out
-            assert torch.accelerator.memory_allocated(devices[1]) == before
+            assert [*map(torch.accelerator.memory_allocated, devices)] == before
     finally:
         gc.enable()
