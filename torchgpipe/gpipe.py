@@ -12,17 +12,16 @@ from torch import Tensor, nn
 from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.batchnorm import defer
 from torchgpipe.checks import checked_flag
-from torchgpipe.describe import Description
 from torchgpipe.devices.streams import Device
-from torchgpipe.engine.mini_batch import MiniBatch
 from torchgpipe.engine.pipeline import Pipeline
 from torchgpipe.engine.stages import Stages
-from torchgpipe.engine.wrapper import Wrapper, moving_denied
+from torchgpipe.engine.wrapper import MiniBatch, Wrapper, moving_denied
 from torchgpipe.partition.arguments import MISSING, checked_balance, checked_devices, checked_index
 from torchgpipe.partition.keeping import Keeping
 from torchgpipe.partition.placement import place, verify_placement, verify_sharding
 from torchgpipe.partition.split import own_key, plain_module, rename, split_module, verify_module
 from torchgpipe.planner.plan import chosen
+from torchgpipe.show.describe import Description
 from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.values.structure import arguments
 

@@ -13,18 +13,16 @@ from torch import Tensor, nn
 
 from torchgpipe._torch.dynamo import is_compiled, uncompiled
 from torchgpipe.ambient.nesting import holding
-from torchgpipe.autograd.ends import drain_after_failure
+from torchgpipe.autograd.nodes import drain_after_failure
 from torchgpipe.batchnorm import defer
 from torchgpipe.checks import checked_flag
-from torchgpipe.describe import DescribedPart, Description
 from torchgpipe.devices.streams import Device, has_streams
-from torchgpipe.engine.mini_batch import MiniBatch, compute
-from torchgpipe.engine.wrapper import Wrapper
-from torchgpipe.mapped.attributes import Attributes
+from torchgpipe.engine.wrapper import MiniBatch, Wrapper, compute
 from torchgpipe.mapped.body import current
 from torchgpipe.mapped.calls import Call, Signed, intercept, is_intercepted, let_go, signed
 from torchgpipe.mapped.course import Course
 from torchgpipe.mapped.device_map import checked_map, mapped_modules, place, placed
+from torchgpipe.mapped.exchanged import Attributes
 from torchgpipe.mapped.glue import Glue
 from torchgpipe.mapped.hugging_face import (
     bring_adapters_home,
@@ -41,6 +39,7 @@ from torchgpipe.partition.placement import elsewhere, tensors
 from torchgpipe.planner.blocks import unchanged
 from torchgpipe.planner.given import Memory
 from torchgpipe.planner.maps import chosen_map
+from torchgpipe.show.describe import DescribedPart, Description
 from torchgpipe.values import trees
 from torchgpipe.values.microbatch import VALUE, Batch
 from torchgpipe.values.order import Order

@@ -14,14 +14,12 @@ from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient.modes import is_within_float16
 from torchgpipe.ambient.notes import warn
 from torchgpipe.checks import checked_flag, verify, verify_kind
-from torchgpipe.describe import Description
-from torchgpipe.engine.mini_batch import MiniBatch
+from torchgpipe.engine.criterion import Criterion, arguments_of, explaining
+from torchgpipe.engine.loop import Crew, Executor
+from torchgpipe.engine.scheduled_cell import Cells
 from torchgpipe.engine.stages import Stages, stages_of
-from torchgpipe.engine.wrapper import Alone
-from torchgpipe.executor.cell import Cells
-from torchgpipe.executor.criterion import Criterion, arguments_of, explaining
-from torchgpipe.executor.loop import Crew, Executor
-from torchgpipe.executor.step_plan import Choice, Plan, plan, text_of, title_of, verify_choice
+from torchgpipe.engine.step_plan import Choice, Plan, plan, text_of, title_of, verify_choice
+from torchgpipe.engine.wrapper import Alone, MiniBatch
 from torchgpipe.gpipe import GPipe
 from torchgpipe.graphs.cell import GraphCells
 from torchgpipe.graphs.estimates import costs_of, traced_all
@@ -33,6 +31,7 @@ from torchgpipe.partition.arguments import verify_loss
 from torchgpipe.partition.keeping import keepings_of, verify_words
 from torchgpipe.partition.placement import is_shard
 from torchgpipe.schedule.costs import Costs
+from torchgpipe.show.describe import Description
 from torchgpipe.values.structure import arguments as packed
 
 __all__ = ["ScheduledLoss", "arguments"]

@@ -16,11 +16,11 @@ PUBLIC += ("transformers",)
 
 #: Classes that public functions return, which nobody makes by hand.
 RETURNED = {
-    "torchgpipe.describe.Description",
-    "torchgpipe.plans.Candidate",
-    "torchgpipe.plans.Plans",
-    "torchgpipe.timeline.timeline.Advice",
-    "torchgpipe.timeline.shares.Shares",
+    "torchgpipe.show.describe.Description",
+    "torchgpipe.advice.plans.Candidate",
+    "torchgpipe.advice.plans.Plans",
+    "torchgpipe.show.timeline.Advice",
+    "torchgpipe.show.shares.Shares",
 }
 
 

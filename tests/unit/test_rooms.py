@@ -28,11 +28,13 @@ ROOMS = {
 ROOMS[""] = ROOMS.pop("torchgpipe")
 
 #: Rooms that stand apart: what each of them imports besides itself.
-APART = {"testing": {"_torch", "checks", "timeline", "ambient"}}
+APART = {"testing": {"_torch", "checks", "show", "ambient"}}
 
 #: Modules that do without torch.
 PLAIN = {"balance.blockpartition", "planner.cuts", "checks", "schedule"}
-PLAIN |= {"timeline", *(f"timeline.{x.stem}" for x in (PACKAGE / "timeline").glob("[!_]*.py"))}
+PLAIN |= {"show", *(f"show.{x.stem}" for x in (PACKAGE / "show").glob("[!_]*.py"))}
+# A table of a wrapped model asks its modules.
+PLAIN -= {"show.describe"}
 PLAIN |= {f"schedule.{path.stem}" for path in (PACKAGE / "schedule").glob("[!_]*.py")}
 
 EXTRAS = {"numpy", "tqdm", "matplotlib", "sklearn", "safetensors"}
@@ -309,7 +311,6 @@ STEMS = {
     "body": "what a cell runs: the layers of a partition, or a mapped module",
     "cell": "a micro-batch in a stage, as each driver runs it",
     "step": "what the cells of one step have in common, for stages and for maps",
-    "timeline": "the room's own class",
 }
 
 

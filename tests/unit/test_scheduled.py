@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchgpipe import GPipe, ScheduledLoss
-from torchgpipe.autograd import outcome
+from torchgpipe.engine import outcome
 from torchgpipe.schedule import one_f_one_b
 
 X, Y = torch.rand(6, 3), torch.rand(6, 3)

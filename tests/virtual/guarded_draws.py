@@ -7,32 +7,32 @@ TESTS = {
     name: (f"unit.{module}", f"test_{function}", arguments)
     for name, (module, function, arguments) in {
         "set": (
-            "executor.test_drawing",
+            "engine.test_drawing",
             "layers_that_set_the_generator_take_turns",
             {"name": "seeds", "mode": "never"},
         ),
         "set later": (
-            "executor.test_drawing",
+            "engine.test_drawing",
             "layers_that_begin_to_set_the_generator_take_turns_from_the_next_step_on",
             {},
         ),
         "begins": (
-            "executor.test_drawing",
+            "engine.test_drawing",
             "numbers_of_layers_that_begin_to_draw",
             {"around": "nothing", "schedule": "1f1b", "mode": "never"},
         ),
         "begins in checkpoints": (
-            "executor.test_drawing",
+            "engine.test_drawing",
             "numbers_of_layers_that_begin_to_draw",
             {"around": "checkpoint", "schedule": "1f1b", "mode": "never"},
         ),
         "backward": (
-            "executor.test_drawing",
+            "engine.test_drawing",
             "numbers_of_backward",
             {"first": lambda x: x, "schedule": "1f1b"},
         ),
-        "turns": ("executor.test_drawing", "numbers_are_those_of_gpipe", {}),
-        "turns of backwards": ("executor.test_drawing", "backward_that_sets_the_generator", {}),
+        "turns": ("engine.test_drawing", "numbers_are_those_of_gpipe", {}),
+        "turns of backwards": ("engine.test_drawing", "backward_that_sets_the_generator", {}),
         "traced": (
             "_torch.test_generators",
             "what_is_traced_has_no_generator",

@@ -88,7 +88,7 @@ TESTS = {
         {},
     ),
     "exchanged by threads": ("unit.mapped.test_exchanged", "test_recomputations_take_turns", {}),
-    "lent to threads": ("unit.partition.test_lent", "test_threads_take_turns", {}),
+    "lent to threads": ("unit.partition.test_placement_lent", "test_threads_take_turns", {}),
     **{
         f"tail {name}": (
             "unit.mapped.test_tail",

@@ -31,13 +31,13 @@ TESTS = {
             "hooks_of_nodes_run_once_with_all_gradients",
             {},
         ),
-        "shared sums": ("autograd.test_outcome", "sums_that_share_memory", {}),
+        "shared sums": ("engine.test_outcome", "sums_that_share_memory", {}),
         "changes of what arrives": (
-            "autograd.test_ends_entrance",
+            "autograd.test_nodes_ends_entrance",
             "layers_may_change_what_enters",
             {},
         ),
-        "at once": ("autograd.test_outcome", "gradients_added_at_once", {}),
+        "at once": ("engine.test_outcome", "gradients_added_at_once", {}),
         "sums of all": (
             "test_scheduled",
             "large_weights_of_two_workers",

@@ -8,8 +8,8 @@ from torch import nn
 
 from tests.support.graphs import Stage
 from torchgpipe import GPipe, ScheduledLoss
+from torchgpipe.engine.loop import Executor
 from torchgpipe.engine.workers import Workers
-from torchgpipe.executor.loop import Executor
 from torchgpipe.graphs.estimates import kept, peak
 from torchgpipe.schedule import validate
 from torchgpipe.schedule.costs import Table

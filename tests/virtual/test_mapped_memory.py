@@ -232,8 +232,9 @@ def test_blocks_that_look_alike_and_are_frozen(devices, mode):
     model = Lower()
     device_map, found = predicted(model, [3, 3, 3], devices[:3], (tokens(ROWS),), 4, mode)
     memory = measured(model, device_map, [tokens(ROWS * 4)], 4, mode)
-    # Of the threads of backward, one may come late: 0.053 on a busy machine.
-    assert found == pytest.approx([*memory.values()], rel=0.06)
+    # A plan counts on threads of backward that come early. Where they do not, 0.11 is left.
+    for most, place in zip(found, memory):
+        assert 0.89 * most <= memory[place] <= 1.001 * most
 
 
 class Sparse(GPT):

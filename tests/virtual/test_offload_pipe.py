@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from tests.support.helpers import assert_no_races
 from tests.support.offload import Attention
 from torchgpipe import Offload
-from torchgpipe.executor.loop import Executor
-from torchgpipe.executor.step_plan import plan
+from torchgpipe.engine.loop import Executor
+from torchgpipe.engine.step_plan import plan
 from torchgpipe.schedule import Op, Schedule
 from torchgpipe.testing import observe
 

@@ -8,7 +8,7 @@ from tests.support.offload import Attention
 from tests.support.size import some
 from tests.virtual.stages import SEEDS
 from torchgpipe import Offload, ScheduledLoss
-from torchgpipe.executor.step_plan import plan
+from torchgpipe.engine.step_plan import plan
 from torchgpipe.schedule import Op
 from torchgpipe.testing import observe
 

@@ -13,8 +13,8 @@ from torchgpipe import Offload, ScheduledLoss, trace
 from torchgpipe.devices.streams import has_streams
 from torchgpipe.engine.stages import stages_of
 from torchgpipe.schedule import Costs, named, simulate
+from torchgpipe.show.span import TRIPS
 from torchgpipe.testing import observe
-from torchgpipe.timeline.span import TRIPS
 
 M, BLOCKS = 8, 8
 #: A block of attention: F = 6, B = 12 and I = 8; and the bytes that leave. The first stage has no

@@ -33,7 +33,7 @@ from torchgpipe.planner.trial import settings
 from torchgpipe.testing import observe
 
 #: The module, which has the name of its function in the package.
-module = importlib.import_module("torchgpipe.plans")
+module = importlib.import_module("torchgpipe.advice.plans")
 
 CHUNKS = [1, 2, 4, 8, 16]
 

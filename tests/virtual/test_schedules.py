@@ -15,8 +15,8 @@ from tests.schedule.cases import examples, schedules
 from tests.support.helpers import MODES, assert_no_races
 from tests.support.schedules import CASES, NAMES, compare, schedule_for, workers_of
 from torchgpipe import GPipe, ScheduledLoss
-from torchgpipe.autograd import outcome
 from torchgpipe.devices import pool
+from torchgpipe.engine import outcome
 from torchgpipe.testing import observe
 
 

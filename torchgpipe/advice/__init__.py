@@ -1,3 +1,3 @@
-"""Advice on a step that was traced: which change of the settings is expected to gain the most."""
+"""Advice: which plan is best for a model, and which change helps a step that was traced."""
 
 __all__: list[str] = []

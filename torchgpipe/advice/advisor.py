@@ -13,7 +13,7 @@ from torchgpipe.planner.cuts import cut, others
 from torchgpipe.schedule.candidates import built_in
 from torchgpipe.schedule.program import Overlap, operations_of
 from torchgpipe.schedule.simulator import simulate
-from torchgpipe.timeline.timeline import Advice
+from torchgpipe.show.timeline import Advice
 
 __all__: list[str] = []
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from torchgpipe.partition.keeping import Keeping, offload_of
 from torchgpipe.schedule.costs import Costs
-from torchgpipe.timeline.span import TRIPS, Span
+from torchgpipe.show.span import TRIPS, Span
 
 __all__: list[str] = []
 

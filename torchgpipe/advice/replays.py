@@ -26,19 +26,19 @@ import torch
 
 from torchgpipe.advice.figures import Figures, thread_of
 from torchgpipe.devices.recorder import memory_total
-from torchgpipe.executor.step_plan import Choice, chosen, completed
+from torchgpipe.engine.step_plan import Choice, chosen, completed
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.partition.keeping import Keeping, is_policy, offload_of, recomputed_by
 from torchgpipe.planner.memory import peaks
 from torchgpipe.planner.plan import excess_of, placed
 from torchgpipe.planner.problem import Problem
 from torchgpipe.planner.stage_memory import known
+from torchgpipe.schedule.built_in import fill_drain
 from torchgpipe.schedule.costs import Table
 from torchgpipe.schedule.language import Schedule
-from torchgpipe.schedule.looped import fill_drain
 from torchgpipe.schedule.program import Op, operations
 from torchgpipe.schedule.simulator import Step, in_order
-from torchgpipe.timeline.shares import Shares
+from torchgpipe.show.shares import Shares
 
 __all__: list[str] = []
 

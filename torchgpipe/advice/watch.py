@@ -16,12 +16,12 @@ from torchgpipe.advice.replays import Modules, TracedStep, Wrapping
 from torchgpipe.devices.streams import has_streams
 from torchgpipe.engine.recorded import Recording, Traceable
 from torchgpipe.engine.stages import stages_of
-from torchgpipe.executor.step_plan import Choice
+from torchgpipe.engine.step_plan import Choice
 from torchgpipe.gpipe import GPipe
 from torchgpipe.mapped_gpipe import MappedGPipe, calls_of, workers_of
 from torchgpipe.partition.keeping import keepings_of
 from torchgpipe.scheduled import ScheduledLoss
-from torchgpipe.timeline.timeline import Timeline
+from torchgpipe.show.timeline import Timeline
 from torchgpipe.values.division import row_count
 
 __all__: list[str] = []

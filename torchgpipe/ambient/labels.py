@@ -21,7 +21,7 @@ class Label(NamedTuple):
     """The cell and the layer of a piece of work.
 
     Args:
-        kind: its kind, as in :class:`~torchgpipe.timeline.span.Span`.
+        kind: its kind, as in :class:`~torchgpipe.show.span.Span`.
         stage: the partition, or the one that a copy leaves.
         microbatch: the number of the micro-batch.
         target: the partition that a copy goes to; None if that is not known yet.

@@ -1,26 +1,8 @@
-"""Fork and join: an edge of the autograd graph between tensors that have nothing in common.
-
-::
-
-    forward:   a ── fork ── a'        backward:   a ←─ fork ←─ a'
-                     │                                  ↑
-                   phony                              (None)
-                     │                                  │
-               b ── Join ── b'                    b ←─ Join ←─ b'
-
-Backward runs the node that made ``a`` only after the nodes that ``b'`` goes to. The gradient of the
-phony is None, which orders the two functions on the host and makes no stream wait for another.
-
-A fork is a view of the tensor, and its phony a copy of no element of the fork. Autograd passes
-through both without calling Python, for which all of its threads would have to queue. An empty view
-would keep the memory of the tensor until the last cell has been computed. The fork is made by
-``expand_as``, whose derivative hands a gradient on as it is. The derivative of ``view_as`` hands on
-a view, and autograd does not add another gradient to a view in place.
-"""
+"""Fork and join: edges of the autograd graph, of which some start a recomputation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +14,24 @@ from torchgpipe.values.structure import is_dense
 __all__: list[str] = []
 
 
+# Fork and join: an edge of the autograd graph between tensors that have nothing in common.
+#
+# ::
+#
+#   forward:   a ── fork ── a'        backward:   a ←─ fork ←─ a'
+#                    │                                  ↑
+#                  phony                              (None)
+#                    │                                  │
+#              b ── Join ── b'                    b ←─ Join ←─ b'
+#
+# Backward runs the node that made ``a`` only after the nodes that ``b'`` goes to. The gradient of
+# the phony is None, which orders the two functions on the host and makes no stream wait for
+# another.
+#
+# A fork is a view of the tensor, and its phony a copy of no element of the fork. Autograd passes
+# through both without calling Python, for which all of its threads would have to queue. An empty
+# view would keep the memory of the tensor until the last cell has been computed. The fork is made
+# by ``expand_as``, whose derivative hands a gradient on as it is. The derivative of ``view_as``
 # Phonies: empty tensors that carry nothing but a dependency.
 
 
@@ -139,3 +139,40 @@ def keep_requires_grad(ctx: Any, outputs: tuple[Tensor, ...]) -> tuple[Tensor, .
 def needs_backward(tensors: Iterable[Tensor]) -> bool:
     """Whether autograd is recording, and a gradient will be asked of one of the tensors."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+# The nodes of recomputation: the one that starts it, and the one that its input hangs on.
+
+
+class Recompute(torch.autograd.Function):
+    """A fork whose backward recomputes first: ``due, *tensors → *tensors, phony``."""
+
+    @staticmethod
+    def forward(ctx: Any, due: list[Callable[[], None]], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.due = due
+        phony = get_phony(tensors[0].device, requires_grad=False).detach()
+        return (*pass_on(ctx, tensors), phony)
+
+    @staticmethod
+    @uncompiled
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        for recompute in ctx.due:
+            recompute()
+        return (None, *grads[:-1])
+
+
+class Unpack(torch.autograd.Function):
+    """Make tensors require a gradient that nobody will ask for: ``phony, *tensors → *tensors``.
+
+    As leaves, the tensors would be held by all that is computed from them. As outputs of this
+    function, a recomputation lets go of what is popped at its last use, as the first run did.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, phony: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple([tensor.detach() for tensor in tensors])
+
+    @staticmethod
+    @uncompiled
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        return (None, *[None] * len(grads))

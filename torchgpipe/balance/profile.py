@@ -35,8 +35,8 @@ from torchgpipe.planner.sandbox import (
     undisturbed,
     verify_timed,
 )
+from torchgpipe.show.tables import aligned, in_bytes
 from torchgpipe.skip.layout import verify_skippables
-from torchgpipe.timeline.tables import aligned, in_bytes
 from torchgpipe.values.microbatch import VALUE, Batch, scatter
 from torchgpipe.values.structure import arguments
 

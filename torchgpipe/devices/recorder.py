@@ -14,7 +14,7 @@ from torchgpipe.devices.streams import (
     current_stream,
     has_streams,
 )
-from torchgpipe.timeline.span import TRIPS, Span, Stream, pieces
+from torchgpipe.show.span import TRIPS, Span, Stream, pieces
 
 __all__: list[str] = []
 
@@ -120,7 +120,7 @@ class Mark:
     """A piece of work whose times are being taken.
 
     Args:
-        kind: its kind, as in :class:`~torchgpipe.timeline.span.Span`.
+        kind: its kind, as in :class:`~torchgpipe.show.span.Span`.
         stream: the stream that does it.
         line: the number of its worker, which stands for the stream where there are none.
         stage: the partition, or the one that a copy leaves.

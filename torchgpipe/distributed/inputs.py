@@ -9,8 +9,8 @@ import torch
 
 from torchgpipe.devices.pool import StreamPool
 from torchgpipe.distributed.peers import Routes
-from torchgpipe.engine.mini_batch import MiniBatch, verify_call
-from torchgpipe.executor.criterion import arguments_of
+from torchgpipe.engine.criterion import arguments_of
+from torchgpipe.engine.wrapper import MiniBatch, verify_call
 from torchgpipe.values.division import Division, divided, has_chunks, row_count
 from torchgpipe.values.microbatch import Batch
 

@@ -27,7 +27,7 @@ from torchgpipe._torch.dynamo import is_alone
 from torchgpipe.devices.streams import CPU
 from torchgpipe.distributed.messages import Form, Forms, Meta, pack, unpack
 from torchgpipe.distributed.peers import Peers, Routes, receive, send
-from torchgpipe.executor.links import Post, Sent
+from torchgpipe.engine.links import Post, Sent
 
 __all__: list[str] = []
 
@@ -42,7 +42,7 @@ class Mail(Post):
         forms: the forms that both ends know.
         routes: in which process each stage is.
         peers: the processes of the pipeline.
-        *args: the arguments of :class:`~torchgpipe.executor.links.Post`.
+        *args: the arguments of :class:`~torchgpipe.engine.links.Post`.
     """
 
     def __init__(self, forms: Forms, routes: Routes, peers: Peers, *args: Any) -> None:

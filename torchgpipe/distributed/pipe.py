@@ -17,7 +17,6 @@ from torchgpipe.ambient.modes import is_within_float16, verify_no_transform
 from torchgpipe.ambient.notes import warn
 from torchgpipe.batchnorm import defer
 from torchgpipe.checks import checked_flag
-from torchgpipe.describe import Description
 from torchgpipe.devices.streams import Device, current_device
 from torchgpipe.distributed.agreement import Agreed, Agreement, StepLoss, flags_of, trainable_in
 from torchgpipe.distributed.failures import shared_failures
@@ -38,16 +37,16 @@ from torchgpipe.distributed.mail import Mail
 from torchgpipe.distributed.messages import Forms, described
 from torchgpipe.distributed.peers import Peers, Routes
 from torchgpipe.distributed.runtime import Program, fitting
-from torchgpipe.engine.mini_batch import compute
+from torchgpipe.engine.criterion import Collector, Criterion, explaining, no_loss
+from torchgpipe.engine.loop import Crew, Executor
 from torchgpipe.engine.stages import Stages
-from torchgpipe.engine.wrapper import Wrapper
-from torchgpipe.executor.criterion import Collector, Criterion, explaining, no_loss
-from torchgpipe.executor.loop import Crew, Executor
-from torchgpipe.executor.step_plan import Choice, text_of, title_of
+from torchgpipe.engine.step_plan import Choice, text_of, title_of
+from torchgpipe.engine.wrapper import Wrapper, compute
 from torchgpipe.partition.arguments import checked_balance, checked_device, verify_loss
 from torchgpipe.partition.keeping import Keeping, words_of
 from torchgpipe.partition.placement import place, verify_placement
 from torchgpipe.partition.split import Partition, rename, split_module, verify_module
+from torchgpipe.show.describe import Description
 from torchgpipe.skip.layout import inspect_skip_layout, verify_skippables
 from torchgpipe.values.structure import arguments
 

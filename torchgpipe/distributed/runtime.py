@@ -22,8 +22,8 @@ from torchgpipe.devices.streams import CPU
 from torchgpipe.distributed.agreement import Agreed
 from torchgpipe.distributed.mail import Mail
 from torchgpipe.distributed.peers import Peers, Routes
-from torchgpipe.executor.loop import Executor
-from torchgpipe.executor.step_plan import Choice, Plan, chosen, completed
+from torchgpipe.engine.loop import Executor
+from torchgpipe.engine.step_plan import Choice, Plan, chosen, completed
 from torchgpipe.partition.keeping import Keepings, choosing, keepings_of, recomputed_by
 from torchgpipe.schedule.exchange import write_csv
 from torchgpipe.schedule.language import Schedule

@@ -1,3 +1,3 @@
-"""The engine: in what order micro-batches run, on which streams, and which thread issues them."""
+"""The engine: which cells run when, by clock cycles or a schedule, on which streams and threads."""
 
 __all__: list[str] = []

@@ -24,8 +24,8 @@ from torch import Tensor
 from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient import labels
 from torchgpipe.autograd.copy import copy
-from torchgpipe.autograd.ends import between
 from torchgpipe.autograd.fork_join import needs_backward
+from torchgpipe.autograd.nodes import between
 from torchgpipe.devices.pool import PartitionStreams
 from torchgpipe.devices.streams import (
     AbstractStream,

@@ -61,7 +61,7 @@ from functools import partial
 from torchgpipe.ambient import labels
 from torchgpipe.ambient.nesting import holding
 from torchgpipe.ambient.notes import noted
-from torchgpipe.autograd.ends import drain_after_failure
+from torchgpipe.autograd.nodes import drain_after_failure
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.stages import Stages
 from torchgpipe.engine.step import PipelineStep

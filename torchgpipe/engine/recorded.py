@@ -27,10 +27,10 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from torchgpipe.autograd.nodes import before_node, next_number, number_of
-from torchgpipe.describe import StepFigures
 from torchgpipe.devices.recorder import Mark, Recorder, copy_mark
 from torchgpipe.devices.streams import AbstractStream, has_streams
 from torchgpipe.recompute.phase import is_recomputing
+from torchgpipe.show.describe import StepFigures
 
 __all__: list[str] = []
 

@@ -11,16 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.autograd.copy import copy
-from torchgpipe.describe import Description, PlanFigures, StepFigures, part_of
 from torchgpipe.devices.pool import StreamPool
 from torchgpipe.devices.streams import CPU, AbstractStream
 from torchgpipe.engine.recorded import Recording
 from torchgpipe.engine.workers import Workers
 from torchgpipe.engine.wrapper import Wrapper
 from torchgpipe.partition.keeping import words_of
-from torchgpipe.partition.lent import Place, places_of
-from torchgpipe.partition.placement import groups
+from torchgpipe.partition.placement import Place, groups, places_of
 from torchgpipe.recompute.buffers import Learned
+from torchgpipe.show.describe import Description, PlanFigures, StepFigures, part_of
 from torchgpipe.skip.layout import SkipLayout, inspect_skip_layout
 
 __all__: list[str] = []

@@ -25,7 +25,7 @@ from torchgpipe.engine.body import Body
 from torchgpipe.engine.lanes import Lanes
 from torchgpipe.engine.stages import Stages
 from torchgpipe.partition.keeping import Keeping, offload_of, policy_of
-from torchgpipe.partition.lent import Lent, Place
+from torchgpipe.partition.placement import Lent, Place
 from torchgpipe.recompute.checkpoint import Checkpoint, trigger
 from torchgpipe.recompute.layer_state import LayersState
 from torchgpipe.recompute.offload import offloading_of

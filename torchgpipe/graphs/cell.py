@@ -20,8 +20,8 @@ from torchgpipe.ambient.nesting import holding
 from torchgpipe.ambient.random_numbers import FirstNumbers
 from torchgpipe.autograd.versions import version_of
 from torchgpipe.devices.streams import get_device
-from torchgpipe.executor.cell import Cell, Cells, EagerCell, Gradients, NewCell
-from torchgpipe.executor.computation import Computation, Forward
+from torchgpipe.engine.computation import Computation, Forward
+from torchgpipe.engine.scheduled_cell import Cell, Cells, EagerCell, Gradients, NewCell
 from torchgpipe.graphs.overlap import Interleaving
 from torchgpipe.graphs.parts import Given, Part, Parts, copied, laid_out
 from torchgpipe.graphs.stage import StageGraphs, StageInStep

@@ -9,8 +9,8 @@ import torch
 from torch.fx import Node
 
 from torchgpipe._torch.dynamo import storage_of
-from torchgpipe.executor.computation import Forward
-from torchgpipe.executor.loop import Executor
+from torchgpipe.engine.computation import Forward
+from torchgpipe.engine.loop import Executor
 from torchgpipe.graphs.joint import tensors_of
 from torchgpipe.graphs.overlap import cost
 from torchgpipe.graphs.parts import Part, Parts

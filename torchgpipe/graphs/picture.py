@@ -26,8 +26,8 @@ from torchgpipe._torch.dynamo import schema_of, storage_of
 from torchgpipe.checks import checked_path
 from torchgpipe.graphs.joint import bytes_of, tensors_of
 from torchgpipe.graphs.parts import Part, Parts
-from torchgpipe.timeline import bars
-from torchgpipe.timeline.tables import aligned, in_bytes
+from torchgpipe.show import bars
+from torchgpipe.show.tables import aligned, in_bytes
 
 __all__ = ["text", "write_svg"]
 

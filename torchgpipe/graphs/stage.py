@@ -22,8 +22,8 @@ from torchgpipe.ambient.context import current_hooks
 from torchgpipe.ambient.modes import with_autocast
 from torchgpipe.ambient.notes import warn
 from torchgpipe.engine.body import Body
-from torchgpipe.executor.computation import Forward
-from torchgpipe.executor.criterion import Criterion
+from torchgpipe.engine.computation import Forward
+from torchgpipe.engine.criterion import Criterion
 from torchgpipe.graphs.overlap import Overlaps
 from torchgpipe.graphs.parts import Maker, Parts
 from torchgpipe.graphs.passes import Choice, everything

@@ -13,8 +13,8 @@ from torch import nn
 from torchgpipe.ambient.context import registered
 from torchgpipe.ambient.notes import Visit
 from torchgpipe.engine.body import Body
-from torchgpipe.mapped.attributes import Attributes, CallAttributes
 from torchgpipe.mapped.containers import filling_nothing, tensors_of
+from torchgpipe.mapped.exchanged import Attributes, CallAttributes
 from torchgpipe.recompute.layer_state import LayersState
 from torchgpipe.recompute.phase import is_recomputing
 from torchgpipe.values.microbatch import VALUE, Batch

@@ -25,7 +25,7 @@ from torchgpipe.mapped.body import INSIDE, current
 from torchgpipe.mapped.containers import replaced, tensors_of, unfilled
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.mapped.step import Lasting
-from torchgpipe.partition.lent import Lent
+from torchgpipe.partition.placement import Lent
 
 __all__: list[str] = []
 

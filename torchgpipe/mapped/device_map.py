@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torchgpipe._torch.dynamo import is_compiled
 from torchgpipe.devices.streams import Device
 from torchgpipe.partition.arguments import checked_devices
-from torchgpipe.partition.lent import Place, places_of
-from torchgpipe.partition.placement import move, sharing, tables, tensors
+from torchgpipe.partition.placement import Place, move, places_of, sharing, tables, tensors
 
 __all__: list[str] = []
 

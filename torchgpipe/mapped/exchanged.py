@@ -1,26 +1,29 @@
-"""Exchanged: mappings and plain objects by which modules pass values to later modules.
-
-Some models call all layers with one object, into which one layer writes keys and values that later
-layers read. It must stay the same object, so no layer can get a copy with tensors of its device.
-While a module is computed, tensors of other devices in it are replaced by copies. Afterwards,
-values that the module wrote or changed stay, and all others are restored.
-"""
+"""Values that the model leaves for later modules: in attributes, mappings and plain objects."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from operator import is_, itemgetter
+from typing import Any, NamedTuple, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchgpipe.autograd.versions import version_of
-from torchgpipe.mapped.changes import COUNT, DEPTH, attributes_of
+from torchgpipe.mapped.changes import COUNT, DEPTH, Contents, Replaced, attributes_of, fill
 from torchgpipe.mapped.containers import lists_and_dicts, tensors_of
 from torchgpipe.recompute.phase import is_recomputing
-from torchgpipe.values.structure import ATOMS
+from torchgpipe.values.structure import ATOMS, MISSING
 
 __all__: list[str] = []
+
+
+# Exchanged: mappings and plain objects by which modules pass values to later modules.
+#
+# Some models call all layers with one object, into which one layer writes keys and values that
+# later layers read. It must stay the same object, so no layer can get a copy with tensors of its
+# device. While a module is computed, tensors of other devices in it are replaced by copies.
+# Afterwards, values that the module wrote or changed stay, and all others are restored.
 
 
 def mappings_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MutableMapping[Any, Any]]:
@@ -151,3 +154,225 @@ def _handed_on(had: Any, value: Any) -> Any:
         _fill(had, value)
         return had
     return value
+
+
+# Attributes that the model's code sets on a mapped module, anew for each micro-batch.
+#
+# Many models hand masks and embeddings down in this way::
+#
+#   self.block.mask = mask
+#   x = self.block(x)
+#
+# When the block is recomputed, the attribute has the value of the last micro-batch. So attributes
+# that change between two calls of a module are set again for its recomputation. Attributes that
+# the module itself changes are not, as under every wrapper.
+#
+# The first step also looks into lists, dicts and plain objects among the attributes. From then on
+# only those are looked into that the model's code has changed between calls.
+
+
+#: Attributes of every module: flags and dicts, which are restored by other means.
+_COMMON = frozenset(vars(nn.Module()))
+
+#: The index of a module among those within a mapped module, and the name of an attribute.
+Key: TypeAlias = tuple[int, str]
+
+
+class AttributesThen(NamedTuple):
+    """A reading of all attributes, at one time."""
+
+    keys: Sequence[Key]
+    values: Sequence[Any]
+    #: The contents of the attributes that are looked into.
+    contents: Mapping[Key, Contents]
+
+    def by_key(self) -> dict[Key, Any]:
+        """The values by key."""
+        return dict(zip(self.keys, self.values))
+
+
+class Attributes:
+    """The attributes of a mapped module, and of all modules within, from call to call.
+
+    Each call of a mapped module reads all of them twice. To take less time, loops run in C where
+    they can, and an equal reading is the same object.
+
+    Args:
+        module: the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        #: The attributes that change between calls.
+        self._given: dict[Key, None] = {}
+        #: The attributes whose contents change between calls.
+        self._deep: dict[Key, None] = {}
+        #: Whether the contents of all attributes are looked into.
+        self._learning = True
+        #: The readings before and after the last call of a step.
+        self._last: CallAttributes | None = None
+        self._left: AttributesThen | None = None
+        self._walk()
+
+    def begin_step(self) -> None:
+        """List the attributes anew if the module has other submodules now."""
+        children = [x for table in self._tables for x in table["_modules"].values()]
+        if len(children) != len(self._children) or not all(map(is_, children, self._children)):
+            self._walk()
+
+    def end_step(self, m: int) -> None:
+        """Find the last changes of a step, and release all readings.
+
+        Args:
+            m: the number of micro-batches. A single one does not show whether contents change.
+        """
+        self._look()
+        self._learning = self._learning and m == 1
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Release all values of attributes."""
+        self._last = self._left = None
+
+    def begin(self) -> CallAttributes:
+        """Read the attributes before a call."""
+        found, last = self._look(), self._last
+        self._left = found
+        if last is None or found is not last.found:
+            last = self._last = CallAttributes(self._tables, self._given, self._deep, found)
+        return last
+
+    def end(self, given: CallAttributes) -> None:
+        """Read the attributes after a call."""
+        self._left = self._unless(given.found)
+
+    def _look(self) -> AttributesThen:
+        """Find the attributes that changed since the last call; return the present reading."""
+        left = self._left
+        found = self._unless(left)
+        if left is not None and found is not left:
+            now, before = found.by_key(), left.by_key()
+            for key in now | before:
+                if now.get(key, MISSING) is not before.get(key, MISSING):
+                    self._given[key] = None
+        if left is not None and left.contents:
+            self._deep |= {key: None for key, x in left.contents.items() if x.is_changed}
+        return found
+
+    def _walk(self) -> None:
+        modules = [*self._module.modules()]
+        # Of PyTorch's classes alone: in a user's class, ``__constants__`` may name anything.
+        self._sizes_of = [
+            getattr(type(x), "__constants__", ()) if type(x).__module__[:6] == "torch." else ()
+            for x in modules
+        ]
+        self._tables = [*map(vars, modules)]
+        self._children = [x for table in self._tables for x in table["_modules"].values()]
+        self._given.clear()
+        self._deep.clear()
+        self._learning = True
+        self._list()
+
+    def _unless(self, known: AttributesThen | None) -> AttributesThen:
+        """Read all attributes; return ``known`` itself if it is equal."""
+        values = self._values()
+        # Without comparing objects: tensors on an accelerator would make the host wait.
+        if (
+            known is not None
+            and self._keys is known.keys
+            and all(map(is_, values, known.values))
+            and not (known.contents and any(x.is_changed for x in known.contents.values()))
+        ):
+            return known
+        return AttributesThen(self._keys, values, self._contents(values))
+
+    def _contents(self, values: Sequence[Any]) -> dict[Key, Contents]:
+        """Look into attributes."""
+        if not self._learning and not self._deep:
+            return {}
+        found = {
+            key: Contents.of(value)
+            for key, value in zip(self._keys, values)
+            if self._learning or key in self._deep
+        }
+        return {key: x for key, x in found.items() if x is not None}
+
+    def _values(self) -> list[Any]:
+        if [*map(len, self._tables)] != self._sizes:
+            self._list()
+        try:
+            return [x for get, own in self._getters for x in get(own)]
+        except KeyError:
+            # One attribute was deleted, and another one was added.
+            self._list()
+            return [x for get, own in self._getters for x in get(own)]
+
+    def _list(self) -> None:
+        """List the attributes that there are."""
+        self._sizes = [*map(len, self._tables)]
+        self._keys: list[Key] = []
+        self._getters: list[tuple[itemgetter[Any], dict[str, Any]]] = []
+        for k, (sizes, table) in enumerate(zip(self._sizes_of, self._tables)):
+            # Without the sizes of a layer, but with floats, such as probabilities.
+            names = [
+                name
+                for name, value in table.items()
+                if name not in _COMMON and not (name in sizes and isinstance(value, int | tuple))
+            ]
+            if len(names) == 1:
+                # For a single name, itemgetter() would return no tuple.
+                names *= 2
+            if names:
+                self._keys += [(k, name) for name in names]
+                self._getters.append((itemgetter(*names), table))
+
+
+class CallAttributes(NamedTuple):
+    """The attributes that one call of a module has found."""
+
+    tables: Sequence[dict[str, Any]]
+    #: The attributes that change between calls, which later calls may add to.
+    keys: Mapping[Key, None]
+    #: The attributes whose contents change between calls.
+    deep: Mapping[Key, None]
+    found: AttributesThen
+
+    def restored(self) -> RestoredAttributes:
+        """Set these attributes within a ``with`` block, and restore the present ones after it."""
+        return RestoredAttributes(self)
+
+
+class RestoredAttributes:
+    """The attributes that a call has found, within a ``with`` block."""
+
+    def __init__(self, given: CallAttributes) -> None:
+        self._given = given
+        self._before: list[tuple[dict[str, Any], str, Any]] = []
+        self._filled: list[Replaced] = []
+
+    def __enter__(self) -> None:
+        tables, keys, deep, found = self._given
+        values = found.by_key() if keys else {}
+        for k, name in keys:
+            table, value = tables[k], values.get((k, name), MISSING)
+            now = table.get(name, MISSING)
+            # guard: attributes of a call
+            if now is not value:
+                self._before.append((table, name, now))
+                _put(table, name, value)
+        for key in deep:
+            if key in found.contents:
+                self._filled += found.contents[key].put()
+
+    def __exit__(self, *_: object) -> None:
+        for replaced in reversed(self._filled):
+            fill(*replaced)
+        for table, name, value in self._before:
+            _put(table, name, value)
+
+
+def _put(table: dict[str, Any], name: str, value: Any) -> None:
+    if value is MISSING:
+        table.pop(name, None)
+    else:
+        table[name] = value

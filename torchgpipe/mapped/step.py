@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient.context import Context
 from torchgpipe.ambient.random_numbers import StepNumbers
-from torchgpipe.autograd.ends import between
 from torchgpipe.autograd.fork_join import needs_backward
-from torchgpipe.describe import StepFigures
+from torchgpipe.autograd.nodes import between
 from torchgpipe.devices.pool import StreamPool
 from torchgpipe.devices.streams import (
     AbstractStream,
@@ -34,10 +33,10 @@ from torchgpipe.devices.streams import (
 )
 from torchgpipe.engine.recorded import Recording
 from torchgpipe.engine.step import Fence, StepWeights
-from torchgpipe.mapped.attributes import Attributes
 from torchgpipe.mapped.body import MappedBody
 from torchgpipe.mapped.changes import Changes
 from torchgpipe.mapped.device_map import Mapped
+from torchgpipe.mapped.exchanged import Attributes
 from torchgpipe.mapped.functions import watch
 from torchgpipe.mapped.on_demand import Omitted
 from torchgpipe.partition.keeping import (
@@ -48,10 +47,11 @@ from torchgpipe.partition.keeping import (
     policy_of,
     recomputed_by,
 )
-from torchgpipe.partition.lent import Lent, Place
+from torchgpipe.partition.placement import Lent, Place
 from torchgpipe.recompute.buffers import Learned
 from torchgpipe.recompute.layer_state import LayersState
 from torchgpipe.recompute.offload import Offloading, offloading_of
+from torchgpipe.show.describe import StepFigures
 
 __all__: list[str] = []
 

@@ -17,11 +17,13 @@ from torchgpipe.devices.recorder import memory_total
 from torchgpipe.devices.streams import CPU, Device, accelerators
 from torchgpipe.partition.arguments import checked_device, checked_devices, positive_int
 from torchgpipe.values import trees
-from torchgpipe.values.division import divided
+from torchgpipe.values.division import divided, has_chunks
 from torchgpipe.values.marks import NoChunk
 from torchgpipe.values.microbatch import Batch, scatter
+from torchgpipe.values.structure import Arguments, arguments
 
 __all__: list[str] = []
+
 
 #: Bytes, or a text such as ``"10GiB"``.
 Size: TypeAlias = float | str
@@ -245,3 +247,43 @@ class Loss(nn.Module):
         found = self.loss(output, *self._together(leaves))
         total: Tensor = found[0] if isinstance(found, tuple) else found
         return total
+
+
+# Samples: the arguments of a call, which a plan, or ``"auto"``, measures a model with.
+
+
+def input_of(sample: Any) -> Any:
+    """Return a sample as the input of a first layer, as a call of the model would make it."""
+    given = arguments_of(sample)
+    return arguments(given.args, given.kwargs)
+
+
+def arguments_of(sample: Any) -> Arguments:
+    """Return the arguments of a sample.
+
+    Args:
+        sample: a mapping of keyword arguments, a tuple of positional ones, a tensor that is the
+            only one, or what :func:`torchgpipe.arguments` returns.
+
+    Raises:
+        TypeError: the sample is of another kind.
+        ValueError: the sample is divided already.
+    """
+    if has_chunks(sample):
+        raise ValueError(
+            "a sample has rows, which are divided in several ways and measured, so it must not be "
+            f"divided already (sample: {type(sample).__name__} with Chunks); pass a mini-batch "
+            "that has rows"
+        )
+    if isinstance(sample, Arguments):
+        return sample
+    if isinstance(sample, Mapping):
+        return Arguments((), {**sample})
+    if isinstance(sample, Tensor):
+        return Arguments((sample,), {})
+    if isinstance(sample, tuple):
+        return Arguments(sample, {})
+    raise TypeError(
+        "a sample is a dict of keyword arguments, a tuple of arguments, or a tensor (sample: "
+        f"{type(sample).__name__}); pass a single argument of another kind as (argument,)"
+    )

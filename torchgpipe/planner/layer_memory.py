@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchgpipe.autograd.ends import enter
 from torchgpipe.autograd.halves import Halves
-from torchgpipe.autograd.nodes import next_number
+from torchgpipe.autograd.nodes import enter, next_number
 from torchgpipe.planner.memory_tracker import Run, highest, memory_of, size_of
 from torchgpipe.planner.record import GIVEN, Halved, Record, Section, Value
 from torchgpipe.planner.sandbox import Sandbox

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from torchgpipe import _torch
-from torchgpipe.autograd.ends import enter
 from torchgpipe.autograd.halves import Halves
-from torchgpipe.autograd.outcome import LARGE
+from torchgpipe.autograd.nodes import enter
 from torchgpipe.devices.recorder import Stopwatch
 from torchgpipe.devices.streams import CPU, has_streams, use_device
+from torchgpipe.engine.outcome import LARGE
 from torchgpipe.partition.placement import tensors
 from torchgpipe.planner.blocks import kind_of
 from torchgpipe.planner.layer_memory import Chain

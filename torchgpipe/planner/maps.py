@@ -28,10 +28,9 @@ from torchgpipe.mapped.hugging_face import (
     without_cache,
 )
 from torchgpipe.partition.keeping import checkpointed
-from torchgpipe.partition.sample import arguments_of
 from torchgpipe.planner.blocks import Times, Units, refined, timed
 from torchgpipe.planner.cuts import cut
-from torchgpipe.planner.given import Memory, limits_of, places_of, state_of
+from torchgpipe.planner.given import Memory, arguments_of, limits_of, places_of, state_of
 from torchgpipe.planner.map_memory import Footprint, recorded, weights_of
 from torchgpipe.values.microbatch import scatter
 from torchgpipe.values.structure import Arguments

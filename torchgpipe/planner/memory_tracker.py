@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchgpipe import _torch
 from torchgpipe.autograd.nodes import next_number, number_of
-from torchgpipe.autograd.outcome import LARGE
+from torchgpipe.engine.outcome import LARGE
 from torchgpipe.partition.placement import tensors
 from torchgpipe.planner.record import Peaks, Section, Value
 from torchgpipe.values import trees

@@ -15,8 +15,7 @@ from torchgpipe.checks import verify
 from torchgpipe.devices.streams import Device
 from torchgpipe.partition.arguments import MISSING, checked_chunks
 from torchgpipe.partition.keeping import Keeping, checked_keepings, is_policy, keepings_of
-from torchgpipe.partition.sample import input_of
-from torchgpipe.planner.given import chunks_of, places_of
+from torchgpipe.planner.given import chunks_of, input_of, places_of
 from torchgpipe.planner.memory import Issued, issued
 from torchgpipe.planner.problem import Problem, problem_of, rows_of
 from torchgpipe.planner.search import Search, search

@@ -16,11 +16,11 @@ from torchgpipe.planner.layers import Line
 from torchgpipe.planner.memory import Issued, LossMemory, issued, may_leave, peaks, ways
 from torchgpipe.planner.problem import HOST, Problem
 from torchgpipe.planner.stage_memory import Stage
+from torchgpipe.schedule.built_in import fill_drain
 from torchgpipe.schedule.candidates import built_in
 from torchgpipe.schedule.costs import Costs, Table
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.lifetimes import trips
-from torchgpipe.schedule.looped import fill_drain
 from torchgpipe.schedule.program import Instruction, Overlap, Skips, operations_of
 from torchgpipe.schedule.rewrite import checkpointed
 from torchgpipe.schedule.simulator import Rehearsal

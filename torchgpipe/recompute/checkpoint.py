@@ -50,8 +50,7 @@ from torchgpipe.ambient.modes import is_within_autocast, own_casts
 from torchgpipe.ambient.nesting import holding
 from torchgpipe.ambient.notes import layer as current
 from torchgpipe.ambient.random_numbers import FirstNumbers
-from torchgpipe.autograd.fork_join import fork, needs_backward
-from torchgpipe.autograd.recomputation import Recompute
+from torchgpipe.autograd.fork_join import Recompute, fork, needs_backward
 from torchgpipe.devices.streams import (
     AbstractStream,
     CPUStream,

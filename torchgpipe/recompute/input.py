@@ -15,8 +15,7 @@ from torch import Tensor
 from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient.context import Hooks
 from torchgpipe.ambient.notes import layer as current
-from torchgpipe.autograd.fork_join import get_phony
-from torchgpipe.autograd.recomputation import Unpack
+from torchgpipe.autograd.fork_join import Unpack, get_phony
 from torchgpipe.autograd.versions import version_of
 from torchgpipe.values.microbatch import Batch
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe._torch.dynamo import uncompiled
-from torchgpipe.autograd.fork_join import get_phony
-from torchgpipe.autograd.recomputation import Unpack
+from torchgpipe.autograd.fork_join import Unpack, get_phony
 from torchgpipe.autograd.versions import version_of
 from torchgpipe.recompute.phase import phase
 from torchgpipe.recompute.slots import described, mismatch, modified

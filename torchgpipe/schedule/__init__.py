@@ -15,6 +15,20 @@ of the numbers of workers and micro-batches, by rewriting another schedule (``sp
 
 from __future__ import annotations
 
+from torchgpipe.schedule.built_in import (
+    dualpipe_v,
+    fill_drain,
+    interleaved,
+    interleaved_zero_bubble,
+    looped_bfs,
+    one_f_one_b,
+    v_half,
+    v_min,
+    wave,
+    zero_bubble_h1,
+    zero_bubble_h2,
+    zero_bubble_v,
+)
 from torchgpipe.schedule.candidates import Candidate, best, named
 from torchgpipe.schedule.costs import Costs
 from torchgpipe.schedule.exchange import read_csv, write_csv
@@ -22,18 +36,8 @@ from torchgpipe.schedule.greedy import greedy
 from torchgpipe.schedule.language import Schedule, parse
 from torchgpipe.schedule.lifetimes import Lifetime, Lifetimes
 from torchgpipe.schedule.limits import Bounds, bounds
-from torchgpipe.schedule.looped import (
-    fill_drain,
-    interleaved,
-    interleaved_zero_bubble,
-    looped_bfs,
-    one_f_one_b,
-    zero_bubble_h1,
-    zero_bubble_h2,
-)
 from torchgpipe.schedule.program import Op, Overlap
 from torchgpipe.schedule.simulator import Report, simulate
-from torchgpipe.schedule.v_shaped import dualpipe_v, v_half, v_min, wave, zero_bubble_v
 from torchgpipe.schedule.validator import validate
 
 __all__ = ["Op", "Overlap", "Schedule", "Costs", "parse", "read_csv", "write_csv"]

@@ -10,21 +10,25 @@ from math import inf
 from typing import Any
 
 from torchgpipe.checks import listed, verify_function, verify_kind
-from torchgpipe.schedule.costs import Costs, Each, numbers
-from torchgpipe.schedule.language import Schedule
-from torchgpipe.schedule.limits import bounds
-from torchgpipe.schedule.looped import (
+from torchgpipe.schedule.built_in import (
     checked,
+    dualpipe_v,
     fill_drain,
     interleaved,
     interleaved_zero_bubble,
     looped_bfs,
     one_f_one_b,
+    v_half,
+    v_min,
+    wave,
     zero_bubble_h1,
     zero_bubble_h2,
+    zero_bubble_v,
 )
+from torchgpipe.schedule.costs import Costs, Each, numbers
+from torchgpipe.schedule.language import Schedule
+from torchgpipe.schedule.limits import bounds
 from torchgpipe.schedule.simulator import Report, simulate
-from torchgpipe.schedule.v_shaped import dualpipe_v, v_half, v_min, wave, zero_bubble_v
 from torchgpipe.schedule.validator import validate
 
 __all__: list[str] = ["Candidate", "best", "named"]

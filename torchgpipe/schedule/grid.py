@@ -19,7 +19,7 @@ from torchgpipe.schedule.program import (
     operations_of,
     timetable,
 )
-from torchgpipe.timeline.bars import Bar, BarRow, Panel, svg
+from torchgpipe.show.bars import Bar, BarRow, Panel, svg
 
 __all__: list[str] = ["Times", "characters", "unit_times", "write_svg"]
 

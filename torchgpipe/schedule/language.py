@@ -11,9 +11,16 @@ from os import PathLike
 from torchgpipe.checks import MOST, listed, shown, verify, verify_kind
 from torchgpipe.schedule.grid import characters, unit_times, write_svg
 from torchgpipe.schedule.lifetimes import Lifetimes, lifetimes
-from torchgpipe.schedule.overlapped import overlapped, paired
 from torchgpipe.schedule.program import Instruction, Op, Overlap, Program, operations, together
-from torchgpipe.schedule.rewrite import deferred, fused, halved, recomputed, truncated
+from torchgpipe.schedule.rewrite import (
+    deferred,
+    fused,
+    halved,
+    overlapped,
+    paired,
+    recomputed,
+    truncated,
+)
 
 __all__ = ["Schedule", "parse", "read"]
 

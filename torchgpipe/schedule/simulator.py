@@ -21,8 +21,8 @@ from torchgpipe.schedule.program import (
     walk,
 )
 from torchgpipe.schedule.validator import validate
-from torchgpipe.timeline.span import Stream, computation, copy, trip
-from torchgpipe.timeline.timeline import Timeline
+from torchgpipe.show.span import Stream, computation, copy, trip
+from torchgpipe.show.timeline import Timeline
 
 __all__: list[str] = [
     "Report",

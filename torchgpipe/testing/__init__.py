@@ -14,13 +14,13 @@ The CPU computes all values, at once and in the order in which the host issues t
 streams and events are bookkeeping. So a missing wait shows as a race, and never as a wrong number.
 """
 
+from torchgpipe.show.span import Span, Stream
 from torchgpipe.testing.busy import Busy
 from torchgpipe.testing.dry_run import Prediction, dry_run
 from torchgpipe.testing.hardware import Hardware
 from torchgpipe.testing.loading import UnavailableError, load
 from torchgpipe.testing.observe import Observation, observe
 from torchgpipe.testing.report import Access, Part, Place, Race, Transfers, Wait
-from torchgpipe.timeline.span import Span, Stream
 
 __all__ = [
     "load",

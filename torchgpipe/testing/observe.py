@@ -19,6 +19,9 @@ import torch
 
 from torchgpipe.ambient import labels
 from torchgpipe.checks import checked_flag, checked_path, verify_kind
+from torchgpipe.show import perfetto
+from torchgpipe.show.span import Span, Stream, cells
+from torchgpipe.show.timeline import Timeline
 from torchgpipe.testing.hardware import Hardware
 from torchgpipe.testing.loading import verify_loaded
 from torchgpipe.testing.report import (
@@ -41,9 +44,6 @@ from torchgpipe.testing.settings import (
     table_of,
     verify_settings,
 )
-from torchgpipe.timeline import perfetto
-from torchgpipe.timeline.span import Span, Stream, cells
-from torchgpipe.timeline.timeline import Timeline
 
 __all__ = ["Observation", "observe"]
 

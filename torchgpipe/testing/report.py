@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchgpipe.ambient.labels import Label
-from torchgpipe.timeline.span import Span, Stream
+from torchgpipe.show.span import Span, Stream
 
 __all__: list[str] = [
     "Access",

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from torchgpipe.advice.figures import HostWait, TracedLayer, figures_of
-from torchgpipe.timeline.span import Stream, computation, copy
+from torchgpipe.show.span import Stream, computation, copy
 
 
 def spans(host=0.0):

@@ -9,9 +9,8 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchgpipe.autograd.fork_join import get_phony
+from torchgpipe.autograd.fork_join import Unpack, get_phony
 from torchgpipe.autograd.halves import Halves, backward, leaves
-from torchgpipe.autograd.recomputation import Unpack
 
 CPU = torch.device("cpu")
 

@@ -13,8 +13,7 @@ from tests.support.helpers import note_of
 from torchgpipe.ambient.context import Context
 from torchgpipe.autograd import copy as copy_module
 from torchgpipe.autograd.copy import Copy, Wait
-from torchgpipe.autograd.fork_join import Join, fork
-from torchgpipe.autograd.recomputation import Recompute
+from torchgpipe.autograd.fork_join import Join, Recompute, fork
 from torchgpipe.devices.streams import CPUStream
 from torchgpipe.engine import cell as cell_module
 from torchgpipe.engine.body import Body

@@ -14,8 +14,8 @@ from torch import nn
 import torchgpipe
 from tests.support.helpers import linears
 from torchgpipe import GPipe, MappedGPipe, ScheduledLoss
-from torchgpipe.engine.mini_batch import MiniBatch
 from torchgpipe.engine.stages import stages_of
+from torchgpipe.engine.wrapper import MiniBatch
 
 MIXED = ["always", "never", "except_last"]
 
@@ -141,7 +141,7 @@ def test_a_model_in_a_scheduled_loss_is_one_with_the_same_stages():
     assert training._traced()[0] is model._traced()[0] is stages_of(model)
 
 
-@pytest.mark.parametrize("file", ["scheduled", "plans", "advice/watch", "advice/observed"])
+@pytest.mark.parametrize("file", ["scheduled", "advice/plans", "advice/watch", "advice/observed"])
 def test_nobody_reaches_into_a_wrapper(file):
     """A schedule, a plan and an advisor take what they need from stages and mini-batches."""
     tree = ast.parse((Path(torchgpipe.__file__).parent / f"{file}.py").read_text())

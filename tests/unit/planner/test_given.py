@@ -8,14 +8,7 @@ import torch
 from torch import nn
 
 from torchgpipe import NoChunk
-from torchgpipe.planner.given import (
-    chunks_of,
-    limits_of,
-    looks_of,
-    places_of,
-    state_of,
-    with_loss,
-)
+from torchgpipe.planner.given import chunks_of, limits_of, looks_of, places_of, state_of, with_loss
 
 CPU = torch.device("cpu")
 

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchgpipe.show.timeline import Timeline
 from torchgpipe.testing.hardware import GIB, Hardware
 from torchgpipe.testing.observe import Observation
 from torchgpipe.testing.report import Part, Place
-from torchgpipe.timeline.timeline import Timeline
 
 __all__ = ["Prediction"]
 

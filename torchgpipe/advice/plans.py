@@ -1,0 +1,395 @@
+"""Plans: the candidates that the planner finds for a model, and how to wrap a model as one says."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchgpipe.advice.tracing import trace
+from torchgpipe.ambient.random_numbers import get_state, set_state
+from torchgpipe.ambient.sources import generator_of
+from torchgpipe.batchnorm import has_batch_norms
+from torchgpipe.checks import verify, verify_number
+from torchgpipe.devices.recorder import memory_allocated
+from torchgpipe.devices.streams import CPU, Device
+from torchgpipe.engine.stages import stages_of
+from torchgpipe.gpipe import GPipe
+from torchgpipe.partition.keeping import Keeping, Offload
+from torchgpipe.partition.split import verify_module
+from torchgpipe.planner.given import (
+    Memory,
+    chunks_of,
+    filled,
+    input_of,
+    limits_of,
+    places_of,
+    state_of,
+)
+from torchgpipe.planner.layers import LayerCosts
+from torchgpipe.planner.plan import too_large
+from torchgpipe.planner.problem import problem_of, rows_of
+from torchgpipe.planner.search import search
+from torchgpipe.planner.trial import Trial
+from torchgpipe.schedule.limits import bounds
+from torchgpipe.schedule.simulator import Report, simulate
+from torchgpipe.scheduled import ScheduledLoss
+from torchgpipe.show.tables import aligned, in_bytes
+from torchgpipe.skip.layout import verify_skippables
+from torchgpipe.values import trees
+from torchgpipe.values.division import row_count
+from torchgpipe.values.microbatch import scatter
+
+__all__ = ["Candidate", "Plans", "plan"]
+
+
+def plan(
+    layers: nn.Sequential,
+    sample: Any,
+    *,
+    devices: Iterable[Device] | None = None,
+    memory: Memory | None = None,
+    optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | float = torch.optim.AdamW,
+    batch: int | None = None,
+    loss: Callable[..., Any] | None = None,
+    targets: Sequence[Any] = (),
+    chunks: Iterable[int] | None = None,
+    timeout: float = 1.0,
+    progress: bool = False,
+    prove: int = 0,
+) -> Plans:
+    """Find the balance, chunks, checkpoints and schedule that are fastest, and fit into memory.
+
+    ::
+
+        plans = torchgpipe.plan(layers, input, loss=F.cross_entropy, targets=(target,))
+        print(plans)
+        training = plans.best.wrap(layers)
+
+    The layers are measured once, with micro-batches of a few sizes. Everything else is simulated:
+    times exactly, and memory in the order in which the host issues work. Skips count where they
+    wait, and their copies take time. Not counted is what a library takes for itself, nor targets
+    that are not given. Cells may leave for the memory of the host, if links to it are fast.
+    Policies of PyTorch's are not planned.
+
+    Args:
+        layers: the model. It is not changed.
+        sample: the arguments of the first layer, with as many rows as a mini-batch, or fewer: a
+            tensor, a tuple of arguments, a dict of keyword arguments, or what
+            :func:`torchgpipe.arguments` returns.
+
+    Keyword Args:
+        devices: the devices, one for each worker; by default all accelerators. Slower ones among
+            them get less to do.
+        memory: the bytes that each device may use, one number for all, or a table by device, as
+            ``{0: "10GiB", 1: "8GiB"}``. A plan leaves 2 % of them free, and 5 % for layers with
+            skips, since predictions may be as much too low. By default a plan fills nine tenths of
+            what the device has, where it says so, and there is no limit for the CPU.
+        optimizer: the optimizer, as a function of parameters, or how many bytes of state it has for
+            each byte of a parameter: 0 for SGD, 1 with momentum, 2 for Adam.
+        batch: the rows of a mini-batch; by default those of the sample.
+        loss: the loss of a micro-batch, as for :class:`~torchgpipe.ScheduledLoss`. Without it only
+            the order of :class:`~torchgpipe.GPipe` is planned, whose loss is outside.
+        targets: the arguments of the loss after the output, with the rows of the sample.
+        chunks: the numbers of micro-batches to try; by default 1, 2, 4 and so on, up to the rows.
+        timeout: the seconds to measure. A warm-up comes on top.
+        progress: whether to show a progress bar.
+        prove: how many candidates, at most, to train for two steps on the devices, each with a copy
+            of the layers, as long as one that is left may be faster. What the second step takes
+            stands beside the prediction, and decides. On virtual accelerators that compute no
+            values, this is a dry run. What is proven may fill the memory.
+
+    Returns:
+        The candidates: for each schedule and number of micro-batches the best one found, and what
+        was proven before others.
+
+    Raises:
+        TypeError: the layers could not be wrapped, or the sample is of another kind.
+        ValueError: no layer takes any time, an argument is out of range, layers share weights
+            that no plan keeps on one device, or a proof would lack rows.
+        ImportError: a progress bar was asked for, and tqdm is not installed.
+    """
+    verify_module(layers)
+    verify_skippables(layers)
+    input, places = input_of(sample), places_of(devices)
+    rows = rows_of(batch, input)
+    # What is wrong is better told before anything is measured.
+    tried = chunks_of(chunks, rows, has_norms=has_batch_norms(layers))
+    limits_of(memory, places)
+    state = state_of(optimizer)
+    rule = "prove must be how many candidates are trained at most"
+    verify_number(prove, rule, "prove", "pass such as 3, or 0 to go by predictions", least=0)
+    have, remedy = row_count(input), f"pass a sample of {rows} rows, or prove=0"
+    rule = "candidates are proven with a sample that has the rows of a mini-batch"
+    verify(not prove or have == rows, rule, "rows", have, remedy)
+    options: Any = {"loss": loss, "targets": targets, "timeout": timeout, "progress": progress}
+    problem = problem_of(layers, input, places, rows, **options)
+    share = filled(has_skips=problem.sizes.has_skips)
+    room = limits_of(memory, places, has_skips=problem.sizes.has_skips)
+    problem = replace(problem, memory=room, state=state)
+    found = search(problem, tried)
+    if prove:
+        # What is proven needs no margin. Until it is, it has too little memory.
+        full = replace(problem, memory=[x / share for x in room])
+        more = [x for x in search(full, tried) if not x.excess and x.over(room)]
+        found += [replace(x, excess=x.over(room)) for x in more]
+    candidates, limits = [_candidate(x, loss) for x in found], _by_device(places, room)
+    if prove:
+        most = {place: size / share for place, size in limits.items()}
+        candidates = _proven(candidates, layers, input, targets, most, prove)
+    return Plans(
+        [x for x in candidates if not x.excess],
+        [x for x in candidates if x.excess],
+        [*problem.layers],
+        limits,
+    )
+
+
+def _by_device(places: Sequence[torch.device], room: Sequence[float]) -> dict[torch.device, int]:
+    """The bytes of each device that has a limit; those of its workers add up."""
+    found = dict[torch.device, int]()
+    for place, size in zip(places, room):
+        if size < inf:
+            found[place] = found.get(place, 0) + round(size)
+    return found
+
+
+def _proven(
+    candidates: Sequence[Candidate],
+    layers: nn.Sequential,
+    input: Any,
+    targets: Sequence[Any],
+    limits: Mapping[torch.device, float],
+    most: int,
+) -> list[Candidate]:
+    """Train the fastest candidates, at most so many, and put what fits of them before others."""
+    left, proven, best = sorted(candidates, key=lambda x: x.time), list[Candidate](), inf
+    while left and len(proven) < most and left[0].time < best:
+        found = left.pop(0)
+        proof = _proof(found, layers, input, targets)
+        excess = [round(size - limits[x]) for x, size in proof.memory.items() if x in limits]
+        # Nobody knows how much a step lacks that has failed.
+        lack = max(0, int(proof.time == inf), *excess)
+        proven.append(replace(found, proof=proof, excess=lack))
+        best = best if proven[-1].excess else min(best, proof.time)
+    proven.sort(key=lambda x: x.proof.time if x.proof else inf)
+    return [*proven, *sorted(left, key=lambda x: (x.excess, x.time))]
+
+
+def _proof(
+    candidate: Candidate, layers: nn.Sequential, input: Any, targets: Sequence[Any]
+) -> Proof:
+    """Train a copy of layers for two steps, of which the second one counts."""
+    devices, state = [*dict.fromkeys(candidate.devices)], candidate._trial.problem.state
+    generators = {generator_of(x) for x in (*devices, CPU)}
+    numbers = {generator: get_state(generator) for generator in generators}
+    gc.collect()
+    before = {x: memory_allocated(x) for x in devices}
+    try:
+        layers, loss = deepcopy((layers, candidate._loss))
+        model = candidate.wrap(layers, loss).train()
+        (batch,) = scatter(input, 1)
+        input = batch.replace([x.to(devices[0]) for x in batch]).value
+        for _ in range(2):
+            model.zero_grad()
+            with trace(model) as timeline:
+                found = model(input, *targets) if candidate.schedule else model(input)
+                # A loss outside is taken to make a gradient as large as its input.
+                ends = [x for x in trees.leaves_of(found) if isinstance(x, Tensor)]
+                terms = [F.mse_loss(x, x.detach()) if x.dim() else x for x in ends]
+                torch.autograd.backward([x for x in terms if x.requires_grad])
+            del found, ends, terms
+    except torch.OutOfMemoryError:
+        return Proof(inf, {})
+    finally:
+        for generator, own in numbers.items():
+            set_state(generator, own)
+    memory = dict[torch.device, int]()
+    for place, old in before.items():
+        if old is not None:
+            here = [x for x in model.parameters() if x.requires_grad and x.device == place]
+            more = state * sum(x.nbytes for x in here)
+            memory[place] = timeline.memory[str(place)] - old + round(more)
+    return Proof(timeline.step().makespan, memory)
+
+
+def _candidate(trial: Trial, loss: Callable[..., Any] | None) -> Candidate:
+    schedule, costs = trial.schedule, trial.costs
+    report = simulate(schedule, costs)
+    limit = bounds(schedule.placement, schedule.chunks, costs, skips=schedule.skips)
+    return Candidate(
+        *([*trial.balance], trial.devices, schedule.chunks, trial.checkpoint, trial.setting.name),
+        *(trial.time, trial.by_device, round(trial.excess), report, limit.gap(report)),
+        *(loss, trial),
+    )
+
+
+class Proof(NamedTuple):
+    """The figures of a step that a candidate was trained for.
+
+    Attributes:
+        time: its milliseconds, without the optimizer; infinite if the memory was too small.
+        memory: the most bytes of each accelerator, with the state of the optimizer.
+    """
+
+    time: float
+    memory: dict[torch.device, int]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to train a model: how to wrap it, and what that is expected to take; print it.
+
+    Args:
+        balance: how many layers each partition takes.
+        devices: the device of each partition.
+        chunks: the number of micro-batches.
+        checkpoint: the checkpoint mode of each partition, or the one of all.
+        schedule: the name of the schedule, for :class:`~torchgpipe.ScheduledLoss`; None for the
+            order of :class:`~torchgpipe.GPipe`.
+        time: milliseconds of a step, without the optimizer and, under ``GPipe``, without the loss.
+        memory: the most bytes of each device.
+        excess: by how many bytes the fullest device has too little; 0 if the plan fits.
+        report: the simulation.
+        gap: the excess of the time over the bound for this placement, as a share of the bound.
+        proof: what a step has taken, if the candidate was trained for one.
+    """
+
+    balance: list[int]
+    devices: list[torch.device]
+    chunks: int
+    checkpoint: Keeping | list[Keeping]
+    schedule: str | None
+    time: float
+    memory: dict[torch.device, int]
+    excess: int
+    report: Report = field(repr=False)
+    gap: float
+    _loss: Callable[..., Any] | None = field(repr=False)
+    _trial: Trial = field(repr=False)
+    proof: Proof | None = None
+
+    @property
+    def bubble(self) -> float:
+        """The share of the step's time in which devices wait, on average."""
+        return float(
+            sum(self.report.bubble) / len(self.report.bubble) / (self.report.makespan or 1)
+        )
+
+    def wrap(
+        self,
+        layers: nn.Sequential,
+        loss: Callable[..., Any] | None = None,
+        *,
+        deferred_batch_norm: bool = False,
+    ) -> nn.Module:
+        """Wrap a model as this candidate says.
+
+        Args:
+            layers: the layers that were planned, or others like them.
+            loss: the loss, if the candidate has a schedule; by default the one of the plan.
+
+        Keyword Args:
+            deferred_batch_norm: as for :class:`~torchgpipe.GPipe`.
+
+        Returns:
+            A :class:`~torchgpipe.GPipe`, or a :class:`~torchgpipe.ScheduledLoss` around one.
+        """
+        model = GPipe(
+            layers,
+            self.balance,
+            devices=self.devices,
+            chunks=self.chunks,
+            checkpoint=self.checkpoint,
+            deferred_batch_norm=deferred_batch_norm,
+        )
+        loss = loss or self._loss
+        name = self.schedule if loss is not None else None
+        if name == self.schedule:
+            stages_of(model).predict(self.time, self.memory, model, name, self._trial.problem)
+        return model if name is None or loss is None else ScheduledLoss(model, loss, name)
+
+    def __str__(self) -> str:
+        placed = f"balance={self.balance}, chunks={self.chunks}, checkpoint={self.checkpoint!r}"
+        size = in_bytes(max(self.memory.values()))
+        proven = "" if self.proof is None else f", proven: {self.proof.time:.4g} ms"
+        return (
+            f"{self.schedule or 'gpipe'}, {placed}: {self.time:.4g} ms a step, {size} on the "
+            f"fullest device, bubble {self.bubble:.1%}{proven}"
+        )
+
+    def _row(self) -> list[str]:
+        modes, sizes = self.checkpoint, [*self.proof.memory.values()] if self.proof else []
+        return [
+            self.schedule or "gpipe",
+            str(self.chunks),
+            str(self.balance),
+            " ".join(map(_letter, modes)) if isinstance(modes, list) else str(modes),
+            f"{self.time:.4g}",
+            "" if self.proof is None else f"{self.proof.time:.4g}",
+            f"{max(self.memory.values()) / 2**20:.1f}",
+            f"{max(sizes) / 2**20:.1f}" if sizes else "",
+            f"{self.bubble:.1%}",
+            f"{self.gap:.1%}",
+            "" if not self.excess else f"{in_bytes(self.excess)} too much",
+        ]
+
+
+def _letter(mode: Keeping) -> str:
+    """The letter of a checkpoint mode in a table."""
+    return f"o({mode.share:g},{mode.ahead})" if isinstance(mode, Offload) else str(mode)[0]
+
+
+@dataclass(frozen=True)
+class Plans:
+    """The candidates of :func:`plan`, the fastest first; print it for a table.
+
+    Args:
+        candidates: those that fit.
+        misfits: those that do not, the nearest to fit first.
+        layers: what was measured.
+        limits: the bytes that a plan may fill each device with, if there are any: a little less
+            than the device may use, by as much as predictions are off.
+    """
+
+    candidates: list[Candidate]
+    misfits: list[Candidate] = field(repr=False)
+    layers: list[LayerCosts] = field(repr=False)
+    limits: dict[torch.device, int]
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest candidate.
+
+        Raises:
+            ValueError: none fits.
+        """
+        if not self.candidates:
+            near = self.misfits[0]
+            raise too_large(near.schedule, near.chunks, near.balance, near.excess)
+        return self.candidates[0]
+
+    def __str__(self) -> str:
+        titles = ["schedule", "chunks", "balance", "checkpoint", "ms", "proven", "MiB", "proven"]
+        titles += ["bubble", "gap", ""]
+        shown = [*self.candidates[:10], *self.misfits[:3]]
+        rows = [titles, *(x._row() for x in shown)]
+        if not any(x.proof for x in shown):
+            rows = [row[:5] + row[6:7] + row[8:] for row in rows]
+        lines = [aligned(rows, left=range(len(rows[0])))]
+        hidden = len(self.candidates) + len(self.misfits) - len(shown)
+        if any(isinstance(x.checkpoint, list) for x in shown):
+            lines.append(
+                "checkpoint of each partition: a always, e except_last, n never, o offload"
+            )
+        if self.limits:
+            sizes = dict.fromkeys(f"{x / 2**20:.1f}" for x in self.limits.values())
+            lines.append(f"a plan fills at most {', '.join(sizes)} MiB of a device")
+        return "\n".join([*lines, f"and {hidden} more"] if hidden else lines)

@@ -1,0 +1,226 @@
+"""The computations of instructions, one class for each kind: receive, compute, and deliver.
+
+::
+
+                receive             compute             deliver
+    F           values and skips    layers              values and skips
+    R                               layers, again
+    B           gradients           the whole backward  gradients
+    I           gradients           its input's half    gradients
+    W                               its weights' half
+
+A computation receives and delivers on the worker's compute stream, and computes on the stream of
+its stage. What it sets in the process while it computes (the state of a generator, autocast) is set
+around each piece that runs, and put back before the next piece of anything runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from torchgpipe.ambient import labels
+from torchgpipe.ambient.modes import without_autocast
+from torchgpipe.ambient.notes import noted
+from torchgpipe.autograd.nodes import drained_after_failure
+from torchgpipe.devices.recorder import Mark
+from torchgpipe.devices.streams import AbstractStream, use_stream
+from torchgpipe.engine.criterion import Criterion
+from torchgpipe.engine.scheduled_cell import Cell, Gradients
+from torchgpipe.schedule.program import Op
+from torchgpipe.values.microbatch import VALUE, Batch
+
+if TYPE_CHECKING:
+    from torchgpipe.engine.loop import Executor
+
+__all__: list[str] = []
+
+Result = TypeVar("Result")
+
+
+class Computation:
+    """One computation of an instruction.
+
+    Args:
+        executor: the step.
+        w: the worker.
+        op: what is computed.
+    """
+
+    #: What its cell is given.
+    given: Any = None
+
+    def __init__(self, executor: Executor, w: int, op: Op) -> None:
+        self.executor, self.w, self.op = executor, w, op
+        self.j, _, self.i = op
+        #: The stream that it computes on.
+        self.stream = executor.links.home[self.j]
+        self._cell: Cell | None = None
+
+    def __str__(self) -> str:
+        """The note on an exception of it."""
+        return f"raised in {self.op} on {self.executor.plan.names[self.w]}"
+
+    @property
+    def label(self) -> labels.Label | None:
+        """The label of its work, if somebody observes it."""
+        return labels.of(self.op.kind, self.j, self.i)
+
+    @property
+    def mark(self) -> Mark:
+        """The mark of its span in a trace."""
+        return Mark(self.op.kind, self.stream, self.w, self.j, self.i)
+
+    def doing(self) -> noted:
+        """Context manager that tells what is computed, in notes on exceptions and by labels."""
+        return noted(self, self.label)
+
+    def on(self, stream: AbstractStream, function: Callable[..., Result], *args: Any) -> Result:
+        """Call a function that does a piece of this computation on a stream."""
+        with use_stream(stream), self.doing():
+            return function(*args)
+
+    def receive(self) -> None:
+        """Take what was sent."""
+
+    @property
+    def cell(self) -> Cell:
+        """The cell, which its last computation takes from the step."""
+        if self._cell is None:
+            self._cell = self._find()
+        return self._cell
+
+    def _find(self) -> Cell:
+        cells, key = self.executor.cells, (self.j, self.i)
+        return cells.pop(key) if self.op.kind in "BW" else cells[key]
+
+    def numbers(self) -> AbstractContextManager[Any]:
+        """Context manager for the random numbers of this computation."""
+        raise NotImplementedError
+
+    def compute(self) -> None:
+        """Compute."""
+        # Not the other way round: who has its turn may trace, and waits for all that compute.
+        with self.numbers():
+            self.executor.crew.cells.compute(self._compute)
+
+    def _compute(self) -> None:
+        raise NotImplementedError
+
+    def deliver(self) -> None:
+        """Send what was computed."""
+
+
+class Forward(Computation):
+    """F, which makes the cell."""
+
+    given: Batch
+    output: Batch
+
+    @property
+    def again(self) -> bool:
+        """Whether the cell has an R."""
+        return (self.j, self.i) in self.executor.plan.again
+
+    @property
+    def criterion(self) -> Criterion | None:
+        """The loss after the layers, if this is the last stage."""
+        return self.executor.criterion if self.j == self.executor.plan.last else None
+
+    def receive(self) -> None:
+        self.given = self.executor.post.receive(self.j, self.i)
+        self.executor.links.lend(self.given, self.w, self.stream)
+
+    def _find(self) -> Cell:
+        return self.executor.new_cell(self)
+
+    def numbers(self) -> AbstractContextManager[Any]:
+        return self.executor.draws.of(self.i, self.j)
+
+    def _compute(self) -> None:
+        cell = self.cell
+        self.output = cell.forward(self.given)
+        if torch.is_grad_enabled():
+            self.executor.keep(cell)
+
+    def deliver(self) -> None:
+        executor, i, j = self.executor, self.i, self.j
+        executor.links.give_back(self.output, self.w, self.stream)
+        if j < executor.plan.last:
+            executor.post.send(j, i, self.output)
+        else:
+            executor.links.leave(executor.criterion.results(i), j)
+        if executor.windows:
+            # Whoever holds the output would keep it on the device.
+            del self.output
+            self.cell.leave()
+
+
+class Recomputation(Computation):
+    """R."""
+
+    def numbers(self) -> AbstractContextManager[Any]:
+        return self.executor.draws.again(self.i, self.j)
+
+    def _compute(self) -> None:
+        self.cell.recompute()
+
+
+class BackwardWeight(Computation):
+    """W."""
+
+    def numbers(self) -> AbstractContextManager[Any]:
+        return self.executor.draws.backward(self.i, self.j, self.op.kind == "W")
+
+    def compute(self) -> None:
+        # guard: autocast in backward
+        with without_autocast(), drained_after_failure():
+            super().compute()
+
+    def _compute(self) -> None:
+        self.executor.sums.by_worker[self.w].add(*self.cell.backward_weight())
+
+
+class BackwardInput(BackwardWeight):
+    """I."""
+
+    given: Gradients
+    inputs: Gradients
+
+    def receive(self) -> None:
+        executor, i, j = self.executor, self.i, self.j
+        if j < executor.plan.last:
+            self.given = executor.post.receive_grads(j, i)
+        else:
+            self.given = {VALUE: [executor.criterion.grad(i)]}
+        for grads in self.given.values():
+            self.executor.links.lend(grads, self.w, self.stream)
+
+    def _compute(self) -> None:
+        self.inputs = self.cell.backward_input(self.given)
+
+    def deliver(self) -> None:
+        for grads in self.inputs.values():
+            self.executor.links.give_back(grads, self.w, self.stream)
+        self.executor.post.send_grads(self.j, self.i, self.inputs)
+
+
+class Backward(BackwardInput):
+    """B."""
+
+    def _compute(self) -> None:
+        self.inputs, weights, grads = self.cell.backward(self.given)
+        self.executor.sums.by_worker[self.w].add(weights, grads)
+
+
+#: The classes of computations, by kind.
+KINDS: dict[str, type[Computation]] = {
+    "F": Forward,
+    "R": Recomputation,
+    "B": Backward,
+    "I": BackwardInput,
+    "W": BackwardWeight,
+}

@@ -1,0 +1,336 @@
+"""The loss of each micro-batch after the last stage, and its targets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from numbers import Real
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.ambient import labels
+from torchgpipe.ambient.notes import add_note
+from torchgpipe.ambient.notes import layer as current
+from torchgpipe.devices.pool import StreamPool
+from torchgpipe.engine.links import fetched
+from torchgpipe.partition.traps import lists
+from torchgpipe.recompute.phase import is_recomputing
+from torchgpipe.values import trees
+from torchgpipe.values.division import Division, divided, leaves_in, rows_in, split
+from torchgpipe.values.marks import Chunks, is_of_input
+from torchgpipe.values.microbatch import Batch, joined
+from torchgpipe.values.structure import names
+
+__all__: list[str] = []
+
+
+# The loss of each micro-batch, after the last stage.
+
+
+class Criterion:
+    """A loss function, and what it has made of each micro-batch of a step.
+
+    Args:
+        loss: takes an output of the last stage and the arguments; returns the mean over the rows
+            of the micro-batch, or a sum and the weight that the sum of all is divided by.
+        arguments: the further arguments of each micro-batch, positional and by name.
+        division: the division of the input. A micro-batch has the share of its rows in a mean; if
+            the caller has divided all, each has the same.
+        scale: multiplies losses before backward, against gradients that are too small for float16.
+        outputs: whether outputs are kept.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+        division: Division,
+        scale: Callable[[Tensor], Tensor] | None,
+        outputs: bool,
+    ) -> None:
+        self.loss, self.arguments, self.scale = loss, arguments, scale
+        self.division, rows = division, sum(division.sizes)
+        self.shares = [size / rows if rows else 1 / division.m for size in division.sizes]
+        m = len(arguments)
+        #: For each micro-batch, the loss and the weight of its sum; None for a mean.
+        self.found: list[tuple[Tensor, Any] | None] = [None] * m
+        #: For each micro-batch, its output without what it was computed from.
+        self.outputs: list[Batch | None] | None = [None] * m if outputs else None
+        #: The shapes in the output of the first micro-batch, where layers computed it.
+        self.shapes: Sequence[torch.Size] = ()
+        #: Whether a loss depends on something that requires a gradient.
+        self.depends = False
+
+    def after(self, i: int) -> Callable[[Batch], Batch]:
+        """A function that makes the loss of micro-batch ``i`` of the output."""
+        return partial(self._loss, i)
+
+    def _loss(self, i: int, output: Batch) -> Batch:
+        args, kwargs = self.arguments[i]
+        if i == 0:
+            self.shapes = output.shapes
+        loss, weight = self.compute(output, args, kwargs)
+        if not is_recomputing():
+            self.take(i, loss, weight, output)
+        return Batch(loss)
+
+    def compute(
+        self, output: Batch, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Tensor, Any]:
+        """Compute the loss of an output, and its weight; None for a mean.
+
+        Raises:
+            TypeError: the loss function has returned something else.
+        """
+        current.name, current.kind = "loss", type(self.loss).__name__
+        is_observed = labels.observer is not None
+        if is_observed:
+            labels.put_layer("loss", getattr(self.loss, "__name__", type(self.loss).__name__))
+        found = _checked(self.loss(output.value, *args, **kwargs))
+        current.name = None
+        if is_observed:
+            labels.put_layer("", "")
+        return found
+
+    def take(self, i: int, loss: Tensor, weight: Any, output: Batch | None) -> None:
+        """Take note of the loss of micro-batch ``i``, and of the output of the layers."""
+        # Kernels such as mse_loss return a number in the memory of all the numbers that they added.
+        spacious = loss.untyped_storage().nbytes() > loss.nbytes
+        self.found[i] = loss.detach().clone() if spacious else loss.detach(), weight
+        self.depends |= loss.requires_grad
+        if self.outputs is not None and output is not None:
+            self.outputs[i] = output.map(lambda *xs: [x.detach() for x in xs], output.parts)
+
+    def grad(self, i: int) -> Tensor:
+        """The gradient of the loss of micro-batch ``i``, with which its backward begins."""
+        found = self.found[i]
+        assert found is not None
+        loss, weight = found
+        grad = torch.full_like(loss, 1 if weight is not None else self.shares[i])
+        return grad if self.scale is None else self.scale(grad).to(grad.dtype)
+
+    def results(self, i: int) -> list[Tensor]:
+        """The tensors of micro-batch ``i`` that go to the caller."""
+        found = self.found[i]
+        output = None if self.outputs is None else self.outputs[i]
+        results = [] if found is None else [x for x in found if isinstance(x, Tensor)]
+        return results if output is None else [*results, *output]
+
+    def joined(self, blocks: Container[int]) -> Any:
+        """The outputs of all micro-batches: see :func:`~torchgpipe.values.microbatch.joined`."""
+        assert self.outputs is not None
+        return joined([x for x in self.outputs if x is not None], self.division, blocks)
+
+    def total(self) -> tuple[Tensor, Tensor | None]:
+        """The loss of the mini-batch before it is divided, and what it is divided by.
+
+        Raises:
+            TypeError: some micro-batches had a weight, and others had none.
+        """
+        pairs = [pair for pair in self.found if pair is not None]
+        losses = torch.stack([loss.reshape(()) for loss, _ in pairs])
+        if losses.dtype in (torch.float16, torch.bfloat16):
+            # A sum over all tokens may be too large for these.
+            losses = losses.float()
+        if all(weight is None for _, weight in pairs):
+            # Numbers of the host that become kernels' arguments. A tensor would have to be copied,
+            # and the host would wait for the device.
+            terms = [
+                losses[start : start + count].sum() * share
+                for share, start, count in _runs(self.shares)
+            ]
+            return sum(terms[1:], terms[0]), None
+        if any(weight is None for _, weight in pairs):
+            raise TypeError(
+                "a loss function must return a mean for all micro-batches, or (sum, weight) for "
+                f"all (weights: {[weight for _, weight in pairs]}); return the same for each"
+            )
+        weights = [
+            weight.to(losses.device) if isinstance(weight, Tensor) else losses.new_full((), weight)
+            for _, weight in pairs
+        ]
+        total = torch.stack([x.reshape(()).to(losses.dtype) for x in weights]).sum()
+        return losses.sum(), total
+
+
+class Collector(Criterion):
+    """The outputs of the last stage, where there is no loss.
+
+    Args:
+        division: the division of the input.
+    """
+
+    def __init__(self, division: Division) -> None:
+        super().__init__(no_loss, [((), {})] * division.m, division, None, outputs=True)
+
+    def _loss(self, i: int, output: Batch) -> Batch:
+        assert self.outputs is not None
+        self.outputs[i] = output.map(lambda *xs: [x.detach() for x in xs], output.parts)
+        return output
+
+
+def no_loss(*_: Any) -> Any:
+    """Stand for a loss where none is computed."""
+    raise AssertionError("there is no loss")
+
+
+def _runs(values: Sequence[float]) -> Iterator[tuple[float, int, int]]:
+    """Each value that comes several times in a row, with its first place and its count."""
+    start = 0
+    for value, same in groupby(values):
+        count = len([*same])
+        yield value, start, count
+        start += count
+
+
+def _checked(found: Any) -> tuple[Tensor, Any]:
+    loss, weight = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise TypeError(
+            "a loss function must return the mean over the rows of its micro-batch, a tensor of "
+            f"one element, or (sum, weight) (returned: {what}); reduce it with mean(), or return "
+            "the sum and the number of what was summed up"
+        )
+    number = isinstance(weight, Tensor) and weight.numel() == 1 and not weight.is_complex()
+    if weight is not None and not number and not isinstance(weight, Real):
+        raise TypeError(
+            "the second of two things that a loss function returns is the weight of the sum, a "
+            f"number or a tensor of one element (returned: {type(weight).__name__}); return the "
+            "loss alone, and get outputs by ScheduledLoss(..., outputs=True)"
+        )
+    if isinstance(weight, Tensor):
+        weight = weight.detach()
+    return loss, weight
+
+
+# The further arguments of the loss: targets, split as the input is, on the last device.
+
+
+class explaining:
+    """Note on an error within a ``with`` block that all but the first argument go to the loss.
+
+    Args:
+        targets: the arguments of the step after the first one.
+        layer: the first layer.
+    """
+
+    def __init__(self, targets: Sequence[Any], layer: nn.Module | None) -> None:
+        self._targets, self._layer = targets, layer
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if not self._targets or self._layer is None or not isinstance(error, TypeError):
+            return
+        # Python itself says so of a layer that is called with one argument, and takes several.
+        name = getattr(type(self._layer).forward, "__qualname__", "")
+        if str(error).startswith(f"{name}() missing"):
+            add_note(
+                error,
+                "the model gets the first argument of a step, and the loss gets all others "
+                f"(for the loss: {len(self._targets)}); pass several arguments of the first layer "
+                "as one, torchgpipe.arguments(...)",
+            )
+
+
+def arguments_of(
+    value: Any, division: Division, pool: StreamPool, device: torch.device
+) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], list[Any]]:
+    """The arguments of the loss for each micro-batch, and the events of their copies.
+
+    Args:
+        value: the arguments that the caller gave, positional ones and those by name.
+        division: the division of the input.
+        pool: the streams on which tensors are copied.
+        device: the device of the last stage.
+
+    Raises:
+        ValueError: the arguments have other rows than the input, or require a gradient.
+    """
+    targets, more = value
+    each = [(f"targets[{k}]", x) for k, x in enumerate(targets)] + [*more.items()]
+    m, rows = division.m, sum(division.sizes)
+    found: dict[str, tuple[int, Any]] = {}
+    for name, x in each:
+        for path, leaf in names(x, leaves_in(x, rows)):
+            path = _path(name, path)
+            for tensor in _tensors(leaf) if torch.is_grad_enabled() else ():
+                if tensor.requires_grad:
+                    raise ValueError(
+                        "targets must not require a gradient, since the loss hands over those of "
+                        f"its input and weights (argument: {path}, shape: {tuple(tensor.shape)}); "
+                        "pass target.detach(), or make it an input that the layers pass on"
+                    )
+            if isinstance(leaf, Chunks) and len(leaf) != m:
+                raise ValueError(
+                    "targets that are divided must be as many as the micro-batches of the input "
+                    f"(argument: {path}, entries: {len(leaf)}, micro-batches: {m}); divide both in "
+                    "the same way"
+                )
+            if (count := rows_in(leaf)) is not None:
+                found[path] = count, leaf
+    if division.is_ready and found:
+        # The input does not say how many rows there are, so the first target does.
+        (path, (rows, _)), *_ = found.items()
+        if rows < m:
+            raise ValueError(
+                "targets must have a row for each micro-batch that Chunks has made (argument: "
+                f"{path}, rows: {rows}, micro-batches: {m}); divide them, too, or pass "
+                "torchgpipe.NoChunk(value)"
+            )
+        division = division._replace(sizes=divided(rows, m))
+    for path, (count, leaf) in found.items() if m > 1 else ():
+        if count != rows:
+            shape = getattr(getattr(leaf, "value", leaf), "shape", (count,))
+            raise ValueError(
+                "targets must have as many rows as the input, since each micro-batch takes "
+                f"the same rows of all (argument: {path}, shape: {tuple(shape)}, rows: {rows}); "
+                "pass what every micro-batch shall get whole as torchgpipe.NoChunk(value), and "
+                "what has its rows in another dimension as torchgpipe.Chunk(tensor, dim=1)"
+            )
+    entries = [x for name, one in each for x in lists(one, name)] if rows and m > 1 else []
+    if unsplit := [path for path, length in entries if length == rows]:
+        raise ValueError(
+            "targets must be tensors to be split into micro-batches "
+            f"(lists or arrays with an entry for each row: {', '.join(unsplit)}, rows: {rows}); "
+            "pass a tensor, what every micro-batch shall get whole as torchgpipe.NoChunk(value), "
+            "or what is divided already as torchgpipe.Chunks(values)"
+        )
+    value, events = fetched(pool, value, device)
+    if m == 1:
+        # One micro-batch gets all as it is.
+        return [trees.map_leaves(_whole, value)], events
+    return [*split(value, division, rows)], events
+
+
+def _path(name: str, path: str) -> str:
+    """The path to a leaf of an argument: its name alone, if it is the leaf."""
+    if path == "the value":
+        return name
+    return f"{name}{path}" if path.startswith("[") else f"{name}.{path}"
+
+
+def _tensors(leaf: Any) -> Iterator[Tensor]:
+    """The tensors of a leaf, which may be marked."""
+    value = leaf.values if isinstance(leaf, Chunks) else getattr(leaf, "value", leaf)
+    if is_of_input(leaf) or isinstance(leaf, list):
+        yield from (x for x in trees.leaves_of(value) if isinstance(x, Tensor))
+    elif isinstance(leaf, Tensor):
+        yield leaf
+
+
+def _whole(leaf: Any) -> Any:
+    if isinstance(leaf, Chunks):
+        return leaf.values[0]
+    return leaf.value if is_of_input(leaf) else leaf

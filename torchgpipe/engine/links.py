@@ -1,0 +1,354 @@
+"""The ways of tensors between workers: links that copy, and the post that keeps what arrives."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchgpipe.ambient import labels
+from torchgpipe.autograd.copy import copy, hand_over, leave
+from torchgpipe.devices.pool import StreamPool
+from torchgpipe.devices.recorder import Recorder, copy_mark
+from torchgpipe.devices.streams import (
+    AbstractStream,
+    current_stream,
+    has_streams,
+    record,
+    record_all,
+    record_stream,
+    use_stream,
+    wait_for,
+    wait_stream,
+)
+from torchgpipe.engine.scheduled_cell import Gradients
+from torchgpipe.engine.step import Step
+from torchgpipe.engine.step_plan import Plan
+from torchgpipe.schedule.program import Instruction, Overlap
+from torchgpipe.skip.tracker import Parcels
+from torchgpipe.values import trees
+from torchgpipe.values.marks import is_of_input
+from torchgpipe.values.microbatch import VALUE, Batch
+
+__all__: list[str] = []
+
+
+# Links: how tensors get from one worker to another, on lanes, while both go on computing.
+#
+# ::
+#
+#   worker 0   compute ──┬──────────── ...        compute ──┬──────────── ...
+#                        ↓ event                            ↑ event
+#              lane      └── copy ──┐              lane ────┘ wait
+#                                   ↓                 ↑
+#   worker 1             lane       └─────────────────┘
+#
+# A link leads from a stage to another one on another worker, and back for gradients. Each
+# direction of it has lanes of its own on both devices, used round-robin. So a copy waits for
+# nothing but the computation that made the tensors, and nothing but the computation that needs
+# them waits for it.
+
+
+class Sent(NamedTuple):
+    """Tensors on their way.
+
+    Args:
+        tensors: the tensors on their new device.
+        event: what the receiver has to wait for; None if there is nothing.
+    """
+
+    tensors: tuple[Tensor | None, ...]
+    event: Any = None
+
+
+class Links:
+    """The streams of one step.
+
+    Args:
+        plan: the plan of the step.
+        pool: the streams of the wrapper.
+        groups: a number for each stage; those with the same one share weights.
+        recorder: takes the times of computations and copies, if somebody wants to know.
+        arriving: what the last stage needs, each with the event of its copy.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        pool: StreamPool,
+        groups: Sequence[int],
+        recorder: Recorder | None,
+        arriving: Sequence[tuple[Tensor, Any]],
+    ) -> None:
+        self.recorder, self._arriving = recorder, arriving
+        self._placement = plan.schedule.placement
+        #: The caller's stream for the device of each worker.
+        self.outside = [current_stream(device) for device in plan.devices]
+        counts = Counter(plan.devices)
+        made = {x: iter(pool.computing(x, count)) for x, count in counts.items()}
+        #: The stream on which each worker computes.
+        self.compute = [next(made[device]) for device in plan.devices]
+        #: How many streams of its pool are in use on each device.
+        taken = Counter({x: count for x, count in counts.items() if count > 1})
+        #: The stream on which each stage computes.
+        self.home = [self.compute[w] for w in self._placement]
+        #: For each worker with overlaps, the stream of communication within them.
+        self.beside: dict[int, AbstractStream] = {}
+        self._overlap(plan, pool, groups, taken)
+        self._lanes = self._ways(plan, pool, taken)
+        self._used: Counter[tuple[int, int]] = Counter()
+
+    def _overlap(
+        self, plan: Plan, pool: StreamPool, groups: Sequence[int], taken: Counter[torch.device]
+    ) -> None:
+        """Give workers with overlaps a second stream to compute on, and one to communicate on."""
+
+        def one(device: torch.device) -> AbstractStream:
+            streams = pool.some(device, pool.POOL - 1)
+            taken[device] += 1
+            return streams[(taken[device] - 1) % len(streams)]
+
+        overlapping = {
+            w: others
+            for w, line in enumerate(plan.schedule.program)
+            if (others := _on_the_other_stream(line, groups)) is not None
+        }
+        for w, others in overlapping.items():
+            if has_streams(plan.devices[w]):
+                second = one(plan.devices[w])
+                for j, worker in enumerate(self._placement):
+                    if worker == w and groups[j] in others:
+                        self.home[j] = second
+        for w in overlapping:
+            self.beside[w] = one(plan.devices[w])
+
+    def _ways(
+        self, plan: Plan, pool: StreamPool, taken: Counter[torch.device]
+    ) -> dict[tuple[int, int], tuple[list[AbstractStream], list[AbstractStream]]]:
+        """The lanes at both ends of each way: from stage to stage on two streams, and back.
+
+        Workers on a device without streams have one, which has done all that was issued before.
+        """
+        place = self._placement
+        pairs = dict.fromkeys([*pairwise(range(len(place))), *plan.schedule.skips])
+        there = [(j, k) for j, k in pairs if self.compute[place[j]] != self.compute[place[k]]]
+        ways = [*there, *((k, j) for j, k in there)]
+        ends = Counter(plan.devices[place[stage]] for way in ways for stage in way)
+        lanes = {x: iter(pool.lanes(x, taken[x], count, least=1)) for x, count in ends.items()}
+        own = [plan.devices[w] for w in place]
+        return {(j, k): (next(lanes[own[j]]), next(lanes[own[k]])) for j, k in ways}
+
+    def send(self, tensors: Sequence[Tensor | None], source: int, target: int, i: int) -> Sent:
+        """Send tensors of a micro-batch from one stage to another.
+
+        The compute stream of the source is current.
+        """
+        present = [x for x in tensors if x is not None]
+        way = source, target
+        if way not in self._lanes or not present:
+            return Sent(tuple(tensors))
+        number = self._used[way]
+        self._used[way] += 1
+        sources, targets = self._lanes[way]
+        lane, arriving = sources[number % len(sources)], targets[number % len(targets)]
+        leaving = leave(self.compute[self._placement[source]], lane, *present)
+        mark = None
+        with use_stream(arriving):
+            if self.recorder is not None and lane.device != arriving.device:
+                mark = self.recorder.begin(copy_mark(arriving, source, target, i), lane)
+            with labels.within(labels.of("copy", source, i, target)):
+                found = iter(copy(lane, arriving, *leaving))
+            if self.recorder is not None and mark is not None:
+                self.recorder.end(mark)
+        return Sent(tuple([x if x is None else next(found) for x in tensors]), record(arriving))
+
+    def receive(self, tensors: Iterable[Tensor | None], event: Any, target: int) -> None:
+        """Have the compute stream of a stage, which is current, wait for tensors."""
+        if event is not None:
+            stream = self.compute[self._placement[target]]
+            # guard: waiting for what is sent
+            wait_for(stream, event)
+            # guard: recording what is received
+            record_all(tensors, stream)
+
+    def lend(self, tensors: Iterable[Tensor | None], w: int, stream: AbstractStream) -> None:
+        """Announce that tensors of a worker's compute stream are used on its other stream."""
+        if stream is not self.compute[w]:
+            # guard: lending to an overlap
+            record_all(tensors, stream)
+
+    def give_back(self, tensors: Iterable[Tensor | None], w: int, stream: AbstractStream) -> None:
+        """Announce that tensors of a worker's other stream are used on its compute stream."""
+        if stream is not self.compute[w]:
+            # guard: back from an overlap
+            record_all(tensors, self.compute[w])
+
+    def leave(self, tensors: Iterable[Tensor | None], j: int) -> None:
+        """Announce that tensors of a stage are used by the caller."""
+        w = self._placement[j]
+        if self.home[j] != self.outside[w]:
+            # guard: recording what goes to the caller
+            record_all(tensors, self.outside[w])
+
+    def begin(self) -> None:
+        """Make compute streams wait for the caller's, who may have changed weights."""
+        last = self._placement[-1]
+        for tensor, event in self._arriving:
+            # guard: waiting for targets
+            wait_for(self.compute[last], event)
+            # guard: recording targets
+            record_stream(tensor, self.home[-1])
+        for own, caller in zip(self.compute, self.outside):
+            if own != caller:
+                # guard: workers after the caller
+                wait_stream(own, caller)
+
+    def end(self) -> None:
+        """Make the caller's streams wait for the compute streams."""
+        for own, caller in zip(self.compute, self.outside):
+            if own != caller:
+                # guard: the caller after workers
+                wait_stream(caller, own)
+
+
+def _on_the_other_stream(line: Sequence[Instruction], groups: Sequence[int]) -> set[int] | None:
+    """The groups of a worker whose computations are on its second stream; None without overlaps.
+
+    A group stays on one stream: autograd adds the gradients of a weight on the stream on which the
+    weight was used first.
+    """
+    other: dict[int, bool] = {}
+    for x in line:
+        if isinstance(x, Overlap):
+            first, second = groups[x.first.stage], groups[x.second.stage]
+            if second in other:
+                other.setdefault(first, not other[second])
+            other.setdefault(first, False)
+            other.setdefault(second, not other[first])
+    return {group for group, is_other in other.items() if is_other} if other else None
+
+
+def fetched(
+    pool: StreamPool, value: Any, device: torch.device
+) -> tuple[Any, list[tuple[Tensor, Any]]]:
+    """Copy the tensors of a value to a device, on lanes.
+
+    Args:
+        pool: the streams of the wrapper.
+        value: any nested structure, on any devices.
+        device: where the tensors are wanted.
+
+    Returns:
+        The value, and the copies, each with an event that whoever uses it has to wait for.
+    """
+    arriving: list[tuple[Tensor, Any]] = []
+
+    def fetch(x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.device == device:
+            return x
+        # The last streams, since links take the first ones.
+        here, there = (pool.some(where, pool.POOL - 1)[-1] for where in (x.device, device))
+        hand_over([x], current_stream(x.device), here)
+        with use_stream(there):
+            (found,) = copy(here, there, x)
+        event = record(there)
+        if event is not None:
+            arriving.append((found, event))
+        return found
+
+    # Not a function that refers to itself, which only Python's collector would free.
+    def leaf(x: Any) -> Any:
+        return x.map(fetch) if is_of_input(x) else fetch(x)
+
+    return trees.map_leaves(leaf, value), arriving
+
+
+# The post: what each stage of a step is sent, until it receives it.
+#
+# ::
+#
+#   F of (j, i)   value  ──→ stage j + 1                 B of (j, i)   gradient of each part
+#                 skips  ──→ the stages that pop them                  ──→ where the part came from
+#
+# Before the first stage is the caller: the micro-batches come from there, and the gradients of
+# their tensors go back to it. Stages may be in other processes, too:
+# :mod:`torchgpipe.distributed.mail` takes what is there for these, and brings what comes from
+# them.
+
+
+class Post:
+    """The values, skips and gradients on their way between the stages of one step.
+
+    Args:
+        step: the step.
+        links: the links that tensors travel on.
+        batches: the micro-batches, which this list lets go of; an empty list if the first stage is
+            in another process.
+    """
+
+    def __init__(self, step: Step, links: Links, batches: list[Batch]) -> None:
+        self.step, self._links, self._layout = step, links, step.stages.skip_layout
+        #: The values that wait for a stage, with their events, by stage and micro-batch.
+        self.values: dict[tuple[int, int], tuple[Batch, Any]] = {
+            (0, i): (batch, None) for i, batch in enumerate(batches)
+        }
+        batches.clear()
+        #: For each micro-batch, the skips that were stashed and not popped yet.
+        self.parcels: defaultdict[int, Parcels] = defaultdict(Parcels)
+        #: The events of skips that come from another worker.
+        self._events: dict[tuple[int, Any], Any] = {}
+        #: The gradients that wait for a stage, by stage and micro-batch, for each part.
+        self.grads: dict[tuple[int, int], dict[Any, Sent]] = {}
+
+    def send(self, j: int, i: int, output: Batch) -> None:
+        """Send an output to the next stage, and its skips to those that pop them."""
+        targets: dict[Any, int] = {VALUE: j + 1, **self._layout.stashed[j]}
+        for key in [*output.parts]:
+            output = output.map(partial(self._sent, key, j, targets[key], i), [key])
+        value = self.parcels[i].packed(output)
+        self.values[j + 1, i] = value, self._events.pop((i, VALUE), None)
+
+    def _sent(self, key: Any, j: int, target: int, i: int, *tensors: Tensor) -> list[Tensor]:
+        found = self._links.send([x.detach() for x in tensors], j, target, i)
+        self._events[i, key] = found.event
+        return [
+            # This tells the next cell that a gradient is wanted. No gradient comes here.
+            y.requires_grad_(x.requires_grad)
+            for x, y in zip(tensors, found.tensors)
+            if y is not None
+        ]
+
+    def receive(self, j: int, i: int) -> Batch:
+        """The micro-batch that waits for a stage, beside the skips that the stage pops."""
+        batch, event = self.values.pop((j, i))
+        self._links.receive(batch, event, j)
+        popped = self._layout.popped[j]
+        batch = self.parcels[i].unpacked(batch, popped)
+        for skip in popped:
+            self._links.receive(batch.parts[skip], self._events.pop((i, skip), None), j)
+        return batch
+
+    def send_grads(self, j: int, i: int, grads: Gradients) -> None:
+        """Send the gradients of a stage's input to where its parts came from."""
+        sources: dict[Any, int] = {VALUE: j - 1, **self._layout.popped[j]}
+        for key, found in grads.items():
+            source = sources[key]
+            if source < 0:
+                self._links.leave(found, j)
+            waiting = self.grads.setdefault((source, i), {})
+            waiting[key] = self._links.send(found, j, source, i)
+
+    def receive_grads(self, j: int, i: int) -> dict[Any, Sequence[Tensor | None]]:
+        """The gradients of a stage's output; of the caller's tensors for what is before the first.
+
+        That of the last stage comes from its loss, not from here.
+        """
+        found = self.grads.pop((j, i), {})
+        for tensors, event in found.values():
+            self._links.receive(tensors, event, j)
+        return {key: sent.tensors for key, sent in found.items()}

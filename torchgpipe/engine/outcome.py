@@ -1,0 +1,376 @@
+"""The outcome of a step: its loss, with the sums of gradients that its backward hands over."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from torchgpipe import _torch
+from torchgpipe._torch.dynamo import is_alone, modules_of, parameters_of, uncompiled
+from torchgpipe.autograd.nodes import without_hooks
+from torchgpipe.devices.streams import (
+    CPU,
+    AbstractStream,
+    current_stream,
+    record_stream,
+    use_stream,
+)
+from torchgpipe.engine.links import Links, Post
+from torchgpipe.engine.stages import Stages
+from torchgpipe.engine.step_plan import Plan
+from torchgpipe.values.managers import contextmanager
+from torchgpipe.values.microbatch import Batch
+
+__all__: list[str] = []
+
+
+# The loss of a step whose gradients are there already, as a function that autograd can run.
+#
+# A schedule that interleaves forward and backward computes gradients during the call. Gradients
+# are linear in the loss. So backward has only to multiply them by the gradient of the loss, and
+# to hand them over to the tensors that they belong to::
+#
+#   weights on device 0 ── HandOver ── 0 ┐
+#   weights on device 1 ── HandOver ── 0 ┼─ Outcome ── loss
+#                                value ──┘
+#
+# There is one :class:`HandOver` for each device, whose output is a zero on that device. So
+# autograd runs each on the caller's stream of its device.
+
+
+#: The least size of a gradient that is added as soon as it is there, in bytes.
+LARGE = 2**18
+
+
+class Sums:
+    """The gradients of some tensors on one device, summed up over micro-batches.
+
+    Sums are computed in place. The first gradient of a tensor may share its memory with another
+    one, as those of the two terms of an addition do. So it becomes a sum only if nothing else holds
+    its memory when the next gradient comes.
+    """
+
+    def __init__(self) -> None:
+        #: The tensors, by identity.
+        self.tensors: dict[int, Tensor] = {}
+        self._sums: dict[int, Tensor] = {}
+        #: The tensors whose sum has memory of its own, which may be changed in place.
+        self._own: set[int] = set()
+        #: The hooks of tensors whose gradients are added at once.
+        self._hooks: dict[int, Any] = {}
+
+    def add(self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        """Add the gradients of some tensors; None adds nothing."""
+        sums, terms = [], []
+        for tensor, grad in zip(tensors, grads):
+            key = id(tensor)
+            found = self._sums.get(key)
+            # One that was added as soon as it was there is the sum.
+            # guard: sums instead of gradients
+            if grad is None or grad is found:
+                continue
+            self.tensors[key] = tensor
+            if found is None:
+                # Detached, so that it can be seen whether the gradient's memory is still shared.
+                self._sums[key] = grad.detach()
+                continue
+            # guard: sums of what is not ours
+            if key not in self._own and is_alone(found):
+                self._own.add(key)
+            if key in self._own:
+                if grad.is_sparse:
+                    found += grad
+                else:
+                    sums.append(found)
+                    terms.append(grad)
+            else:
+                # One by one, so that the memory of the two terms is free for the next sum.
+                self._sums[key] = found + grad
+                if not self._sums[key].is_sparse:
+                    self._own.add(key)
+        if sums:
+            _torch.add_each(sums, terms)
+
+    @contextmanager
+    def adding_at_once(self, tensors: Iterable[Tensor]) -> Iterator[None]:
+        """Add gradients as soon as backward has computed them, within a ``with`` block.
+
+        Otherwise the gradients of all weights of a stage are in memory at the end of its backward,
+        beside their sums. Small ones wait, since one call that adds them all costs less than many.
+        But on the CPU, they do not wait: a small one that stays in memory beside a freed large one
+        would fragment it, and leave no room for the next large one.
+
+        Args:
+            tensors: those whose gradients no other thread computes.
+        """
+        found = [x for x in tensors if type(x) in (Tensor, Parameter) and x.is_leaf]
+        large = [x for x in found if x.nbytes >= LARGE]
+        for x in found if large and large[0].device == CPU else large:
+            self._hooks[id(x)] = x.register_hook(partial(self._add_at_once, x))
+        try:
+            yield
+        finally:
+            while self._hooks:
+                self._hooks.popitem()[1].remove()
+
+    def _add_at_once(self, tensor: Tensor, grad: Tensor) -> Tensor | None:
+        """Add a gradient, and have backward return the sum instead, so that it can be freed."""
+        key = id(tensor)
+        if key not in self._sums or grad.is_sparse:
+            return None
+        self.add([tensor], [grad])
+        found = self._sums[key]
+        if key in self._own:
+            # From now on without Python: this adds in place, and returns the sum.
+            self._hooks[key].hooks_dict_ref()[self._hooks[key].id] = found.add_
+        return found
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """Remove a tensor's sum, and return it in memory of its own; zeros if there is none."""
+        key = id(tensor)
+        found = self._sums.pop(key, None)
+        if found is None:
+            return torch.zeros_like(tensor)
+        return found if key in self._own else found.clone()
+
+    def move_to(self, others: Mapping[int, Sums]) -> None:
+        """Add each gradient to the sums of its tensor, by identity, and release it."""
+        for key in [*self._sums]:
+            tensor = self.tensors[key]
+            other, grad = others[key], self._sums.pop(key)
+            if key in other._sums:
+                other.add([tensor], [grad])
+                continue
+            other.tensors[key], other._sums[key] = tensor, grad
+            if key in self._own:
+                other._own.add(key)
+
+    def scaled(self, tensors: Sequence[Tensor], factor: Tensor) -> list[Tensor | None]:
+        """The gradients, multiplied by a tensor of shape ``()``; this object releases them."""
+        own = [self._sums[key] for key in self._sums if key in self._own]
+        # The factor of an accelerator is not read, for which the host would wait.
+        if own and not (factor.device == CPU and factor == 1):
+            _torch.multiply_each(own, factor)
+        del own
+        for key in self._sums:
+            if key not in self._own:
+                self._sums[key] = self._sums[key] * factor
+        found = [self._sums.pop(id(tensor), None) for tensor in tensors]
+        self._sums.clear()
+        return found
+
+
+class HandOver(torch.autograd.Function):
+    """``sums, device, dtype, caller, *tensors → 0``: backward hands the gradients over.
+
+    Args:
+        sums: the gradients, whose memory belongs to the current stream.
+        device: the device of the output.
+        dtype: its dtype.
+        caller: the caller's stream on that device.
+        *tensors: the tensors that get the gradients.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        sums: Sums,
+        device: torch.device,
+        dtype: torch.dtype,
+        caller: AbstractStream,
+        *tensors: Tensor,
+    ) -> Tensor:
+        ctx.sums, ctx.caller = sums, caller
+        # Not saved for backward, since the caller may change weights in place before it.
+        ctx.tensors = tensors
+        return torch.zeros((), device=device, dtype=dtype)
+
+    @staticmethod
+    @uncompiled
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        tensors, ctx.tensors = ctx.tensors, ()
+        found = ctx.sums.scaled(tensors, grad)
+        for x in found:
+            if x is not None:
+                # guard: recording what is handed over
+                record_stream(x, ctx.caller)
+        return (None, None, None, None, *found)
+
+
+class Outcome(torch.autograd.Function):
+    """``value, divisor, *zeros → value``.
+
+    Args:
+        value: the value of the loss.
+        divisor: what the gradients have to be divided by, of shape ``()``, or None.
+        *zeros: the outputs of :class:`HandOver`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        value: Tensor,
+        divisor: Tensor | None,
+        *zeros: Tensor,
+    ) -> Tensor:
+        ctx.divisor, ctx.done = divisor, False
+        ctx.devices = [zero.device for zero in zeros]
+        return value.clone()
+
+    @staticmethod
+    @uncompiled
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "the gradients of a scheduled loss are computed during the call, so they have no "
+                "graph of their own (create_graph: True); use the loss of a GPipe for gradients "
+                "of gradients"
+            )
+        if _torch.is_batched(grad):
+            raise RuntimeError(
+                "a scheduled loss hands one gradient over, and no batch of them (is_grads_batched "
+                "or vectorize: True); pass False, or use the loss of a GPipe"
+            )
+        if ctx.done:
+            raise RuntimeError(
+                "a scheduled loss has handed its gradients over in its first backward, and keeps "
+                "no copy (backwards: 2); call it once for each backward, and add losses that share "
+                "a backward before it"
+            )
+        ctx.done = True
+        if ctx.divisor is not None:
+            grad = grad / ctx.divisor
+        found = [grad.to(x, non_blocking=x.type != "cpu") for x in ctx.devices]
+        return (None, None, *found)
+
+
+# The sums of a step's gradients, until backward of its loss hands them over.
+#
+# Cells leave the gradients of weights here, worker by worker; those of the caller's tensors come
+# by the post. All of them are summed up over micro-batches, and multiplied by the gradient of the
+# loss.
+
+
+def copies_of_weights(stages: Stages) -> list[dict[Tensor, Tensor]]:
+    """Copies, for each stage, of weights that are at home on the device of another one.
+
+    Autograd knows what they are copies of, so their gradients are handed over to that.
+    """
+    made: dict[tuple[Tensor, torch.device], Tensor] = {}
+    found: list[dict[Tensor, Tensor]] = []
+    for places, device in zip(stages.lent, stages.devices):
+        own: dict[Tensor, Tensor] = {}
+        for x in [table[name] for table, name in places]:
+            if x is not None and x.device != device:
+                if (x, device) not in made:
+                    made[x, device] = x.to(device, non_blocking=True)
+                own[x] = made[x, device]
+        found.append(own)
+    return found
+
+
+def in_place_of(copies: Mapping[Tensor, Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+    """Weights, with copies in place of those that have one."""
+    return [copies.get(x, x) for x in weights]
+
+
+class StepSums:
+    """The weights of all stages, the tensors of the caller, and the sums of their gradients.
+
+    Args:
+        plan: the plan of the step.
+        modules: for each stage, the module that has all of its weights.
+        batches: the micro-batches of the first stage.
+        copies: for each stage, copies of weights that it computes with in their place.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        modules: Sequence[nn.Module],
+        batches: Iterable[Batch],
+        copies: Sequence[Mapping[Tensor, Tensor]],
+    ) -> None:
+        self._plan = plan
+        #: For each stage, its weights that require a gradient; the last one has those of the loss.
+        self.weights: list[list[Tensor]] = [
+            [x for x in in_place_of(own, parameters_of(modules_of(module))) if x.requires_grad]
+            for module, own in zip(modules, copies)
+        ]
+        #: For each stage, their nodes in autograd's graph, as far as cells have met them.
+        self.nodes: list[set[Any]] = [{x.grad_fn for x in own} for own in self.weights]
+        #: For each micro-batch, the tensors that came from the caller.
+        self._inputs = [[*batch] for batch in batches]
+        given = [x for x in chain(*self._inputs) if x.requires_grad]
+        self._without_hooks = without_hooks([*chain(*self.weights), *given])
+        #: For each worker, the sums of the gradients of its weights.
+        self.by_worker = [Sums() for _ in plan.devices]
+
+    def begin(self, within: ExitStack) -> None:
+        """Begin to sum up; hooks of weights and inputs see nothing until the block ends."""
+        within.enter_context(self._without_hooks)
+        # Whoever hands over makes nodes anew, for streams of its own.
+        within.callback(self.nodes.clear)
+        for sums, weights in zip(self.by_worker, self._weights_of_one()):
+            within.enter_context(sums.adding_at_once(weights))
+
+    def _weights_of_one(self) -> list[list[Tensor]]:
+        """For each worker, the weights that no other worker has."""
+        found: list[dict[int, Tensor]] = [{} for _ in self.by_worker]
+        for w, weights in zip(self._plan.schedule.placement, self.weights):
+            found[w].update({id(x): x for x in weights})
+        count = Counter(chain(*found))
+        # Another worker has a thread of its own.
+        # guard: sums of weights that workers share
+        return [[x for key, x in own.items() if count[key] == 1] for own in found]
+
+    def met(self, j: int, strays: Sequence[Tensor]) -> None:
+        """Take weights that a stage uses, and that are not among its own, for its own."""
+        # guard: hooks of strays
+        self._without_hooks.add(strays)
+        self.weights[j] += strays
+
+    def zeros(self, links: Links, post: Post, dtype: torch.dtype) -> list[Tensor]:
+        """Make zeros whose backward hands the gradients over.
+
+        Args:
+            links: the streams of the step.
+            post: has the gradients of the caller's tensors.
+            dtype: the dtype of the loss.
+        """
+        #: By stream, the sums, and the tensors that they belong to. A weight stays on its stream.
+        parts: dict[AbstractStream, tuple[Sums, list[Tensor]]] = {}
+        owner: dict[int, Sums] = {}
+        first = links.outside[0], chain(*self._inputs)
+        for stream, some in [first, *zip(links.home, self.weights)]:
+            for x in some:
+                if x.requires_grad and id(x) not in owner:
+                    # A layer may use a weight of another device.
+                    at = stream if x.device == stream.device else current_stream(x.device)
+                    if at not in parts:
+                        parts[at] = Sums(), []
+                    owner[id(x)], tensors = parts[at]
+                    tensors.append(x)
+        for i, given in enumerate(self._inputs):
+            for found in post.receive_grads(-1, i).values():
+                for x, grad in zip(given, found):
+                    if grad is not None:
+                        owner[id(x)].add([x], [grad])
+        for part in self.by_worker:
+            part.move_to(owner)
+        callers = dict(zip(self._plan.devices, links.outside))
+        zeros: list[Any] = []
+        for stream, (sums, tensors) in parts.items():
+            with use_stream(stream):
+                device = stream.device
+                caller = callers.get(device, stream)
+                zeros.append(HandOver.apply(sums, device, dtype, caller, *tensors))
+        return zeros

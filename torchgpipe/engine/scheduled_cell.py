@@ -1,0 +1,271 @@
+"""A cell of a schedule: one micro-batch in one stage, and what each instruction does to it.
+
+::
+
+    F   input ── enter ── layers ── output        the cell keeps the edges at both ends of its graph
+    R                     layers, again           what was dropped is computed again
+    B   input ←── layers ←── output               gradients of the input, and of the weights
+    I   input ←── layers ←── output               of the input alone
+    W             layers                          of the weights, from what I has noted
+
+Each cell has a graph of its own, since its backward runs when the schedule says so. Its input is
+detached from the graph of the stage before. ``enter`` makes it the output of a node, whose edges
+tell autograd where the gradient of the input is wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from torchgpipe.ambient.notes import noted
+from torchgpipe.autograd.halves import Halves, backward, leaves
+from torchgpipe.autograd.nodes import count_hooks, enter
+from torchgpipe.recompute.checkpoint import Checkpoint
+from torchgpipe.recompute.offload import Offloaded
+from torchgpipe.recompute.slots import Slot
+from torchgpipe.recompute.storage import View
+from torchgpipe.values.microbatch import Batch
+
+if TYPE_CHECKING:
+    from torchgpipe.engine.computation import Computation, Forward
+
+__all__: list[str] = []
+
+#: For each part of a micro-batch, the gradients of its tensors, each tensor once.
+Gradients = dict[Any, Sequence[Tensor | None]]
+
+
+class Cell:
+    """Micro-batch ``i`` in stage ``j`` of a step, from its F until it is done.
+
+    The stream of the stage is current whenever a method is called. What a method is given lets go
+    of its tensors, which are freed at their last use.
+
+    Args:
+        run: its F.
+    """
+
+    __slots__ = ("again", "criterion", "i", "j", "stream", "weights")
+
+    def __init__(self, run: Forward) -> None:
+        self.i, self.j, self.stream = run.i, run.j, run.stream
+        self.again, self.criterion = run.again, run.criterion
+        self.weights = [*run.executor.sums.weights[run.j]]
+
+    def forward(self, batch: Batch) -> Batch:
+        """Run the layers (F).
+
+        Args:
+            batch: the input. Tensors that a gradient is wanted of require one.
+        """
+        raise NotImplementedError
+
+    def look_for_strays(self, nodes: set[Any]) -> list[Tensor]:
+        """Find leaves that the cell has used, and that are not among its weights.
+
+        Such are the parameters of another module that a layer or the loss refers to.
+
+        Args:
+            nodes: the nodes of its weights in autograd's graph, as far as other cells have met
+                them; this one adds its own.
+        """
+        return []
+
+    def recompute(self) -> None:
+        """Compute again what was dropped (R)."""
+        raise NotImplementedError
+
+    def leave(self) -> None:
+        """Let what backward needs leave for the host, if it does, once the output was sent."""
+
+    def fetch(self) -> None:
+        """Bring it back."""
+
+    def backward(
+        self, grads: Gradients
+    ) -> tuple[Gradients, Sequence[Tensor], Sequence[Tensor | None]]:
+        """Compute the gradients of input and weights (B), and let go of all else.
+
+        Args:
+            grads: the gradients of the output.
+
+        Returns:
+            The gradients of the input; the weights, and their gradients.
+        """
+        raise NotImplementedError
+
+    def backward_input(self, grads: Gradients) -> Gradients:
+        """Compute the gradients of the input (I), and let go of what W does not need."""
+        raise NotImplementedError
+
+    def backward_weight(self) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+        """Compute the gradients of the weights (W), and let go of all else."""
+        raise NotImplementedError
+
+
+class EagerCell(Cell):
+    """A cell that runs the layers, and autograd, which keeps what backward needs."""
+
+    __slots__ = (
+        *("_checkpoint", "_halves", "_hooks", "_inputs", "_offloaded", "_outputs"),
+        "_within",
+        *("run", "step"),
+    )
+
+    def __init__(self, run: Forward) -> None:
+        super().__init__(run)
+        self.step = run.executor.step
+        body = self.step.bodies[self.j]
+        #: Runs the layers on a micro-batch.
+        self.run: Callable[..., Batch] = body.run
+        if body.visited:
+            note = f"raised in partition {self.j}, micro-batch {self.i}"
+            self.run = partial(body.run, note=note)
+        # What the checkpoint holds, it must not hold the step.
+        self._within = noted(str(run)) if self.again else None
+        #: For each part of the input and of the output, the edges of its tensors, each tensor once.
+        self._inputs: dict[Any, list[GradientEdge | None]] = {}
+        self._outputs: dict[Any, list[GradientEdge | None]] = {}
+        self._checkpoint: Checkpoint | None = None
+        self._offloaded: Offloaded | None = None
+        self._halves: Halves | None = None
+        #: How many hooks there were when the cell began.
+        self._hooks = 0
+
+    def forward(self, batch: Batch) -> Batch:
+        self._hooks = count_hooks()
+        batch = self._enter(batch.take())
+        run, context = self.run, self.step.context
+        if self.criterion is not None:
+            run = partial(run, after=self.criterion.after(self.i))
+        body = self.step.bodies[self.j]
+        new = None
+        if body.offloading is not None and body.offloading.sends(self.i):
+            new = partial(body.offloading.cell, self.stream, self.i)
+        if self._within is not None:
+            self._checkpoint = body.checkpoint(run, context, self.stream, self._within, new)
+            run = self._checkpoint.forward
+        elif new is not None:
+            run = partial(new().forward, run)
+        batch = batch.take()
+        output = context.run(run, batch)
+        if torch.is_grad_enabled():
+            for key in output.parts:
+                distinct = {id(x): x for x in output.parts[key]}.values()
+                self._outputs[key] = [
+                    get_gradient_edge(x) if x.requires_grad else None for x in distinct
+                ]
+        return output
+
+    def _enter(self, batch: Batch) -> Batch:
+        """Make the input the beginning of a graph."""
+        needing = [x for x in batch if x.requires_grad] if torch.is_grad_enabled() else []
+        if not needing:
+            return batch.replace([x.detach() for x in batch])
+        found, ends = enter(*needing)
+        edges = dict(zip(map(id, needing), ends))
+        for key in batch.parts:
+            distinct = {id(x): x for x in batch.parts[key]}.values()
+            self._inputs[key] = [edges.get(id(x)) for x in distinct]
+        entered = iter(found)
+        return batch.replace([next(entered) if x.requires_grad else x.detach() for x in batch])
+
+    def look_for_strays(self, nodes: set[Any]) -> list[Tensor]:
+        edges = [edge for part in self._outputs.values() for edge in part if edge is not None]
+        node = next((e.node for part in self._inputs.values() for e in part if e is not None), None)
+        return leaves(edges, node, self.weights, nodes)
+
+    def recompute(self) -> None:
+        checkpoint, self._checkpoint = self._checkpoint, None
+        assert checkpoint is not None
+        checkpoint.recompute()
+
+    def leave(self) -> None:
+        offloading = self.step.bodies[self.j].offloading
+        if offloading is not None:
+            self._offloaded = offloading.leave()
+
+    def fetch(self) -> None:
+        if self._offloaded is not None:
+            self._offloaded.fetch()
+
+    def backward(
+        self, grads: Gradients
+    ) -> tuple[Gradients, Sequence[Tensor], Sequence[Tensor | None]]:
+        roots, given = self._roots(grads)
+        inputs, self._inputs = self._inputs, {}
+        edges = [edge for part in inputs.values() for edge in part if edge is not None]
+        found = backward(roots, given, [*edges, *self.weights])
+        return _by_part(inputs, found), self.weights, found[len(edges) :]
+
+    def backward_input(self, grads: Gradients) -> Gradients:
+        roots, given = self._roots(grads)
+        inputs, self._inputs = self._inputs, {}
+        edges = [edge for part in inputs.values() for edge in part if edge is not None]
+        hooked = count_hooks() != self._hooks
+        self._halves = Halves(roots, given, edges, self.weights, _forget, hooked)
+        return _by_part(inputs, self._halves.input())
+
+    def backward_weight(self) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+        halves, self._halves = self._halves, None
+        assert halves is not None
+        found = halves.weight()
+        return [halves.weights[x] for x in found], list(found.values())
+
+    def _roots(self, grads: Gradients) -> tuple[list[GradientEdge], list[Tensor]]:
+        outputs, self._outputs = self._outputs, {}
+        pairs = [
+            (edge, grad)
+            for key, given in grads.items()
+            for edge, grad in zip(outputs[key], given)
+            if edge is not None and grad is not None
+        ]
+        grads.clear()
+        return [edge for edge, _ in pairs], [grad for _, grad in pairs]
+
+
+#: Makes the cell of an F.
+NewCell = Callable[["Forward"], Cell]
+
+
+class Cells:
+    """The kind of cells that steps have: these are the eager ones."""
+
+    def begin(self, copies: Sequence[Mapping[Tensor, Tensor]]) -> NewCell:
+        """Begin a step, and return what makes its cells.
+
+        Args:
+            copies: for each stage, copies of weights that it computes with in their place.
+        """
+        return EagerCell
+
+    def compute(self, function: Callable[[], None]) -> None:
+        """Call a function that has a cell compute."""
+        function()
+
+    def beside(self, one: Computation, other: Computation) -> None:
+        """Compute the two computations of an overlap."""
+        for run in (one, other):
+            run.on(run.stream, run.compute)
+
+
+def _by_part(
+    parts: dict[Any, list[GradientEdge | None]], grads: Sequence[Tensor | None]
+) -> Gradients:
+    found = iter(grads)
+    return {
+        key: [None if edge is None else next(found) for edge in edges]
+        for key, edges in parts.items()
+    }
+
+
+def _forget(saved: Any) -> None:
+    """Empty a slot, or a view. What hooks of the caller have saved is the caller's."""
+    if isinstance(saved, Slot | View):
+        saved.empty()

@@ -1,0 +1,335 @@
+"""Tables of a wrapped model: its partitions, what they hold, and what steps have measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from torchgpipe.show.span import Span
+from torchgpipe.show.tables import aligned, in_bytes
+from torchgpipe.show.timeline import Timeline
+
+__all__: list[str] = [
+    "Description",
+    "DescriptionRow",
+    "CellTimes",
+    "StepFigures",
+    "PlanFigures",
+]
+
+
+# Figures of a step: what a trace has measured, and what a plan had predicted.
+
+
+@dataclass(frozen=True)
+class CellTimes:
+    """The mean times of a micro-batch, in milliseconds; None for what was not computed."""
+
+    forward: float | None = None
+    recompute: float | None = None
+    backward: float | None = None
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """The figures of a step that was traced.
+
+    Args:
+        time: milliseconds from the start of its first piece of work to the end of the last one.
+        stages: the times of each partition.
+        places: the times of each device, by its name: those of all its partitions together.
+        memory: the most bytes of each device during the whole trace, by its name.
+        host: the bytes of the host's memory that each device has for what cells keep there.
+    """
+
+    time: float
+    stages: Mapping[int, CellTimes] = field(default_factory=dict)
+    places: Mapping[str, CellTimes] = field(default_factory=dict)
+    memory: Mapping[str, int] = field(default_factory=dict)
+    host: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> StepFigures | None:
+        """The figures of the last step of a timeline; None if it has none."""
+        if not timeline.spans:
+            return None
+        last = timeline.step()
+        computed = [x for x in last.spans if x.computes and x.stage is not None]
+        stages: dict[int, list[Span]] = {}
+        places: dict[str, list[Span]] = {}
+        for span in computed:
+            assert span.stage is not None
+            stages.setdefault(span.stage, []).append(span)
+            places.setdefault(span.stream.place, []).append(span)
+        return cls(
+            last.makespan,
+            {j: _times(own) for j, own in stages.items()},
+            {name: _times(own) for name, own in places.items()},
+            dict(timeline.memory),
+            dict(timeline.host),
+        )
+
+
+def _times(spans: Iterable[Span]) -> CellTimes:
+    """The mean times of the micro-batches, of which each may have several spans of a kind."""
+    total: dict[str, float] = {}
+    cells: dict[str, set[int | None]] = {}
+    for span in spans:
+        kind = "B" if span.kind in "IW" else span.kind
+        total[kind] = total.get(kind, 0.0) + span.time
+        cells.setdefault(kind, set()).add(span.microbatch)
+    mean = {kind: float(total[kind]) / len(cells[kind]) for kind in total}
+    return CellTimes(mean.get("F"), mean.get("R"), mean.get("B"))
+
+
+@dataclass(frozen=True)
+class PlanFigures:
+    """The figures that a plan has for a step, and the settings that they are for.
+
+    Args:
+        time: milliseconds of a step.
+        memory: the most bytes of each device, by its name.
+        chunks: the number of micro-batches.
+        modes: the checkpoint mode of each partition.
+        schedule: the name of the schedule; None for the order of :class:`~torchgpipe.GPipe`.
+    """
+
+    time: float
+    memory: Mapping[str, int]
+    chunks: int
+    modes: Sequence[str]
+    schedule: str | None = None
+
+    def holds(self, chunks: int, modes: Sequence[str], schedule: object) -> bool:
+        """Whether the settings are still those of the plan."""
+        own = self.chunks, [*self.modes], self.schedule
+        return own == (chunks, [*modes], schedule)
+
+
+# A description: the partitions of a wrapped model, and what each of them holds.
+
+
+#: How many names of layers a row shows: the first ones, and the last one.
+NAMES = 4
+
+
+@dataclass(frozen=True)
+class DescriptionRow:
+    """One partition of a wrapped model, or one device of a device map."""
+
+    name: str | None
+    """The number of the partition; None for a device of a device map."""
+    layers: tuple[str, ...]
+    """The names of its layers, or of the modules that are computed on the device."""
+    parameters: int
+    """The number of elements of the parameters."""
+    bytes: int
+    """The size of parameters and buffers."""
+    device: str
+    """The device that computes them."""
+    checkpoint: str
+    """The checkpoint mode."""
+    forward: float | None = None
+    """Seconds of a micro-batch, after a trace."""
+    backward: float | None = None
+    """Seconds of a micro-batch without its recomputation, after a trace."""
+    memory: int | None = None
+    """Bytes of the device at its peak, after a trace."""
+    recompute: float | None = None
+    """Seconds of a micro-batch, after a trace, if it was computed again."""
+    planned: int | None = None
+    """Bytes of the device at its peak, as a plan had predicted."""
+    host: int | None = None
+    """Bytes of the host's memory that the device has for what cells keep there, after a trace."""
+
+
+class DescribedPart(NamedTuple):
+    """A partition to be described.
+
+    Args:
+        name: its number; None for a device of a device map.
+        layers: the names of its layers.
+        tensors: its parameters and buffers.
+        device: the device that computes them.
+        checkpoint: its checkpoint mode.
+    """
+
+    name: str | None
+    layers: Iterable[str]
+    tensors: Iterable[Tensor]
+    device: torch.device
+    checkpoint: str
+
+
+def part_of(
+    j: int, layers: nn.Module, device: torch.device, checkpoint: str, loss: Any = None
+) -> DescribedPart:
+    """A partition to be described.
+
+    Args:
+        j: its number.
+        layers: its layers.
+        device: its device.
+        checkpoint: its checkpoint mode.
+        loss: the loss after the layers, which counts if it is a module.
+    """
+    after = [loss] if isinstance(loss, nn.Module) else []
+    modules = nn.ModuleList([layers, *after])
+    names = [*layers._modules, *["loss" for _ in after]]
+    return DescribedPart(
+        str(j), names, [*modules.parameters(), *modules.buffers()], device, checkpoint
+    )
+
+
+@dataclass(frozen=True)
+class Description:
+    """The partitions of a wrapped model as a table, which ``str()`` and ``print()`` show."""
+
+    rows: tuple[DescriptionRow, ...]
+    """A row for each partition."""
+    parameters: int
+    """The number of elements of all parameters, each counted once."""
+    bytes: int
+    """The size of all parameters and buffers, each counted once."""
+    chunks: int
+    """The number of micro-batches."""
+    title: str = "partition"
+    """The name of the first column."""
+    schedule: str | None = None
+    """The name or the text of the schedule, if there is one."""
+    rank: int | None = None
+    """The rank of this process, if the others have partitions of their own."""
+    measured: float | None = None
+    """Seconds of the last step of a trace, if there was one."""
+    predicted: float | None = None
+    """Seconds of a step as a plan had predicted, if one has these settings."""
+
+    @classmethod
+    def of(
+        cls,
+        parts: Iterable[DescribedPart],
+        chunks: int,
+        title: str = "partition",
+        schedule: str | None = None,
+        rank: int | None = None,
+        figures: StepFigures | None = None,
+        prediction: PlanFigures | None = None,
+    ) -> Description:
+        """Describe partitions.
+
+        Args:
+            parts: the partitions.
+            chunks: as in the class.
+            title: as in the class.
+            schedule: as in the class.
+            rank: as in the class.
+            figures: what a trace has measured.
+            prediction: what a plan had predicted for these settings.
+        """
+        rows, together = [], []
+        for name, layers, tensors, device, checkpoint in parts:
+            own = [*tensors]
+            row = DescriptionRow(name, tuple(layers), *_counted(own), str(device), checkpoint)
+            rows.append(_with(row, figures, prediction))
+            together += own
+        return cls(
+            tuple(rows),
+            *_counted(together),
+            chunks,
+            title,
+            schedule,
+            rank,
+            None if figures is None else figures.time / 1000,
+            None if prediction is None else prediction.time / 1000,
+        )
+
+    def __str__(self) -> str:
+        columns: list[tuple[str, bool, list[str | None]]] = [
+            (self.title, True, [row.name for row in self.rows]),
+            ("layers", True, [shortened(row.layers) for row in self.rows]),
+            ("parameters", False, [f"{row.parameters:,}" for row in self.rows]),
+            ("bytes", False, [in_bytes(row.bytes) for row in self.rows]),
+            ("device", True, [row.device for row in self.rows]),
+            ("checkpoint", True, [row.checkpoint for row in self.rows]),
+            ("forward ms", False, [_milliseconds(row.forward) for row in self.rows]),
+            ("recompute ms", False, [_milliseconds(row.recompute) for row in self.rows]),
+            ("backward ms", False, [_milliseconds(row.backward) for row in self.rows]),
+            ("memory", False, [_size(row.memory) for row in self.rows]),
+            ("host", False, [_size(row.host) for row in self.rows]),
+            ("planned", False, [_size(row.planned) for row in self.rows]),
+        ]
+        # A column of which nothing is known is left out.
+        known = [column for column in columns if any(x is not None for x in column[2])]
+        cells = [[title, *[x or "" for x in texts]] for title, _, texts in known]
+        left = {k for k, (_, is_left, _) in enumerate(known) if is_left}
+        table = [aligned([*zip(*cells)], left)] if self.rows else []
+        return "\n".join([*table, self._total(), *self._step()])
+
+    def _step(self) -> Iterator[str]:
+        """A line about the time of a step, if anything is known about it."""
+        known = {"measured": self.measured, "predicted": self.predicted}
+        words = [f"{_milliseconds(x)} ms {name}" for name, x in known.items() if x is not None]
+        if words:
+            yield f"step: {', '.join(words)}"
+
+    def _total(self) -> str:
+        count = sum(len(row.layers) for row in self.rows)
+        settings = {"chunks": self.chunks, "rank": self.rank, "schedule": self.schedule}
+        text = ", ".join(
+            # Instructions have a line for each worker.
+            f"{name}:\n{x}" if "\n" in str(x) else f"{name}: {x}"
+            for name, x in settings.items()
+            if x is not None
+        )
+        return (
+            f"total: {count} layer{'' if count == 1 else 's'}, {self.parameters:,} parameters, "
+            f"{in_bytes(self.bytes)}, {text}"
+        )
+
+
+def _with(
+    row: DescriptionRow, figures: StepFigures | None, prediction: PlanFigures | None
+) -> DescriptionRow:
+    """A row with the figures of its partition, or of its device if it has no number."""
+    if prediction is not None:
+        row = replace(row, planned=prediction.memory.get(row.device))
+    if figures is None:
+        return row
+    times = (
+        figures.places.get(row.device) if row.name is None else figures.stages.get(int(row.name))
+    )
+    found = times or CellTimes()
+    forward, recompute, backward = (
+        None if x is None else x / 1000 for x in (found.forward, found.recompute, found.backward)
+    )
+    memory, host = (known.get(row.device) for known in (figures.memory, figures.host))
+    return replace(
+        row, forward=forward, recompute=recompute, backward=backward, memory=memory, host=host
+    )
+
+
+def shortened(names: Sequence[str]) -> str:
+    """Names in one line; of many the ones in the middle are left out."""
+    kept = [*names] if len(names) <= NAMES else [*names[: NAMES - 2], "...", names[-1]]
+    return ", ".join(kept)
+
+
+def _counted(tensors: Iterable[Tensor]) -> tuple[int, int]:
+    """The number of elements of parameters, and the bytes of all tensors, each counted once."""
+    # A lazy layer has made none of its tensors.
+    each = [x for x in {id(x): x for x in tensors}.values() if not is_lazy(x)]
+    count = sum(x.numel() for x in each if isinstance(x, nn.Parameter))
+    return count, sum(x.nbytes for x in each)
+
+
+def _milliseconds(seconds: float | None) -> str | None:
+    return None if seconds is None else f"{1000 * seconds:.3f}"
+
+
+def _size(count: int | None) -> str | None:
+    return None if count is None else in_bytes(count)
