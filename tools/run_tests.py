@@ -21,7 +21,8 @@ from pathlib import Path
 #: Mutants, and before them other tests on virtual accelerators, which would take too long beside
 #: the rest of these.
 MUTANTS = ["advice", "advice_maps", "advice_memory", "advice_strays", "contract", "offload"]
-MUTANTS = [f"tests/virtual/test_{name}.py" for name in [*MUTANTS, "offload_schedules", "mutated"]]
+MUTANTS += ["offload_schedules", "plans", "plans_offload", "plans_proven", "mutated"]
+MUTANTS = [f"tests/virtual/test_{name}.py" for name in MUTANTS]
 
 #: The paths that each process tests. The last one tests all that the others do not. The first one
 #: is the longest, and bounds the whole: it has the processor before the others.

@@ -8,6 +8,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 
 from tests.support.helpers import assert_no_races, wrap
+from tests.support.long_runs import eventually
 from tests.support.offload import LAYERS, WIDTH, Attention, Spoiling, stack
 from tests.support.size import some
 from tests.virtual.stages import SEEDS, own_streams
@@ -320,7 +321,8 @@ def test_a_step_that_fails_leaves_no_buffer_lost(devices, where):
                 model(x).sum().backward()
         failing.where = None
         gc.collect()
-        assert unused(model) == made
+        # A thread of autograd's lets go of its part when it ends.
+        assert eventually(lambda: unused(model) == made)
         # What was still on its way meets the next step.
         model(x).sum().backward()
     del x

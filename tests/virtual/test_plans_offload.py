@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.support.planning import Timed, by_hand, links, run
+from tests.support.size import some
 from torchgpipe import GPipe, Offload, plan
 from torchgpipe.partition.keeping import offload_of
 from torchgpipe.planner.problem import problem_of
@@ -31,7 +32,7 @@ def layers():
     return nn.Sequential(*[Timed(kinds[k % 2](), (0.005, 0.006, 0.004)) for k in range(8)])
 
 
-@pytest.fixture(scope="module", params=[1e6, 3e5], ids=["fast", "slow"])
+@pytest.fixture(scope="module", params=some([1e6, 3e5], [1e6]))
 def problems(devices, request):
     x, y = torch.rand(2, ROWS, WIDTH)
     found = {}
@@ -62,9 +63,9 @@ def test_predictions(devices, problems, name, mode):
     time, memory = run(hand, layers(), x, y, devices[:N], links(range(8), host=speed))
     assert trial.time == pytest.approx(time, rel=0.03)
     # Under autograd, a plan counts on gradients that may come early, and on sums in new memory.
-    error = 0.08 if name is None else 0.005
+    least = 0.88 if name is None else 0.995
     for place, predicted in zip(devices, trial.memory):
-        assert predicted == pytest.approx(memory[place], rel=error)
+        assert least * predicted <= memory[place] <= 1.005 * predicted
 
 
 def plans_of(devices, speed, memory=None):

@@ -32,6 +32,9 @@ __all__: list[str] = []
 # through both without calling Python, for which all of its threads would have to queue. An empty
 # view would keep the memory of the tensor until the last cell has been computed. The fork is made
 # by ``expand_as``, whose derivative hands a gradient on as it is. The derivative of ``view_as``
+# hands on a view, and autograd does not add another gradient to a view in place.
+
+
 # Phonies: empty tensors that carry nothing but a dependency.
 
 
