@@ -1,7 +1,7 @@
 """The first hour with GPUs: every check and benchmark that waits for them, and one report.
 
-``make gpu`` calls it. Each part is a command of ``python -m benchmarks`` in a process of its own,
-so that one that fails or hangs takes nothing else along. The report is written after each part.
+``make gpu`` calls it. Each part is a process of its own, so that one that fails or hangs takes
+nothing else along. The report is written after each part.
 
     python tools/gpu.py
     python tools/gpu.py --parts checks dry_run --folder gpu
@@ -25,7 +25,7 @@ class Part(NamedTuple):
 
     question: str
     command: list[str]
-    """The arguments of ``python -m benchmarks`` on GPUs."""
+    """The arguments of ``python -m`` on GPUs."""
     virtual: list[str]
     """Those on virtual accelerators, at small size; empty if only GPUs can answer."""
     minutes: float
@@ -35,54 +35,63 @@ class Part(NamedTuple):
 SMALL = ["--n", "2", "--m", "4", "--width", "32", "--rows", "2", "--steps", "2"]
 
 PARTS = {
+    "promises": Part(
+        "Do wrappers keep their promises on real streams?",
+        ["pytest", "tests/gpu", "--quiet", "--tb=short"],
+        [],
+        20,
+    ),
     "checks": Part(
         "Are gradients right and the same in each step, is a step as long as its limit, and as a "
         "dry run predicts it?",
-        ["accelerators", "--device", "cuda"],
-        ["accelerators", "--device", "virtual", *SMALL],
+        ["benchmarks", "accelerators", "--device", "cuda"],
+        ["benchmarks", "accelerators", "--device", "virtual", *SMALL],
         5,
     ),
     "one_gpu": Part(
         "Do partitions that share a GPU overlap?",
-        ["one_gpu", "--device", "cuda"],
-        ["one_gpu", "--device", "virtual", "--repeat", "1"],
+        ["benchmarks", "one_gpu", "--device", "cuda"],
+        ["benchmarks", "one_gpu", "--device", "virtual", "--repeat", "1"],
         5,
     ),
     "host": Part(
         "From which time of a cell on are devices the bottleneck, and not the host?",
-        ["host_bound", "--devices", "cuda"],
+        ["benchmarks", "host_bound", "--devices", "cuda"],
         [
-            *("host_bound", "--devices", "virtual", "--models", "tiny layers", "--n", "2"),
-            *("--m", "2", "--seconds", "0", "--steps", "1", "--modes", "never"),
+            *("benchmarks", "host_bound", "--devices", "virtual", "--models", "tiny layers"),
+            *("--n", "2", "--m", "2", "--seconds", "0", "--steps", "1", "--modes", "never"),
         ],
         5,
     ),
     "instructions": Part(
         "What does an instruction of a schedule cost the host?",
-        ["instructions", "--device", "cuda", "--seconds", "3"],
+        ["benchmarks", "instructions", "--device", "cuda", "--seconds", "3"],
         [],
         5,
     ),
     "schedules": Part(
         "How fast are schedules, beside torch.distributed.pipelining?",
-        ["schedules", "--device", "cuda"],
+        ["benchmarks", "schedules", "--device", "cuda"],
         [],
         10,
     ),
     "memory": Part(
         "How much memory do the papers' models take?",
-        ["memory", "--device", "cuda", "--grid"],
+        ["benchmarks", "memory", "--device", "cuda", "--grid"],
         [],
         10,
     ),
     "speed": Part(
         "How fast are the papers' models, beside torchgpipe 0.0.7 and others?",
-        ["speed", "--device", "cuda", "--rounds", "2"],
+        ["benchmarks", "speed", "--device", "cuda", "--rounds", "2"],
         [],
         20,
     ),
     "ablation": Part(
-        "What does each part of the engine bring?", ["ablation", "--device", "cuda"], [], 10
+        "What does each part of the engine bring?",
+        ["benchmarks", "ablation", "--device", "cuda"],
+        [],
+        10,
     ),
 }
 
@@ -90,25 +99,32 @@ PARTS = {
 def run(name: str, device: str, folder: Path) -> str:
     """Run a part; return its section of the report."""
     part = PARTS[name]
-    arguments = part.command if device == "cuda" else part.virtual
-    if not arguments:
+    command = part.command if device == "cuda" else part.virtual
+    if not command:
         return f"## {part.question}\n\nOnly GPUs can answer this.\n"
     file = folder / f"{name}.json"
-    command = [sys.executable, "-m", "benchmarks", *arguments, "--output", str(file)]
+    is_test = command[0] == "pytest"
+    more = [] if is_test else ["--output", str(file)]
     begin = time.monotonic()
     try:
         done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=60 * part.minutes
+            [sys.executable, "-m", *command, *more],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60 * part.minutes,
         )
         failed = f"failed (status: {done.returncode})" if done.returncode else ""
-        told = done.stderr
+        told = done.stderr or done.stdout
     except subprocess.TimeoutExpired:
         failed, told = f"was stopped after {part.minutes:g} minutes", ""
     seconds = time.monotonic() - begin
-    head = f"## {part.question}\n\n`python -m benchmarks {' '.join(arguments)}`: {seconds:.0f} s.\n"
+    head = f"## {part.question}\n\n`python -m {' '.join(command)}`: {seconds:.0f} s.\n"
     if failed:
         last = "\n".join(told.splitlines()[-12:])
         return f"{head}\n**It {failed}.**\n\n```\n{last}\n```\n"
+    if is_test:
+        return f"{head}\n{told.splitlines()[-1]}\n"
     _, _, text = file.with_suffix(".md").read_text("utf-8").partition("\n\n")
     return f"{head}\n{text}"
 

@@ -3,8 +3,9 @@
 A model of equal layers trains on all accelerators under each wrapper. Its gradients are compared
 with the plain model's, and bit for bit from step to step, since a race would change them. Virtual
 accelerators also report races. The time of a step stands beside its limit: that of a simulation by
-the plain model's forward and backward on one accelerator, with free copies. At last a dry run, in a
-process without GPUs, predicts a step by the data sheet.
+the plain model's forward and backward on one accelerator, with free copies. At last whole training
+steps, of models at full size where there are GPUs, stand beside what a dry run in a process without
+GPUs predicts for them by the data sheet.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.nn import functional as F
 
 from benchmarks import command
 from benchmarks.command import at_least, output, parser
+from benchmarks.models.experiments import RESNET, Model, build, samples, unet
 from benchmarks.progress import progress
 from benchmarks.report.files import Result, head, publish
 from benchmarks.report.machine import ROOT
@@ -38,6 +40,17 @@ __all__ = ["main", "predict", "summarise"]
 #: The checkpoint modes of GPipe, and the schedules with their places among n workers.
 MODES = ("never", "except_last", "always")
 SCHEDULES = ("1f1b", "zero_bubble_h1", "zero_bubble_v")
+
+#: Models whose steps run beside dry runs, the size of a sample, samples in a mini-batch and the
+#: checkpoint mode. Those with tokens compute in bfloat16.
+GPT: Model = {"name": "gpt", "width": 1024, "layers": 24, "heads": 16}
+TRAINED: dict[str, tuple[Model, int, int, str]] = {
+    "GPT, never": (GPT, 1024, 32, "never"),
+    "GPT, always": (GPT, 1024, 32, "always"),
+    "GPT, offload": (GPT, 1024, 32, "offload"),
+    "U-Net (5, 64), except_last": (unet(5, 64), 192, 160, "except_last"),
+    "ResNet-101, except_last": (RESNET, 224, 256, "except_last"),
+}
 
 #: Milliseconds of virtual time; on other devices operators take the time that they take.
 VIRTUAL = {"addmm": 1.0, "mm": 1.0}
@@ -124,7 +137,7 @@ def plain(setting: Setting, steps: int) -> tuple[list[Tensor], float, float]:
     layers = setting.layers().to(device)
     x, y = setting.batch(device, device)
     F.mse_loss(layers(x), y).backward()
-    grads = [x.grad.cpu() for x in layers.parameters() if x.grad is not None]
+    grads = gradients(layers)
     part = x.detach()[: setting.rows].requires_grad_()
     outputs: list[Tensor] = []
     forward, backward = [], []
@@ -134,23 +147,31 @@ def plain(setting: Setting, steps: int) -> tuple[list[Tensor], float, float]:
     return grads, median(forward), median(backward)
 
 
+def gradients(model: nn.Module) -> list[Tensor]:
+    """Copies of the gradients, each where it is: a host would take long to compare large ones."""
+    return [x.grad.clone() for x in model.parameters() if x.grad is not None]
+
+
 def check(setting: Setting, name: str, steps: int, reference: Any) -> dict[str, Any]:
     """Train some steps under a wrapper; return its figures."""
     grads, forward, backward = reference
     model, loss = trained(setting, name)
-    found: list[list[Tensor]] = []
-    times, races = [], 0
+    first: list[Tensor] = []
+    times, races, same = [], 0, True
     for _ in range(steps):
         model.zero_grad()
         taken, seen = timed(setting, lambda: loss().backward())
         times.append(taken)
         races += seen
-        found.append([x.grad.cpu() for x in model.parameters() if x.grad is not None])
-    differences = [(a - b).abs().max() / b.abs().max() for a, b in zip(found[0], grads)]
+        found = gradients(model)
+        first = first or found
+        same = same and all(map(torch.equal, found, first))
+    pairs = zip(first, grads)
+    differences = [float((a - b.to(a.device)).abs().max() / a.abs().max()) for a, b in pairs]
     return {
         "name": name,
-        "difference": float(max(differences)),
-        "same": all(torch.equal(a, b) for each in found[1:] for a, b in zip(each, found[0])),
+        "difference": max(differences),
+        "same": same,
         "races": races if setting.kind == "virtual" else None,
         # The first step also fills caches.
         "ms": median(times[1:]),
@@ -159,51 +180,71 @@ def check(setting: Setting, name: str, steps: int, reference: Any) -> dict[str, 
     }
 
 
-def step_of(setting: Setting, devices: Sequence[torch.device]) -> Callable[[], object]:
-    """A whole training step, with its optimizer."""
-    model = GPipe(setting.layers(), [2] * setting.n, devices=[*devices], chunks=setting.m)
+def step_of(setting: Setting, name: str, devices: Sequence[torch.device]) -> Callable[[], object]:
+    """A whole training step of equal layers, or of a model by its name, with its optimizer."""
+    if name in TRAINED:
+        layout, size, batch, mode = TRAINED[name]
+        layers, x = build(layout), samples(layout, size, batch, "cpu")
+        half = layout["name"] == "gpt"
+        balance = [len(part) for part in torch.arange(len(layers)).tensor_split(len(devices))]
+    else:
+        layers, mode, half = setting.layers(), "except_last", False
+        x = torch.rand(setting.m * setting.rows, setting.width)
+        balance = [2] * setting.n
+    model = GPipe(layers, balance, devices=[*devices], chunks=setting.m, checkpoint=mode)
     optimizer = torch.optim.Adam(model.parameters())
-    x = torch.rand(setting.m * setting.rows, setting.width)
 
     def step() -> None:
         optimizer.zero_grad()
-        model(x.to(devices[0])).mean().backward()
+        with torch.autocast(setting.kind, torch.bfloat16, enabled=half):
+            loss = model(x.to(devices[0])).float().mean()
+        loss.backward()
         optimizer.step()
 
     return step
 
 
-def beside(setting: Setting, hardware: str) -> dict[str, Any]:
+def beside(setting: Setting, name: str, hardware: str) -> dict[str, Any]:
     """A step as it is, and as a dry run predicts it: GiB of each device, and milliseconds."""
     devices = setting.devices()
-    step = step_of(setting, devices)
-    distinct = [*dict.fromkeys(devices)]
-    for _ in range(2):
-        step()
-    for device in distinct:
+    try:
+        step = step_of(setting, name, devices)
+        for _ in range(2):
+            step()
+    except torch.OutOfMemoryError:
+        return {"step": name, "ms": None, "gib": None}
+    for device in devices:
         torch.accelerator.reset_peak_memory_stats(device)
     if setting.kind == "virtual":
         with observe(costs=NAMED[hardware]) as seen:
             step()
         taken = seen.makespan
     else:
-        taken = timed(setting, step)[0]
-    gib = [torch.accelerator.max_memory_allocated(device) / 2**30 for device in distinct]
+        taken = median(timed(setting, step)[0] for _ in range(3))
+    gib = [torch.accelerator.max_memory_allocated(device) / 2**30 for device in devices]
     program = "from benchmarks.suites.accelerators import predict; predict"
     done = subprocess.run(
-        [sys.executable, "-c", f"{program}({hardware!r}, *{tuple(setting)!r})"],
+        [sys.executable, "-c", f"{program}({hardware!r}, {name!r}, *{tuple(setting)!r})"],
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        check=True,
     )
-    return {"hardware": hardware, "ms": taken, "gib": gib, **json.loads(done.stdout)}
+    row = {"step": name, "ms": taken, "gib": gib}
+    if done.returncode:
+        told = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        return row | {"failed": f"status {done.returncode}: {told[0]}"}
+    predicted: dict[str, Any] = json.loads(done.stdout)
+    return row | predicted
 
 
-def predict(hardware: str, *sizes: Any) -> None:
+def predict(hardware: str, name: str, *sizes: Any) -> None:
     """Print a prediction as JSON, in a process that has no other accelerators."""
     setting = Setting(*sizes)
-    found = dry_run(lambda devices: step_of(setting, devices), setting.n, hardware)
+    found = dry_run(
+        lambda devices: step_of(setting._replace(kind="virtual"), name, devices),
+        setting.n,
+        hardware,
+    )
     gib = [size / 2**30 for size in found.allocated]
     print(json.dumps({"predicted_ms": 1e3 * found.time, "predicted_gib": gib}))
 
@@ -230,7 +271,14 @@ def main(argv: Sequence[str]) -> None:
         check(setting, name, chosen.steps, reference)
         for name in progress([*MODES, *SCHEDULES], "accelerators", "wrapper")
     ]
-    result["dry_run"] = beside(setting, chosen.hardware)
+    del reference  # Its gradients take a device's memory.
+    # A dry run knows no devices that partitions share.
+    setting = setting._replace(n=min(n, torch.accelerator.device_count()))
+    names = ["equal layers", *(TRAINED if chosen.device == "cuda" else ())]
+    result["hardware"] = chosen.hardware
+    result["dry_runs"] = [
+        beside(setting, name, chosen.hardware) for name in progress(names, "accelerators", "step")
+    ]
     publish(output(chosen, f"accelerators_{chosen.device}"), result, rows, summarise)
 
 
@@ -245,22 +293,28 @@ def summarise(result: Result) -> Summary:
         for row in result["rows"]
     ]
     names = ["wrapper", "gradients off by", "same in each step", "races", "ms"]
-    dry = result["dry_run"]
-    pairs = [(dry["predicted_ms"], dry["ms"]), (max(dry["predicted_gib"]), max(dry["gib"]))]
-    units = ("ms of a step", "GiB of the fullest device")
     return Summary(
         f"Checks of {result['n']} accelerators",
         [
             Table([*names, "over the limit", "speed-up"], lines),
             Table(
-                ["dry run", "predicted", "found", "off"],
-                [
-                    [unit, f"{a:.3g}", f"{b:.3g}", f"{a / b - 1:+.1%}"]
-                    for unit, (a, b) in zip(units, pairs)
-                ],
-                f"A step of GPipe with Adam, by the data sheet of {dry['hardware']}:",
+                ["step", "ms", "predicted", "off", "GiB", "predicted", "off"],
+                [[row["step"], *pair(row, "ms"), *pair(row, "gib")] for row in result["dry_runs"]],
+                "A step of GPipe with Adam and the fullest device, beside a dry run by the data "
+                f"sheet of {result['hardware']}:",
             ),
         ],
         notes="The speed-up is that over the plain model on one device. The limit has free copies "
         "and a host that is never late. Workers that share a device cannot reach it.",
     )
+
+
+def pair(row: dict[str, Any], key: str) -> list[str | None]:
+    """A figure as it was measured and as a dry run predicted it, and by how much that is off."""
+    if row[key] is None:
+        return ["out of memory", None, None]
+    found = max(row[key]) if key == "gib" else row[key]
+    if "failed" in row:
+        return [f"{found:.4g}", row["failed"], None]
+    said = max(row["predicted_gib"]) if key == "gib" else row["predicted_ms"]
+    return [f"{found:.4g}", f"{said:.4g}", f"{said / found - 1:+.1%}"]

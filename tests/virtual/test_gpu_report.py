@@ -16,8 +16,8 @@ def test_checks(devices, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(accelerators, "load", lambda count: None)
     monkeypatch.setattr(accelerators.torch.accelerator, "device_count", lambda: 2)
     # What it is when a process of its own predicts it is seen in the whole report.
-    dry = {"hardware": "x", "ms": 2.0, "predicted_ms": 1.0, "gib": [1], "predicted_gib": [1]}
-    monkeypatch.setattr(accelerators, "beside", lambda setting, hardware: dry)
+    dry = {"step": "x", "ms": 2.0, "predicted_ms": 1.0, "gib": [1], "predicted_gib": [1]}
+    monkeypatch.setattr(accelerators, "beside", lambda setting, name, hardware: dry)
     path = tmp_path / "accelerators.json"
     assert main(["accelerators", *TINY, "2", "--output", str(path)]) == 0
     rows = json.loads(path.read_text("utf-8"))["rows"]
@@ -31,7 +31,9 @@ def test_checks(devices, tmp_path, monkeypatch, capsys):
 
 
 def test_a_part_that_fails(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(gpu.PARTS, "checks", gpu.PARTS["checks"]._replace(virtual=["nothing"]))
+    monkeypatch.setitem(
+        gpu.PARTS, "checks", gpu.PARTS["checks"]._replace(virtual=["benchmarks", "nothing"])
+    )
     options = ["--device", "virtual", "--folder", str(tmp_path)]
     assert gpu.main([*options, "--parts", "checks", "speed"]) == 1
     text = (tmp_path / "report.md").read_text("utf-8")
@@ -46,5 +48,13 @@ def test_report(tmp_path):
     text = (tmp_path / "report.md").read_text("utf-8")
     assert [f"## {part.question}" in text for part in gpu.PARTS.values()] == [True] * len(gpu.PARTS)
     # A step on virtual accelerators takes the very time that a dry run predicts.
-    assert "ms of a step" in text
+    assert "equal layers" in text
     assert "+0.0%" in text
+
+
+def test_tests_as_a_part(tmp_path, monkeypatch):
+    tests = ["pytest", "tests/gpu/__init__.py", "--quiet", "--version"]
+    monkeypatch.setitem(gpu.PARTS, "promises", gpu.PARTS["promises"]._replace(virtual=tests))
+    options = ["--device", "virtual", "--folder", str(tmp_path), "--parts", "promises"]
+    assert gpu.main(options) == 0
+    assert "pytest" in (tmp_path / "report.md").read_text("utf-8").splitlines()[-1]
