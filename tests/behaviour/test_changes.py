@@ -115,7 +115,60 @@ def test_values_put_elsewhere_between_forward_and_backward(mode):
     model = wrap([nn.Linear(2, 2), nn.Tanh()], mode=mode, balance=[2])
     loss = model(numbered()).sum()
     model[0].weight.data = model[0].weight.data * 2
-    with pytest.raises(RuntimeError, match="parameters must not be changed"):
+    with pytest.raises(RuntimeError, match="parameters and buffers must not be changed"):
+        loss.backward()
+
+
+class Shifted(nn.Module):
+    """Add a buffer, which autograd saves for nobody."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(2))
+
+    def forward(self, x):
+        return (x + self.shift).exp()
+
+
+def change_in_place(buffer):
+    buffer.add_(1)
+
+
+def change_memory(buffer):
+    buffer.data = buffer + 1
+
+
+@pytest.mark.parametrize("mode", CHECKPOINTED)
+@pytest.mark.parametrize("change", [change_in_place, change_memory])
+def test_buffer_changed_between_forward_and_backward(mode, change):
+    """Without checkpoints the gradient is that of the forward: autograd has saved the result."""
+    model = wrap([Shifted(), nn.Linear(2, 2)], mode=mode, balance=[2])
+    model(numbered()).sum().backward()  # The first step learns that the layer does not change it.
+    loss = model(numbered()).sum()
+    change(model[0].shift)
+    with pytest.raises(RuntimeError, match="parameters and buffers must not be changed"):
+        loss.backward()
+    model(numbered()).sum().backward()
+
+
+@pytest.mark.parametrize("mode", CHECKPOINTED)
+def test_statistics_changed_after_a_forward_that_reads_them(mode):
+    """Batch norm reads its statistics in eval mode, and another forward may write them."""
+    model = wrap([nn.BatchNorm1d(2), nn.Tanh()], mode=mode, balance=[2])
+    model[0].eval()
+    loss = model(numbered()).sum()
+    model.train()
+    model(numbered())
+    with pytest.raises(RuntimeError, match="buffers must not be changed"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("mode", CHECKPOINTED)
+def test_a_buffer_that_layers_write_may_change_between(mode):
+    """Batch norm does not read its statistics in training, so two forwards may come first."""
+    model = wrap([nn.BatchNorm1d(2), nn.Linear(2, 2)], mode=mode, balance=[2])
+    losses = [model(numbered()).square().sum() for _ in range(2)]
+    for loss in losses:
         loss.backward()
 
 
@@ -150,7 +203,7 @@ def test_parameter_that_the_layer_changes_after_its_use_is_an_error(mode, kind):
 
 @pytest.mark.parametrize("mode", ["always", "except_last"])
 def test_memory_of_a_buffer_replaced_between(mode):
-    """A recomputation has the buffer of the first run, in the first step and in later ones."""
+    """The first step has a copy of the buffer, and later ones raise an error."""
 
     class Scale(nn.Module):
         def __init__(self):
@@ -162,12 +215,16 @@ def test_memory_of_a_buffer_replaced_between(mode):
 
     model = GPipe(nn.Sequential(Scale(), nn.Tanh()), [2], devices=["cpu"], chunks=2)
     model.checkpoint = mode
-    for _ in range(3):
-        x = torch.zeros(4, 1, requires_grad=True)
+    for step in range(3):
+        x = torch.full((4, 1), 0.3, requires_grad=True)
         output = model(x)
         model[0].scale.data = torch.tensor(5.0)
-        output.sum().backward()
-        # Without checkpointing, autograd holds the buffer itself, and so finds its new memory.
-        kept = 2 if mode == "except_last" else 4
-        assert x.grad[:kept].flatten().tolist() == [2.0] * kept
+        if step:
+            with pytest.raises(RuntimeError, match="now in other memory"):
+                output.sum().backward()
+        else:
+            output.sum().backward()
+            # Without checkpointing, autograd holds the buffer itself, and so finds its new memory.
+            kept = x.grad[: 2 if mode == "except_last" else 4]
+            torch.testing.assert_close(kept, 2 * (1 - torch.full_like(kept, 0.6).tanh() ** 2))
         model[0].scale.data = torch.tensor(2.0)

@@ -171,8 +171,7 @@ class Body:
     def settle(self) -> None:
         """Take note that all micro-batches were computed."""
         if self.state is not None:
-            self.state.settle()
-            self.state.buffers.settle()
+            self.state.close()
         if self.offloading is not None:
             self.offloading.end()
 

@@ -154,7 +154,7 @@ class Buffers:
         self._unknown: list[Place] = []
         self._watched: list[Seen] | None = None
         #: Buffers that no layer has changed so far.
-        self._quiet: list[Seen] = []
+        self.quiet: list[Seen] = []
         for place in places:
             module, name = place
             changes = learned.get(module, {}).get((name, module.training))
@@ -163,7 +163,7 @@ class Buffers:
             elif changes:
                 self._changing.append(place)
             else:
-                self._quiet.append(_seen(place))
+                self.quiet.append(_seen(place))
         #: The buffers of which nothing is known, as the step finds them.
         self._begun = [_seen(place) for place in self._unknown]
         #: Whether first runs have anything to copy, or to learn.
@@ -257,7 +257,7 @@ class Buffers:
 
     def late(self) -> list[Copy]:
         """List what layers have begun to change, which recomputations shall not change again."""
-        return [(seen.place, _buffer(seen.place)) for seen in self._quiet if seen.is_changed]
+        return [(seen.place, _buffer(seen.place)) for seen in self.quiet if seen.is_changed]
 
     def settle(self) -> None:
         """Take note, after a forward, of the buffers that checkpointed cells have not changed."""
@@ -274,7 +274,7 @@ class Buffers:
             if self._key is not None and self.lost is None:
                 self._note(self._key, any(x in self._changing for x in self._parameters))
         self.watches, self._watched_parameters, self._lists = False, [], []
-        for seen in self._quiet:
+        for seen in self.quiet:
             if seen.is_changed:
                 self._note(seen.place, True)
                 _warn(seen.place)

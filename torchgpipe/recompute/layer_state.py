@@ -160,6 +160,22 @@ class LayersState:
             learnt = self.buffers.changing
             self._fixed = [x for x in self._parameters if id(x) not in learnt]
         self._before = _identities(self._fixed)
+        #: The buffers that have to stay as they are, and what they are, once all cells have run.
+        self._rest: list[Tensor] = []
+        self._rest_identities = _identities([])
+
+    def close(self) -> None:
+        """Take note that all cells have run: nobody may change buffers that layers only read."""
+        self.settle()
+        self.buffers.settle()
+        quiet = [seen.tensor for seen in self.buffers.quiet if not seen.is_changed]
+        for module in self._modules:
+            if isinstance(module, _torch.Norm) and not module.training:
+                # PyTorch counts no changes of the statistics, but changes the number in place.
+                quiet.append(module._buffers.get("num_batches_tracked"))
+        # guard: buffers that nobody may change
+        self._rest = [x for x in quiet if x is not None]
+        self._rest_identities = _identities(self._rest)
 
     def settle(self) -> None:
         """Take note of the parameters: from now on only recomputations change them in place."""
@@ -187,12 +203,15 @@ class LayersState:
             copies: what :meth:`Buffers.copied` returned before the first run.
 
         Raises:
-            RuntimeError: somebody other than the layers has changed a parameter in place.
+            RuntimeError: somebody other than the layers has changed a parameter in place, or a
+                buffer.
         """
+        if self._rest and self._rest_identities != _identities(self._rest):
+            raise _changed(self._rest, self._rest_identities)
         if (self._identities or self._before) != _identities(self._fixed):
             self._look_at_own_changes()
             if self._identities is not None and self._identities != _identities(self._fixed):
-                raise self._changed()
+                raise _changed(self._fixed, self._identities)
         if self.buffers.lost is not None:
             raise lost(self.buffers.lost)
         return RestoredLayers(self, copies)
@@ -332,27 +351,6 @@ class LayersState:
                 else:
                     place.pop(name, None)
 
-    def _changed(self) -> RuntimeError:
-        assert self._identities is not None
-        for parameter, *expected in zip(self._fixed, *self._identities):
-            ((version,), (address,)) = _identities([parameter])
-            if [version, address] != expected:
-                break
-        rule = (
-            "under checkpointing, parameters must not be changed in place between a forward and "
-            f"its backward, which computes the forward again (shape: {tuple(parameter.shape)}, "
-        )
-        if version == expected[0]:
-            return RuntimeError(
-                f"{rule}now in other memory); replace no parameter's data before backward, and "
-                "leave fully_shard's reshard_after_forward as it is by default"
-            )
-        return RuntimeError(
-            f"{rule}version: {version}, expected version: {expected[0]}); run backward before "
-            "optimizer.step(), and before the next forward of layers that change their parameters "
-            "themselves"
-        )
-
 
 class RestoredLayers:
     """The state of layers as it was, within a ``with`` block.
@@ -396,6 +394,27 @@ def _name_data(functions: Sequence[FunctionType], helpers: bool = True) -> bool:
                     return True
                 codes += [x for x in code.co_consts if isinstance(x, CodeType)]
     return False
+
+
+def _changed(tensors: Sequence[Tensor], identities: Identities) -> RuntimeError:
+    for tensor, *expected in zip(tensors, *identities):
+        ((version,), (address,)) = _identities([tensor])
+        if [version, address] != expected:
+            break
+    rule = (
+        "under checkpointing, parameters and buffers must not be changed in place between a "
+        "forward and its backward, which computes the forward again "
+        f"(shape: {tuple(tensor.shape)}, "
+    )
+    if version == expected[0]:
+        return RuntimeError(
+            f"{rule}now in other memory); replace no tensor's data before backward, and leave "
+            "fully_shard's reshard_after_forward as it is by default"
+        )
+    return RuntimeError(
+        f"{rule}version: {version}, expected version: {expected[0]}); run backward before "
+        "optimizer.step(), and before the next forward of layers that change these themselves"
+    )
 
 
 def _chosen(found: Identities, kept: Sequence[int]) -> Identities:
