@@ -7,10 +7,10 @@ weights and the cell's input do. In backward, before the gradient of the micro-b
 in the same order. The recomputation ends with the last tensor that was dropped, if only weights
 come after it, and its graph is thrown away. Where nothing was dropped, there is no recomputation.
 
-So there is one graph, the cell's own: parameters receive their gradients from it once, and
-``torch.autograd.grad`` and double backward see what they see without checkpointing. The obvious
-way, a backward of the second graph within an autograd function, would break these, and
-DistributedDataParallel.
+So there is one graph, the cell's own: parameters receive their gradients from it once,
+``torch.autograd.grad`` and double backward see what they see without checkpointing, and so do hooks
+on tensors that layers keep. The obvious way, a backward of the second graph within an autograd
+function, costs the host less, and breaks some of this: ``docs/decisions/real_graph.rst`` has figures.
 
 ::
 
