@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 import pytest
 
+from torchgpipe._torch.dynamo import VERSION
+
 #: The wrappers: the columns of the table. Names of several runs of one begin with its name.
 WRAPPERS = ("GPipe", "ScheduledLoss", "ScheduledLoss of graphs", "MappedGPipe", "Pipe")
 GRAPHS = "ScheduledLoss of graphs"
@@ -52,10 +54,12 @@ class Otherwise(NamedTuple):
     Args:
         reason: why, as the table says it.
         match: a pattern that the error of the check has then.
+        since: the version of PyTorch with which that began.
     """
 
     reason: str
     match: str
+    since: tuple = (0,)
 
 
 class Promise(NamedTuple):
@@ -81,7 +85,12 @@ class Promise(NamedTuple):
 
     def fails_under(self, mode):
         """Whether a step fails, since that is the promise or what a policy does instead."""
-        return self.fails or (mode == POLICY and POLICY in self.otherwise)
+        return self.fails or (mode == POLICY and self.instead(POLICY) is not None)
+
+    def instead(self, *names):
+        """Find what a wrapper or a mode among some names does instead; None if nothing."""
+        found = [self.otherwise[name] for name in names if name in self.otherwise]
+        return next((x for x in found if x.since <= VERSION), None)
 
     @property
     def name(self):
@@ -108,7 +117,7 @@ def promise(sentence, *, otherwise=None, modes=False, devices=False, fails=False
 def keeps(name, make):
     """Check that a wrapper keeps a promise, or does what it says that it does instead."""
     found = PROMISES[name]
-    other = found.otherwise.get(make.wrapper) or found.otherwise.get(make.mode)
+    other = found.instead(make.wrapper, make.mode)
     with ExitStack() as stack:
         if found.eager and make.wrapper == GRAPHS:
             stack.enter_context(pytest.warns(UserWarning, match="runs eagerly"))

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torchgpipe
+from tests.distributed.processes import OLD
 from tests.distributed.test_schedules import beside, pipe_of
 from tests.support.live_storages import LiveStorages
 from tests.support.schedules import linear, relu, same
@@ -230,6 +231,7 @@ def test_processes_that_make_different_pipelines(what, processes):
     processes.run(different, 2, what)
 
 
+@pytest.mark.skipif(bool(OLD), reason=OLD)
 def test_no_process_group():
     with pytest.raises(RuntimeError, match="torchrun"):
         Pipe(nn.Sequential(linear()), [1])

@@ -168,6 +168,8 @@ def test_checkpoints_of_the_model_itself(devices, places, dropout):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+# Before PyTorch 2.13, a checkpoint that an error ends takes its hooks away later, in any thread.
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <generator object _checkpoint_without")
 def test_numbers_that_a_checkpoint_of_the_model_cannot_repeat(devices):
     pipe = wrapped(OwnCheckpoints(True), devices, "never")
     with pytest.raises(RuntimeError, match="use the checkpoints of MappedGPipe"):

@@ -155,7 +155,7 @@ def watch(layers: nn.Module, within_cell: Callable[[], bool]) -> None:
     if not has("compile_callbacks"):
         return
     # The callback runs while the compiler holds a lock, so it must not look names up.
-    _ = _torch.set_lru_cache
+    _ = _torch.set_lru_cache, _torch.ensure_guard
     mark_if_possible()
     _preparation.within_cell = within_cell
     # Whoever resets the compiler removes all callbacks.
@@ -208,6 +208,7 @@ def prepare() -> None:
     mark()
     if _preparation.done:
         return
+    keep_guard()
     _torch.set_lru_cache(False)
     if hasattr(graph, "contextvars"):
         # Types take it for the module that it was.
@@ -236,6 +237,29 @@ class _Context:
 
 #: A stand-in for the module contextvars, which autograd takes contexts from.
 _copied = SimpleNamespace(**{**vars(contextvars), "copy_context": _Context})
+
+
+# The guard of CUDA devices, where PyTorch is for CUDA and there is no GPU.
+#
+# The first thread that enters a mode of fake tensors then registers a guard that does nothing, for
+# the whole process. PyTorch frees it when that thread ends, and goes on to use it (2.11 does).
+# Where there is one, nobody registers another, so the first must be of a thread that never ends.
+
+
+@cache
+def keep_guard() -> None:
+    """Make that guard last, before this thread traces or compiles anything."""
+    if not torch.backends.cuda.is_built() or torch.cuda.is_available():
+        return
+    ensure, registered = _torch.ensure_guard, threading.Event()
+
+    def hold() -> None:
+        ensure()
+        registered.set()
+        threading.Event().wait()
+
+    threading.Thread(target=hold, name="guard of CUDA devices", daemon=True).start()
+    registered.wait()
 
 
 # Memory that one tensor has alone, so that nobody notices what is done with it.

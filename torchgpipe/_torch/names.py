@@ -216,6 +216,8 @@ NAMES: dict[str, Name] = {
         "torch.utils._python_dispatch:TorchDispatchMode", "memory where no allocator counts it"
     ),
     "FakeTensor": Name("torch._subclasses.fake_tensor:FakeTensor", "stages that are graphs"),
+    # Without it, fake tensors put nothing in a missing GPU's place.
+    "ensure_guard": Name(_C + "_ensureCUDADeviceGuardSet", "stages that are graphs", lambda: None),
     "CustomOpDef": Name("torch.library:CustomOpDef", "stages that are graphs", ()),
     # The compiler.
     "OptimizedModule": Name("torch._dynamo.eval_frame:OptimizedModule", _COMPILER, ()),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
+from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient import labels
 from torchgpipe.ambient.context import registered
 from torchgpipe.values import trees
@@ -155,6 +156,7 @@ class Visit:
             training = self.layers.training
             known[training] = known.get(training, False) or self.found
 
+    @uncompiled
     def visit(self, *outputs: Any) -> None:
         """Visit the nodes of the layer that has just run, or of layers compiled as one."""
         tensors = [x for value in (*outputs, *self.stashed()) for x in _tensors(value)]

@@ -55,7 +55,8 @@ class ReadingNothing(TorchFunctionMode):
         state: the fake tensors of the layers.
 
     Raises:
-        UntraceableError: layers have read such a tensor, or the ``.grad`` of a parameter.
+        UntraceableError: layers have read such a tensor, the ``.grad`` of a parameter, or a
+            generator of their own.
     """
 
     def __init__(self, state: Sequence[Tensor]) -> None:
@@ -88,7 +89,7 @@ class ReadingNothing(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
     def verify(self, *arguments: Any) -> None:
-        """Check that no tensor with data is among some arguments.
+        """Check that no tensor with data is among some arguments, nor a generator.
 
         Raises:
             UntraceableError: one is.
@@ -96,6 +97,8 @@ class ReadingNothing(TorchFunctionMode):
         for x in trees.leaves_of(arguments):
             if isinstance(x, Tensor) and not isinstance(x, _torch.FakeTensor):
                 self._refuse(REASON)
+            if isinstance(x, torch.Generator):
+                self._refuse("it draws from a generator of its own")
 
     def _refuse(self, reason: str) -> None:
         self._fault = reason

@@ -20,9 +20,9 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
-from torchgpipe._torch.dynamo import storage_of
+from torchgpipe._torch.dynamo import keep_guard, storage_of
 from torchgpipe.ambient.modes import own_casts, without_autocast
-from torchgpipe.graphs.joint import Effects, Joint, arguments_of, is_random, tensors_of
+from torchgpipe.graphs.joint import Effects, Joint, is_random, tensors_of
 from torchgpipe.graphs.places import Places, UntraceableError, verify_plain
 from torchgpipe.graphs.reads import REASON, ReadingNothing, drawing_nothing
 from torchgpipe.values.microbatch import Batch
@@ -150,6 +150,7 @@ def trace(
         [x.detach().requires_grad_(x.requires_grad) for x in some]
         for some in (tensors, batch, more)
     ]
+    keep_guard()
     # Casts of fake weights must not stay in autocast's cache, nor notes of PyTorch's checkpoints.
     with (
         torch.set_grad_enabled(recorded),
@@ -289,12 +290,9 @@ def _verify(joint: Joint) -> None:
 
     Raises:
         UntraceableError: the backward draws random numbers, or takes a value that is changed in
-            between, as may what layers keep; or the graph has its own generator, sparse tensors, or
-            shapes that depend on values.
+            between, as may what layers keep; or the graph has sparse tensors, or shapes that depend
+            on values.
     """
-    given = [x for node in joint.calls for x in arguments_of(node)]
-    if any(name == "generator" and value is not None for name, value in given):
-        raise UntraceableError("it draws from a generator of its own")
     if any(is_random(x) for x in joint.backward):
         raise UntraceableError("it draws random numbers in its backward")
     values = [x for node in joint.module.graph.nodes for x in tensors_of(node)]

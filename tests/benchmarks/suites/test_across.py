@@ -2,10 +2,12 @@
 
 import json
 
+import pytest
 from torch.multiprocessing.spawn import start_processes
 
 from benchmarks.__main__ import main
 from benchmarks.suites import across
+from tests.distributed.processes import OLD
 from tests.support.fresh import METHOD, preload
 
 preload("torch._dynamo", "torch.distributed.pipelining")
@@ -17,6 +19,7 @@ def start(*args, start_method, **options):
     return start_processes(*args, start_method=METHOD, **options)
 
 
+@pytest.mark.skipif(bool(OLD), reason=OLD)
 def test_across(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(across, "start_processes", start)
     path = tmp_path / "across.json"
