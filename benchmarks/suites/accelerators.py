@@ -222,17 +222,19 @@ def beside(setting: Setting, name: str, hardware: str) -> dict[str, Any]:
     else:
         taken = median(timed(setting, step)[0] for _ in range(3))
     gib = [torch.accelerator.max_memory_allocated(device) / 2**30 for device in devices]
-    program = "from benchmarks.suites.accelerators import predict; predict"
+    program = "from benchmarks.suites.accelerators import predict; "
+    program += f"predict({hardware!r}, {name!r}, *{tuple(setting)!r})"
     done = subprocess.run(
-        [sys.executable, "-c", f"{program}({hardware!r}, {name!r}, *{tuple(setting)!r})"],
+        [sys.executable, "-X", "faulthandler", "-c", program],
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )
     row = {"step": name, "ms": taken, "gib": gib}
     if done.returncode:
-        told = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
-        return row | {"failed": f"status {done.returncode}: {told[0]}"}
+        # An error is in the last line, and a fault of the process in the first.
+        told = done.stderr.strip().splitlines() or ["it said nothing"]
+        return row | {"failed": f"status {done.returncode}: {told[-(done.returncode > 0)]}"}
     predicted: dict[str, Any] = json.loads(done.stdout)
     return row | predicted
 

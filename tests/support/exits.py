@@ -6,6 +6,7 @@ it ended. The processes are forked from one that has imported torch, which takes
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -141,6 +142,17 @@ def fork():
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) - 6)
 
 
+def refused():
+    """Be refused a dry run, for which there are too few addresses, and compute for real."""
+    device = testing.load(4)[0]
+    resource.setrlimit(resource.RLIMIT_AS, (2**44, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    try:
+        testing.dry_run(lambda devices: torch.ones(3, device=devices[0]), 4)
+    except RuntimeError as error:
+        print(error)
+    print(torch.ones(3, device=device).sum().item())
+
+
 #: By the name of each what runs in it.
 PROGRAMS = {f"live, {where}": partial(live, where) for where in ("cpu", "virtual")} | {
     f"{end} amid {function.__name__}, {where}": partial(amid, end, function, where)
@@ -151,7 +163,7 @@ PROGRAMS = {f"live, {where}": partial(live, where) for where in ("cpu", "virtual
         ("left", compute, "cpu"),
     )
 }
-PROGRAMS |= {"fail, virtual": fail, "fork, virtual": fork}
+PROGRAMS |= {"fail, virtual": fail, "fork, virtual": fork, "refused, virtual": refused}
 
 
 def endings(names):

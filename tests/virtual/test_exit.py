@@ -33,3 +33,9 @@ def test_ended_by_an_error(ended):
 
 def test_forked_and_ended_quietly(ended):
     assert ended["fork, virtual"] == [0, "", ""]
+
+
+def test_refused_a_dry_run(ended):
+    status, out, err = ended["refused, virtual"]
+    assert out.startswith("a dry run takes 32 TiB of addresses")
+    assert (status, out.splitlines()[1:], err) == (0, ["3.0"], "")

@@ -10,7 +10,7 @@ come after it, and its graph is thrown away. Where nothing was dropped, there is
 So there is one graph, the cell's own: parameters receive their gradients from it once,
 ``torch.autograd.grad`` and double backward see what they see without checkpointing, and so do hooks
 on tensors that layers keep. The obvious way, a backward of the second graph within an autograd
-function, costs the host less, and breaks some of this: ``docs/decisions/real_graph.rst`` has figures.
+function, costs the host less, and breaks some of this: see ``docs/decisions/real_graph.rst``.
 
 ::
 

@@ -113,7 +113,7 @@ struct State {
   std::map<std::tuple<int, std::string, std::string>, Part> parts;  // By device, kind and operator.
   std::vector<Place> failures, too_large;           // The last failure, and the first that did not fit.
   std::atomic<bool> hollow{false};                  // Whether operators compute shapes alone,
-  std::atomic<bool> was_hollow{false};              // and whether they ever did.
+  std::atomic<bool> was_hollow{false};              // and whether there are hollow tensors.
   std::optional<double> value_read;                 // What a hollow tensor gives to a reader.
   Time observer;                                    // The time up to which the observing thread has waited.
   std::atomic<int> threads{0};

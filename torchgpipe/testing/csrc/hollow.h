@@ -14,6 +14,7 @@ inline char* room() {
   static auto* it = [] {
     void* found = mmap(nullptr, kRoom, PROT_NONE, MAP_PRIVATE | MAP_ANON | MAP_NORESERVE, -1, 0);
     TORCH_CHECK(found != MAP_FAILED, "a dry run takes 32 TiB of addresses, and no memory (limit: ulimit -v); raise it");
+    state().was_hollow = true;
     return static_cast<char*>(found);
   }();
   return it;

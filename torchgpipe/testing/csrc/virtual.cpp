@@ -129,7 +129,6 @@ void set_bandwidth(std::vector<int64_t> from, std::vector<int64_t> to, double by
 // Begin or end a dry run.
 void set_hollow(bool on, std::optional<double> value_read) {
   VIRTUAL_LOCK;
-  state().was_hollow = state().was_hollow || on;
   state().hollow = on;
   state().value_read = value_read;
 }
