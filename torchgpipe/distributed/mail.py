@@ -26,7 +26,7 @@ from torch import Tensor
 from torchgpipe._torch.dynamo import is_alone
 from torchgpipe.devices.streams import CPU
 from torchgpipe.distributed.messages import Form, Forms, Meta, pack, unpack
-from torchgpipe.distributed.peers import Peers, Routes, receive, send
+from torchgpipe.distributed.peers import AFTER, Exchange, Peers, Routes, receive, send
 from torchgpipe.engine.links import Post, Sent
 
 __all__: list[str] = []
@@ -50,7 +50,9 @@ class Mail(Post):
         self.forms, self.routes = forms, routes
         #: Whether states of generators travel with the micro-batches.
         self.with_numbers = False
-        self._group, self._device = peers.group, peers.device
+        self._group, self._device, self._peers = peers.group, peers.device, peers
+        #: What the processes tell each other after the step, once it is expected.
+        self.after: Exchange | None = None
         #: What is on its way here, by kind, stage and micro-batch: the tensors, what to wait for,
         #: and states of generators.
         self._coming: dict[tuple[str, int, int], tuple[list[Tensor], list[Any]]] = {}
@@ -61,9 +63,17 @@ class Mail(Post):
     def end(self) -> None:
         """Let go of messages, and of the group, since an exception may refer to this object."""
         del self._group
+        self.after = None
         self._coming.clear()
         self._states.clear()
         self._going.clear()
+
+    def expect_the_end(self) -> None:
+        """Begin to receive what the processes tell each other after the step.
+
+        A sender whose receiver is ready sends at once, without a turn of threads.
+        """
+        self.after = Exchange(self._peers, 6, torch.float64, AFTER)
 
     def send_forward(self, j: int, i: int) -> None:
         """Send what stage ``j`` has computed of micro-batch ``i``."""

@@ -400,17 +400,19 @@ class Pipe(Wrapper):
             try:
                 run = partial(executor.run, partial(program.run, executor, mail, agree))
                 compute(run, self, mini_batch.whole if mini_batch else ())
+                # Before the others take the step for done, since this may fail.
+                if criterion.outputs is not None and self.is_last:
+                    output = criterion.joined(executor.step.blocks)
+                total, divisor = criterion.total() if with_loss and self.is_last else (None, None)
+                found = self._agreement.end(mail, total, divisor)
+                # The last stage waits for the others' last backwards, and does this meanwhile.
+                self._traps.coupled([criterion.shapes], rows, (), self.parameters())
+                if found is not None and recorded:
+                    self._hand_over(executor, found)
+                    reduce(sharded)
+                self._agreement.settle(mail)
             finally:
                 mail.end()
-            # Before the others take the step for done, since this may fail.
-            if criterion.outputs is not None and self.is_last:
-                output = criterion.joined(executor.step.blocks)
-            total, divisor = criterion.total() if with_loss and self.is_last else (None, None)
-            found = self._agreement.end(mail, total, divisor)
-            self._traps.coupled([criterion.shapes], rows, (), self.parameters())
-            if found is not None and recorded:
-                self._hand_over(executor, found)
-                reduce(sharded)
         loss = found and found.value
         return output if not with_loss else (loss, output) if self._outputs else loss
 

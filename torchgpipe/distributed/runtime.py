@@ -17,6 +17,8 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
+import torch
+
 from torchgpipe._torch import pipelining
 from torchgpipe.devices.streams import CPU
 from torchgpipe.distributed.agreement import Agreed
@@ -99,9 +101,25 @@ class Program:
         # Messages of several stages would overtake each other.
         if peers.device == CPU and len({*routes.placement}) == len(routes.placement):
             self._calls_if_known = [_call(*action, again, routes) for action in earlier(todo)]
+        #: How many of them come before the work that has time: a message that others wait for.
+        self._urgent = int(bool(todo) and todo[0][0] != "compute")
 
-    def run(self, executor: Executor, mail: Mail, agree: Callable[[], Agreed]) -> None:
-        """Go through the actions of a step, after the first cell once all processes agree."""
+    def run(
+        self,
+        executor: Executor,
+        mail: Mail,
+        agree: Callable[[], Agreed],
+        prepare: Callable[[], None],
+    ) -> None:
+        """Go through the actions of a step, after the first cell once all processes agree.
+
+        Args:
+            executor: computes.
+            mail: sends and receives.
+            agree: waits for the agreement of all processes.
+            prepare: has to be called before any backward. By then this process most often waits
+                for another one, so it takes no time.
+        """
         try:
             if self._first is not None:
                 self._first(executor, mail)
@@ -113,7 +131,14 @@ class Program:
         # Micro-batches that the caller has made may all have shapes of their own.
         mail.forms.begin(shapes, [*range(len(sizes))] if is_given else sizes)
         # Receiving the first of its form waits for the sender.
-        for call in self._calls_if_known if mail.forms.are_known else self._calls:
+        calls = self._calls_if_known if mail.forms.are_known else self._calls
+        for call in calls[: self._urgent]:
+            call(executor, mail)
+        prepare()
+        if torch.is_grad_enabled():
+            executor.sums.make(executor.links, torch.float32)
+        mail.expect_the_end()
+        for call in calls[self._urgent :]:
             call(executor, mail)
         mail.wait_for_sent()
 

@@ -172,6 +172,10 @@ class Recomputation(Computation):
 class BackwardWeight(Computation):
     """W."""
 
+    def __init__(self, executor: Executor, w: int, op: Op) -> None:
+        super().__init__(executor, w, op)
+        executor.sums.by_worker[w].ready()
+
     def numbers(self) -> AbstractContextManager[Any]:
         return self.executor.draws.backward(self.i, self.j, self.op.kind == "W")
 

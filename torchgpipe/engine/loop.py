@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,9 @@ from torchgpipe.schedule.program import Instruction, operations
 from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
+
+#: Performs all instructions, and calls a function before any backward.
+PerformAll: TypeAlias = Callable[[Callable[[], None]], None]
 
 
 @dataclass
@@ -129,16 +132,17 @@ class Executor:
         #: What is on its way from stage to stage.
         self.post = post(self.step, self.links, batches)
 
-    def run(self, perform_all: Callable[[], None] | None = None) -> None:
+    def run(self, perform_all: PerformAll | None = None) -> None:
         """Run all instructions.
 
         Args:
             perform_all: a function that performs them, in place of the caller or its workers.
+                It is given a function to call before any backward.
         """
         holding(self.step.numbers.locks, partial(self._run, perform_all or self._perform_all))
         self.step.end_forward()
 
-    def _run(self, perform_all: Callable[[], None]) -> None:
+    def _run(self, perform_all: PerformAll) -> None:
         if self.crew.stages.recording is not None:
             self.crew.stages.recording.begin_step()
         with ExitStack() as within:
@@ -147,11 +151,12 @@ class Executor:
             self.draws = within.enter_context(self.crew.draws.step(self.step, self.plan))
             self.links.begin()
             try:
-                perform_all()
+                perform_all(partial(self.sums.prepare, within))
             finally:
                 self.links.end()
 
-    def _perform_all(self) -> None:
+    def _perform_all(self, prepare: Callable[[], None]) -> None:
+        prepare()
         plan = self.plan
         tasks = [
             Task(number, plan.devices[w], partial(self.perform, w, x), needs, plan.lines[w])
