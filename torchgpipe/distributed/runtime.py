@@ -205,9 +205,12 @@ def _call(does: str, ops: Sequence[Op], again: Container[tuple[int, int]], route
     def compute(executor: Executor, mail: Mail) -> None:
         for op in first:
             executor.perform(0, op)
+        runs = executor.begin(0, instruction)
+        for run in runs:
+            run.prepare()
         for arrive, j, i in arriving:
             arrive(mail, j, i)
-        executor.perform(0, instruction)
+        executor.carry_out(0, runs)
 
     return compute
 

@@ -17,7 +17,7 @@ around each piece that runs, and put back before the next piece of anything runs
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -25,7 +25,7 @@ import torch
 from torchgpipe.ambient import labels
 from torchgpipe.ambient.modes import without_autocast
 from torchgpipe.ambient.notes import noted
-from torchgpipe.autograd.nodes import drained_after_failure
+from torchgpipe.autograd.nodes import drain_queue
 from torchgpipe.devices.recorder import Mark
 from torchgpipe.devices.streams import AbstractStream, use_stream
 from torchgpipe.engine.criterion import Criterion
@@ -40,9 +40,13 @@ __all__: list[str] = []
 
 Result = TypeVar("Result")
 
+NOTHING: AbstractContextManager[None] = nullcontext()
 
-class Computation:
+
+class Computation(noted):
     """One computation of an instruction.
+
+    As a context manager it tells what is computed, in notes on exceptions and by labels.
 
     Args:
         executor: the step.
@@ -58,6 +62,7 @@ class Computation:
         self.j, _, self.i = op
         #: The stream that it computes on.
         self.stream = executor.links.home[self.j]
+        self.label = None if labels.observer is None else labels.of(op.kind, self.j, self.i)
         self._cell: Cell | None = None
 
     def __str__(self) -> str:
@@ -65,23 +70,18 @@ class Computation:
         return f"raised in {self.op} on {self.executor.plan.names[self.w]}"
 
     @property
-    def label(self) -> labels.Label | None:
-        """The label of its work, if somebody observes it."""
-        return labels.of(self.op.kind, self.j, self.i)
-
-    @property
     def mark(self) -> Mark:
         """The mark of its span in a trace."""
         return Mark(self.op.kind, self.stream, self.w, self.j, self.i)
 
-    def doing(self) -> noted:
-        """Context manager that tells what is computed, in notes on exceptions and by labels."""
-        return noted(self, self.label)
-
     def on(self, stream: AbstractStream, function: Callable[..., Result], *args: Any) -> Result:
         """Call a function that does a piece of this computation on a stream."""
-        with use_stream(stream), self.doing():
+        with use_stream(stream), self:
             return function(*args)
+
+    def prepare(self) -> None:
+        """Do what does not need what is on its way from another process."""
+        self._cell = self._find()
 
     def receive(self) -> None:
         """Take what was sent."""
@@ -180,9 +180,13 @@ class BackwardWeight(Computation):
         return self.executor.draws.backward(self.i, self.j, self.op.kind == "W")
 
     def compute(self) -> None:
-        # guard: autocast in backward
-        with without_autocast(), drained_after_failure():
-            super().compute()
+        try:
+            # guard: autocast in backward
+            with without_autocast() if self.executor.casts else NOTHING:
+                super().compute()
+        except BaseException:
+            drain_queue()
+            raise
 
     def _compute(self) -> None:
         self.executor.sums.by_worker[self.w].add(*self.cell.backward_weight())

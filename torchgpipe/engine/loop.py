@@ -107,6 +107,8 @@ class Executor:
         after = criterion.loss if isinstance(criterion.loss, nn.Module) else None
         joins, again = criterion.outputs is not None, {j for j, _ in plan.again}
         self.step = Step(stages, plan.schedule.chunks, again, joins, after)
+        #: Whether the caller is within autocast, which backward must not be.
+        self.casts = any(x.enabled for x in self.step.context.modes.autocast)
         #: For each stage, copies of weights that it computes with in their place.
         self.copies = copies_of_weights(stages)
         for body, places, own in zip(self.step.bodies, stages.lent, self.copies):
@@ -170,16 +172,23 @@ class Executor:
         Raises:
             BaseException: what a layer raised, with a note that names the computation.
         """
-        main = self.links.compute[w]
+        self.carry_out(w, self.begin(w, instruction))
+
+    def begin(self, w: int, instruction: Instruction) -> list[Computation]:
+        """The computations of an instruction of a worker."""
         if self.windows:
             for cell in self.plan.fetches.get(instruction, ()):
                 self.cells[cell].fetch()
-        runs = [KINDS[op.kind](self, w, op) for op in operations(instruction)]
+        return [KINDS[op.kind](self, w, op) for op in operations(instruction)]
+
+    def carry_out(self, w: int, runs: Sequence[Computation]) -> None:
+        """Receive, compute, and deliver."""
+        main = self.links.compute[w]
         if len(runs) > 1 or runs[0].stream is not main:
             self._perform_beside(w, runs)
         else:
             (run,) = runs
-            with use_stream(main), run.doing():
+            with use_stream(main), run:
                 run.receive()
                 mark = self._begun(run)
                 run.compute()

@@ -122,11 +122,13 @@ class EagerCell(Cell):
         super().__init__(run)
         self.step = run.executor.step
         body = self.step.bodies[self.j]
-        #: Runs the layers on a micro-batch.
+        #: Runs the layers on a micro-batch, and the loss if they are the last ones.
         self.run: Callable[..., Batch] = body.run
         if body.visited:
             note = f"raised in partition {self.j}, micro-batch {self.i}"
-            self.run = partial(body.run, note=note)
+            self.run = partial(self.run, note=note)
+        if self.criterion is not None:
+            self.run = partial(self.run, after=self.criterion.after(self.i))
         # What the checkpoint holds, it must not hold the step.
         self._within = noted(str(run)) if self.again else None
         #: For each part of the input and of the output, the edges of its tensors, each tensor once.
@@ -136,14 +138,11 @@ class EagerCell(Cell):
         self._offloaded: Offloaded | None = None
         self._halves: Halves | None = None
         #: How many hooks there were when the cell began.
-        self._hooks = 0
+        self._hooks = count_hooks()
 
     def forward(self, batch: Batch) -> Batch:
-        self._hooks = count_hooks()
         batch = self._enter(batch.take())
         run, context = self.run, self.step.context
-        if self.criterion is not None:
-            run = partial(run, after=self.criterion.after(self.i))
         body = self.step.bodies[self.j]
         new = None
         if body.offloading is not None and body.offloading.sends(self.i):
@@ -170,9 +169,8 @@ class EagerCell(Cell):
             return batch.replace([x.detach() for x in batch])
         found, ends = enter(*needing)
         edges = dict(zip(map(id, needing), ends))
-        for key in batch.parts:
-            distinct = {id(x): x for x in batch.parts[key]}.values()
-            self._inputs[key] = [edges.get(id(x)) for x in distinct]
+        for key, part in batch.parts.items():
+            self._inputs[key] = [edges.get(x) for x in dict.fromkeys(map(id, part))]
         entered = iter(found)
         return batch.replace([next(entered) if x.requires_grad else x.detach() for x in batch])
 
