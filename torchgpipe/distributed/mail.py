@@ -112,7 +112,10 @@ class Mail(Post):
         tensors = self._waited_for("F", j, i)
         if self.with_numbers:
             self.step.numbers.go_on(i, self._states.pop((j, i)))
-        self.values[j, i] = self.parcels[i].put(unpack(self._form(j, i), tensors)), None
+        batch = unpack(self._form(j, i), tensors)
+        if len(batch.parts) > 1 or batch.shared:
+            batch = self.parcels[i].put(batch)
+        self.values[j, i] = batch, None
 
     def send_backward(self, j: int, i: int) -> None:
         """Send the gradients of what stage ``j`` has received of micro-batch ``i``."""

@@ -157,13 +157,14 @@ def unpack(form: Form, tensors: Sequence[Tensor]) -> Batch:
         form: the form of the message.
         tensors: its tensors, in order; those that a gradient is wanted of will require one.
     """
-    parts = {}
+    parts, structures = {}, {}
     rest = iter(tensors)
     for part in form.parts:
         own = [next(rest).requires_grad_(meta.requires_grad) for meta in part.metas]
         parts[part.key] = tuple([own[k] for k in part.places])
+        structures[part.key] = part.structure
     # guard: skips that share memory elsewhere
-    return Batch.of(parts, {part.key: part.structure for part in form.parts}, form.shared)
+    return Batch.of(parts, structures, form.shared)
 
 
 class Forms:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeAlias
@@ -91,16 +91,14 @@ class Program:
             todo = [(does, ops) for does, ops in forward if ops]
         again = self.plan.again
         #: The first computation, if it needs no message.
-        self._first: Call | None = None
-        if todo[0][0] == "compute":
-            self._first = _call(*todo.pop(0), again, routes)
+        self._first = together([*todo.pop(0)[1]]) if todo[0][0] == "compute" else None
         #: What to call after it, in order.
-        self._calls = [_call(*action, again, routes) for action in todo]
+        self._calls = [*_calls(todo, again, routes)]
         #: The same for steps whose messages have forms that both ends know before.
         self._calls_if_known = self._calls
         # Messages of several stages would overtake each other.
         if peers.device == CPU and len({*routes.placement}) == len(routes.placement):
-            self._calls_if_known = [_call(*action, again, routes) for action in earlier(todo)]
+            self._calls_if_known = [*_calls(earlier(todo), again, routes)]
         #: How many of them come before the work that has time: a message that others wait for.
         self._urgent = int(bool(todo) and todo[0][0] != "compute")
 
@@ -120,9 +118,10 @@ class Program:
             prepare: has to be called before any backward. By then this process most often waits
                 for another one, so it takes no time.
         """
+        first = [] if self._first is None else executor.begin(0, self._first)
         try:
-            if self._first is not None:
-                self._first(executor, mail)
+            if first:
+                executor.carry_out(0, first)
         except Exception:
             # guard: what is wrong in several processes
             agree()
@@ -134,6 +133,8 @@ class Program:
         calls = self._calls_if_known if mail.forms.are_known else self._calls
         for call in calls[: self._urgent]:
             call(executor, mail)
+        if first:
+            executor.settle(0, first)
         prepare()
         if torch.is_grad_enabled():
             executor.sums.make(executor.links, torch.float32)
@@ -182,12 +183,35 @@ def _late(line: Sequence[Instruction]) -> Iterator[Instruction]:
             yield together(rest)
 
 
-def _call(does: str, ops: Sequence[Op], again: Container[tuple[int, int]], routes: Routes) -> Call:
-    """The call that carries out an action; it computes when what it needs has arrived."""
-    if does != "compute":
-        (message,) = ops
-        method = MESSAGES[does, message.kind]
-        return lambda executor, mail: method(mail, message.stage, message.microbatch)
+def _calls(
+    todo: Sequence[Action], again: Container[tuple[int, int]], routes: Routes
+) -> Iterator[Call]:
+    """The calls that carry out actions; what is sent right after a computation is a part of it."""
+    rest = deque(todo)
+    while rest:
+        does, ops = rest.popleft()
+        if does == "compute":
+            sends = []
+            while rest and rest[0][0] == "send":
+                sends.append(_message(*rest.popleft()))
+            yield _computation(ops, sends, again, routes)
+        else:
+            yield _message(does, ops)
+
+
+def _message(does: str, ops: Sequence[Op]) -> Call:
+    (message,) = ops
+    method = MESSAGES[does, message.kind]
+    return lambda executor, mail: method(mail, message.stage, message.microbatch)
+
+
+def _computation(
+    ops: Sequence[Op],
+    sends: Sequence[Call],
+    again: Container[tuple[int, int]],
+    routes: Routes,
+) -> Call:
+    """The call that computes when what it needs has arrived, and sends at once what comes of it."""
     # These run before the wait for the gradient, which is still on its way then.
     first = [
         op._replace(kind="R")
@@ -211,6 +235,9 @@ def _call(does: str, ops: Sequence[Op], again: Container[tuple[int, int]], route
         for arrive, j, i in arriving:
             arrive(mail, j, i)
         executor.carry_out(0, runs)
+        for send in sends:
+            send(executor, mail)
+        executor.settle(0, runs)
 
     return compute
 

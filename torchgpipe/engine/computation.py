@@ -62,6 +62,8 @@ class Computation(noted):
         self.j, _, self.i = op
         #: The stream that it computes on.
         self.stream = executor.links.home[self.j]
+        #: Whether that is not the worker's compute stream.
+        self.is_beside = self.stream is not executor.links.compute[w]
         self.label = None if labels.observer is None else labels.of(op.kind, self.j, self.i)
         self._cell: Cell | None = None
 
@@ -113,6 +115,9 @@ class Computation(noted):
     def deliver(self) -> None:
         """Send what was computed."""
 
+    def settle(self) -> None:
+        """Do what nobody waits for."""
+
 
 class Forward(Computation):
     """F, which makes the cell."""
@@ -132,7 +137,8 @@ class Forward(Computation):
 
     def receive(self) -> None:
         self.given = self.executor.post.receive(self.j, self.i)
-        self.executor.links.lend(self.given, self.w, self.stream)
+        if self.is_beside:
+            self.executor.links.lend(self.given, self.stream)
 
     def _find(self) -> Cell:
         return self.executor.new_cell(self)
@@ -144,19 +150,24 @@ class Forward(Computation):
         cell = self.cell
         self.output = cell.forward(self.given)
         if torch.is_grad_enabled():
-            self.executor.keep(cell)
+            self.executor.cells[self.j, self.i] = cell
 
     def deliver(self) -> None:
         executor, i, j = self.executor, self.i, self.j
-        executor.links.give_back(self.output, self.w, self.stream)
+        if self.is_beside:
+            executor.links.give_back(self.output, self.w)
         if j < executor.plan.last:
             executor.post.send(j, i, self.output)
-        else:
+        elif executor.links.is_outside[j]:
             executor.links.leave(executor.criterion.results(i), j)
         if executor.windows:
             # Whoever holds the output would keep it on the device.
             del self.output
             self.cell.leave()
+
+    def settle(self) -> None:
+        if torch.is_grad_enabled():
+            self.executor.look_for_strays(self.cell)
 
 
 class Recomputation(Computation):
@@ -204,15 +215,15 @@ class BackwardInput(BackwardWeight):
             self.given = executor.post.receive_grads(j, i)
         else:
             self.given = {VALUE: [executor.criterion.grad(i)]}
-        for grads in self.given.values():
-            self.executor.links.lend(grads, self.w, self.stream)
+        for grads in self.given.values() if self.is_beside else ():
+            executor.links.lend(grads, self.stream)
 
     def _compute(self) -> None:
         self.inputs = self.cell.backward_input(self.given)
 
     def deliver(self) -> None:
-        for grads in self.inputs.values():
-            self.executor.links.give_back(grads, self.w, self.stream)
+        for grads in self.inputs.values() if self.is_beside else ():
+            self.executor.links.give_back(grads, self.w)
         self.executor.post.send_grads(self.j, self.i, self.inputs)
 
 

@@ -172,7 +172,9 @@ class Executor:
         Raises:
             BaseException: what a layer raised, with a note that names the computation.
         """
-        self.carry_out(w, self.begin(w, instruction))
+        runs = self.begin(w, instruction)
+        self.carry_out(w, runs)
+        self.settle(w, runs)
 
     def begin(self, w: int, instruction: Instruction) -> list[Computation]:
         """The computations of an instruction of a worker."""
@@ -183,17 +185,25 @@ class Executor:
 
     def carry_out(self, w: int, runs: Sequence[Computation]) -> None:
         """Receive, compute, and deliver."""
-        main = self.links.compute[w]
-        if len(runs) > 1 or runs[0].stream is not main:
+        if len(runs) > 1 or runs[0].is_beside:
             self._perform_beside(w, runs)
-        else:
-            (run,) = runs
-            with use_stream(main), run:
-                run.receive()
+            return
+        (run,) = runs
+        with use_stream(run.stream), run:
+            run.receive()
+            if self.links.recorder is None:
+                run.compute()
+            else:
                 mark = self._begun(run)
                 run.compute()
                 self._ended(mark)
-                run.deliver()
+            run.deliver()
+
+    def settle(self, w: int, runs: Sequence[Computation]) -> None:
+        """End an instruction of a worker, once it has delivered."""
+        for run in runs:
+            with run:
+                run.settle()
         if self.windows:
             self.windows[w].passed()
 
@@ -236,10 +246,8 @@ class Executor:
         if self.links.recorder is not None:
             self.links.recorder.end(mark)
 
-    def keep(self, cell: Cell) -> None:
-        """Keep a cell for its backward."""
-        self.cells[cell.j, cell.i] = cell
-        # A layer may use weights of another module.
+    def look_for_strays(self, cell: Cell) -> None:
+        """Find weights of another module that a layer has used."""
         # guard: strays
         strays = cell.look_for_strays(self.sums.nodes[cell.j])
         if strays:
