@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -180,25 +179,32 @@ class Agreement:
         form = digest(repr((shapes, trainable, [x[0] for x in flags])))
         exchange = Exchange(self._peers, 6)
         exchange.tell([int(error is not None), m, rows, form, digest(settings), quiet])
-        return cache(partial(self._agreed, error, settings, exchange))
+        found: list[Agreed] = []
 
-    def _agreed(self, *asked: Any) -> Agreed:
+        def agree() -> Agreed:
+            if not found:
+                found.append(self._agreed(error, settings, exchange))
+            return found[0]
+
+        return agree
+
+    def _agreed(self, error: Exception | None, settings: str, exchange: Exchange) -> Agreed:
         """A step that all processes agree on.
 
         Raises:
             ValueError: the settings differ, or another process calls something else.
             RuntimeError: another process has found something wrong.
         """
-        found = self._answers(*asked)
+        found = self._answers(error, settings, exchange)
         first = next(x for x in found if x[1])
         counts = {x[2] for x in found if x[2]}
         if len(counts) > 1:
-            error = ValueError(
+            differ = ValueError(
                 "the first and the last stage must be given as many rows (rows by rank, 0 where "
                 f"nothing is read: {[x[2] for x in found]}); load the same mini-batch in both "
                 "processes"
             )
-            raise self._known(error)
+            raise self._known(differ)
         # guard: numbers travel until nothing draws
         with_numbers = not all(x[5] for x in found)
         division = Division(divided(first[2], abs(first[1])), first[1] < 0)

@@ -332,6 +332,7 @@ class Pipe(Wrapper):
 
     def _run(self, input: Any, terms: Any, recorded: bool) -> Any:
         given, shapes, flags, trainable = NOTHING, "", [], 0
+        modules: Sequence[nn.Module] = ()
         error = None
         try:
             if recorded and is_within_float16():
@@ -341,7 +342,8 @@ class Pipe(Wrapper):
                 )
             given = self._reader.read(self, input, terms, recorded)
             shapes = described(given.batches, given.rows, recorded, given.m < 0)
-            flags, trainable = flags_of(modules := modules_of(self)), trainable_in(modules)
+            modules = modules_of(self)
+            flags, trainable = flags_of(modules), trainable_in(modules)
         except Exception as raised:
             error = raised
         # Policies are functions, which are others in each process.
@@ -353,7 +355,7 @@ class Pipe(Wrapper):
             agree = self._agreement.begin(
                 given.m, given.rows, shapes, settings, flags, trainable, error
             )
-            if self.training and next(self.buffers(), None) is not None:
+            if self.training and any(x._buffers for x in modules):
                 # A step that the others refuse must not change statistics of the first stage.
                 # guard: buffers of a step that is refused
                 agree()
@@ -399,7 +401,8 @@ class Pipe(Wrapper):
             assert isinstance(mail, Mail)
             try:
                 run = partial(executor.run, partial(program.run, executor, mail, agree))
-                compute(run, self, mini_batch.whole if mini_batch else ())
+                whole_ones = mini_batch.whole if mini_batch else ()
+                compute(run, self, whole_ones, executor.step.context.modes)
                 # Before the others take the step for done, since this may fail.
                 if criterion.outputs is not None and self.is_last:
                     output = criterion.joined(executor.step.blocks)
