@@ -189,18 +189,16 @@ class Exchange:
 
 
 def send(tensor: Tensor, group: Any, rank: int, tag: int) -> Any:
-    """Begin to send a tensor to a rank of a group; return what waits until it has left."""
-    return group.send([_plain(tensor)], rank, tag)
+    """Begin to send a tensor to a rank of a group; return what waits until it has left.
+
+    Groups know no complex numbers, but the real ones in the same memory.
+    """
+    return group.send([torch.view_as_real(tensor) if tensor.is_complex() else tensor], rank, tag)
 
 
 def receive(tensor: Tensor, group: Any, rank: int, tag: int) -> Any:
     """Begin to receive a tensor from a rank of a group; return what waits until it is there."""
-    return group.recv([_plain(tensor)], rank, tag)
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """A tensor of real numbers in the same memory, since groups know no complex ones."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return group.recv([torch.view_as_real(tensor) if tensor.is_complex() else tensor], rank, tag)
 
 
 def digest(text: str) -> int:

@@ -28,7 +28,6 @@ from torchgpipe.ambient.notes import noted
 from torchgpipe.autograd.nodes import drain_queue
 from torchgpipe.devices.recorder import Mark
 from torchgpipe.devices.streams import AbstractStream, use_stream
-from torchgpipe.engine.criterion import Criterion
 from torchgpipe.engine.scheduled_cell import Cell, Gradients
 from torchgpipe.schedule.program import Op
 from torchgpipe.values.microbatch import VALUE, Batch
@@ -125,15 +124,12 @@ class Forward(Computation):
     given: Batch
     output: Batch
 
-    @property
-    def again(self) -> bool:
-        """Whether the cell has an R."""
-        return (self.j, self.i) in self.executor.plan.again
-
-    @property
-    def criterion(self) -> Criterion | None:
-        """The loss after the layers, if this is the last stage."""
-        return self.executor.criterion if self.j == self.executor.plan.last else None
+    def __init__(self, executor: Executor, w: int, op: Op) -> None:
+        super().__init__(executor, w, op)
+        #: Whether the cell has an R.
+        self.again = (self.j, self.i) in executor.plan.again
+        #: The loss after the layers, if this is the last stage.
+        self.criterion = executor.criterion if self.j == executor.plan.last else None
 
     def receive(self) -> None:
         self.given = self.executor.post.receive(self.j, self.i)

@@ -45,7 +45,7 @@ from torchgpipe.engine.step_plan import Plan
 from torchgpipe.engine.workers import Task
 from torchgpipe.partition.keeping import policy_of
 from torchgpipe.recompute.offload import Offloading, Window
-from torchgpipe.schedule.program import Instruction, operations
+from torchgpipe.schedule.program import Instruction, Op, operations
 from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
@@ -181,6 +181,8 @@ class Executor:
         if self.windows:
             for cell in self.plan.fetches.get(instruction, ()):
                 self.cells[cell].fetch()
+        if isinstance(instruction, Op):
+            return [KINDS[instruction.kind](self, w, instruction)]
         return [KINDS[op.kind](self, w, op) for op in operations(instruction)]
 
     def carry_out(self, w: int, runs: Sequence[Computation]) -> None:
@@ -202,8 +204,11 @@ class Executor:
     def settle(self, w: int, runs: Sequence[Computation]) -> None:
         """End an instruction of a worker, once it has delivered."""
         for run in runs:
-            with run:
+            try:
                 run.settle()
+            except BaseException:
+                with run:
+                    raise
         if self.windows:
             self.windows[w].passed()
 

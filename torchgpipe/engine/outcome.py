@@ -127,6 +127,8 @@ class Sums:
 
     def ready(self) -> None:
         """Have the next backward add gradients to the sums that there are, and return these."""
+        if not self._waiting:
+            return
         for key in [*self._waiting.keys() & self._sums.keys()]:
             tensor, found = self._waiting.pop(key), self._sums[key]
             if is_alone(found):
