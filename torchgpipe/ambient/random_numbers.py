@@ -141,7 +141,8 @@ class StepNumbers:
     @property
     def drawn(self) -> bool:
         """Whether a cell has drawn from any of the generators."""
-        return any(map(self.has_drawn, range(self._m)))
+        # Where nobody has asked for a state, there is none.
+        return bool(self._drew) or (any(self.states) and any(map(self.has_drawn, range(self._m))))
 
     def has_drawn(self, i: int) -> bool:
         """Whether a cell of micro-batch ``i`` has drawn from any of the generators here."""
@@ -178,7 +179,7 @@ class StepNumbers:
     def _last(self, device: torch.device) -> Tensor:
         """The state that the caller continues with."""
         kind, found = device.type, self._found[device]
-        if _differ(self.states[0][kind], found):
+        if kind in self.states[0] and _differ(self.states[0][kind], found):
             return self.states[0][kind]
         drawn = bool(self.in_backward and device == CPU) or any(
             kind in state and _differ(first[kind], state[kind])

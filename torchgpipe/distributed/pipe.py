@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchgpipe import _torch
 from torchgpipe._torch import pipelining
 from torchgpipe._torch.dynamo import modules_of, uncompiled
 from torchgpipe.ambient.modes import is_within_float16, verify_no_transform
@@ -429,8 +430,10 @@ class Pipe(Wrapper):
         zeros = executor.sums.zeros(executor.links, executor.post, loss.value.dtype)
         # There may be nothing that requires a gradient here.
         if zeros:
-            factors = None if loss.divisor is None else [1 / loss.divisor] * len(zeros)
-            torch.autograd.backward(zeros, factors)
+            factor = torch.ones_like(loss.value) if loss.divisor is None else 1 / loss.divisor
+            grads = tuple([factor.to(x.device) for x in zeros])
+            # Without the checks of torch.autograd.backward(), which a step has no need of.
+            _torch.run_backward(tuple(zeros), grads, False, False, (), True, True)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any

@@ -89,20 +89,20 @@ class Links:
         self._placement = plan.schedule.placement
         #: The caller's stream for the device of each worker.
         self.outside = [current_stream(device) for device in plan.devices]
-        counts = Counter(plan.devices)
-        made = {x: iter(pool.computing(x, count)) for x, count in counts.items()}
+        made = {x: iter(pool.computing(x, count)) for x, count in plan.counts.items()}
         #: The stream on which each worker computes.
         self.compute = [next(made[device]) for device in plan.devices]
         #: How many streams of its pool are in use on each device.
-        taken = Counter({x: count for x, count in counts.items() if count > 1})
+        taken = Counter({x: count for x, count in plan.counts.items() if count > 1})
         #: The stream on which each stage computes.
         self.home = [self.compute[w] for w in self._placement]
         #: For each worker with overlaps, the stream of communication within them.
         self.beside: dict[int, AbstractStream] = {}
-        self._overlap(plan, pool, groups, taken)
+        if plan.overlaps:
+            self._overlap(plan, pool, groups, taken)
         #: For each stage, whether the caller has another stream.
         self.is_outside = [own != self.outside[w] for own, w in zip(self.home, self._placement)]
-        self._lanes = self._ways(plan, pool, taken)
+        self._lanes = self._ways(plan, pool, taken) if len(self.compute) > 1 else {}
         self._used: Counter[tuple[int, int]] = Counter()
 
     def _overlap(

@@ -20,7 +20,7 @@ from torchgpipe.devices.streams import (
     CPU,
     AbstractStream,
     current_stream,
-    record_stream,
+    record_all,
     use_stream,
 )
 from torchgpipe.engine.links import Links, Post
@@ -209,10 +209,8 @@ class HandOver(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tensors, ctx.tensors = ctx.tensors, ()
         found = ctx.sums.scaled(tensors, grad)
-        for x in found:
-            if x is not None:
-                # guard: recording what is handed over
-                record_stream(x, ctx.caller)
+        # guard: recording what is handed over
+        record_all(found, ctx.caller)
         return (None, None, None, None, *found)
 
 
