@@ -352,6 +352,7 @@ class StepSums:
         # guard: hooks of strays
         self._without_hooks.add(strays)
         self.weights[j] += strays
+        # guard: weights met later
         self._made = None
 
     def make(self, links: Links, dtype: torch.dtype) -> None:
