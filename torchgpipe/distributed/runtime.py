@@ -137,6 +137,7 @@ class Program:
             executor.settle(0, first)
         prepare()
         if torch.is_grad_enabled():
+            # The dtype of most losses; for another one, these zeros are made anew.
             executor.sums.make(executor.links, torch.float32)
         mail.expect_the_end()
         for call in calls[self._urgent :]:
