@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import replace
 from datetime import date
 
 import hypothesis.strategies as st
@@ -119,7 +120,7 @@ def test_first_difference_of_forms(one, other, texts):
 
 def test_difference_in_what_shares_memory():
     form, _ = pack(Batch(X))
-    assert "nothing" in form.difference(form._replace(shared=frozenset([VALUE])))[0]
+    assert "nothing" in form.difference(replace(form, shared=frozenset([VALUE])))[0]
 
 
 def test_objects_that_print_alike():

@@ -18,7 +18,7 @@ def judge(group, guard):
         function = getattr(import_module(f"tests.distributed.{module}"), name)
         try:
             function(group, *arguments)
-        except (AssertionError, RuntimeError, pytest.fail.Exception):
+        except (AssertionError, RuntimeError, KeyError, pytest.fail.Exception):
             # The others may wait for this process, until it has ended.
             threading.Timer(1, os._exit, [0]).start()
             return True

@@ -73,7 +73,7 @@ MUTANTS = {
         "strays",
     ),
     "hooks of strays": (DROP, "hooks of strays"),
-    "autocast in backward": (("without_autocast(), ", ""), "autocast"),
+    "autocast in backward": ((" if self.executor.casts", " if False"), "autocast"),
     "own streams of workers": (("count > 1", "False"), "time of one device"),
     "waiting for what is sent": (DROP, "a V"),
     "recording what is received": (DROP, "a V"),

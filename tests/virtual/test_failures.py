@@ -33,9 +33,10 @@ class FailBeside(nn.Module):
     def __init__(self, slow):
         super().__init__()
         self.other = [slow]
+        self.fails = False
 
     def forward(self, x):
-        if self.other[0].slow:
+        if self.fails:
             assert self.other[0].begun.wait(30)
             raise ValueError("beside")
         return x * 1
@@ -44,9 +45,8 @@ class FailBeside(nn.Module):
 def test_exception_does_not_wait_for_a_layer_that_is_slow(devices):
     """The next step waits, since no two threads compute one partition."""
     slow = Slow()
-    model = GPipe(
-        nn.Sequential(slow, FailBeside(slow)), [1, 1], devices=[devices[0], "cpu"], chunks=2
-    )
+    beside = FailBeside(slow)
+    model = GPipe(nn.Sequential(slow, beside), [1, 1], devices=[devices[0], "cpu"], chunks=2)
     x = torch.rand(2, WIDTH, device=devices[0])
     expected = model(x)
 
@@ -60,11 +60,12 @@ def test_exception_does_not_wait_for_a_layer_that_is_slow(devices):
             slow.slow = self.count == 2
 
     handle = slow.register_forward_pre_hook(Second())
+    beside.fails = True
     with pytest.raises(ValueError, match="beside"):
         model(x)
     assert not slow.end.is_set()
     handle.remove()
-    slow.slow = False
+    slow.slow = beside.fails = False
     threading.Timer(0.1, slow.end.set).start()
     assert torch.equal(model(x), expected)
     assert slow.end.is_set()

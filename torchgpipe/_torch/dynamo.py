@@ -149,8 +149,18 @@ def watch(layers: nn.Module, within_cell: Callable[[], bool]) -> None:
     prepare_if_compiled()
     if _preparation.done or "torch._dynamo" not in sys.modules:
         return
-    if any(map(is_compiled, modules_of(layers))):
+    optimized = _torch.OptimizedModule
+    found = [
+        x
+        for x in modules_of(layers)
+        if x._compiled_call_impl is not None or isinstance(x, optimized)
+    ]
+    if any(map(is_compiled, found)):
         prepare()
+        return
+    known = vars(_torch).get("compile_callbacks")
+    if known is not None and _preparation in known.start_callbacks:
+        _preparation.within_cell = within_cell
         return
     if not has("compile_callbacks"):
         return

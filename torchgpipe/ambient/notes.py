@@ -55,6 +55,9 @@ class noted:
     def __init__(self, note: object, label: labels.Label | None = None) -> None:
         self.note, self.label = note, label
 
+    def __str__(self) -> str:
+        return str(self.note)
+
     def __enter__(self) -> None:
         self.outer, layer.name = layer.name, None
         if self.label is not None:
@@ -72,7 +75,7 @@ class noted:
         if error is not None:
             # An exception that takes no notes stays without one.
             with suppress(Exception):
-                add_note(error, f"{self.note}" + (f", layer {name} ({layer.kind})" if name else ""))
+                add_note(error, f"{self}" + (f", layer {name} ({layer.kind})" if name else ""))
 
 
 def add_note(error: BaseException, note: str) -> None:

@@ -96,13 +96,8 @@ class StepNumbers:
     def __enter__(self) -> None:
         self.nest = begin_step(self._devices)
         self._found = _get(self._devices)
-        seeds = {
-            device: int.from_bytes(blake2b(content(state), digest_size=8).digest(), "little")
-            for device, state in self._found.items()
-            if self._m > 1
-        }
         # Not methods of this object, which only Python's collector would free.
-        self._begin = _Beginnings(self._home, self._found, seeds)
+        self._begin = _Beginnings(self._home, self._found)
         self._first: list[dict[str, Tensor]] = [
             _States(partial(self._begin.of, i)) for i in range(self._m)
         ]
@@ -146,7 +141,8 @@ class StepNumbers:
     @property
     def drawn(self) -> bool:
         """Whether a cell has drawn from any of the generators."""
-        return any(map(self.has_drawn, range(self._m)))
+        # Where nobody has asked for a state, there is none.
+        return bool(self._drew) or (any(self.states) and any(map(self.has_drawn, range(self._m))))
 
     def has_drawn(self, i: int) -> bool:
         """Whether a cell of micro-batch ``i`` has drawn from any of the generators here."""
@@ -183,7 +179,7 @@ class StepNumbers:
     def _last(self, device: torch.device) -> Tensor:
         """The state that the caller continues with."""
         kind, found = device.type, self._found[device]
-        if _differ(self.states[0][kind], found):
+        if kind in self.states[0] and _differ(self.states[0][kind], found):
             return self.states[0][kind]
         drawn = bool(self.in_backward and device == CPU) or any(
             kind in state and _differ(first[kind], state[kind])
@@ -214,22 +210,23 @@ class _Beginnings:
     Args:
         home: for each type of device, the device whose generator continues the caller's sequence.
         found: the state of each generator before the step.
-        seeds: the number that all seeds on a device are computed from.
     """
 
     def __init__(
-        self,
-        home: Mapping[str, torch.device],
-        found: Mapping[torch.device, Tensor],
-        seeds: Mapping[torch.device, int],
+        self, home: Mapping[str, torch.device], found: Mapping[torch.device, Tensor]
     ) -> None:
-        self._home, self._found, self._seeds = home, found, seeds
+        self._home, self._found = home, found
+        #: The number that all seeds on a device are computed from.
+        self._seeds: dict[torch.device, int] = {}
 
     def of(self, i: int, kind: str) -> Tensor:
         """The state that micro-batch ``i`` begins with on a type of device."""
         device = self._home[kind]
         if i == 0:
             return self._found[device]
+        if device not in self._seeds:
+            found = blake2b(content(self._found[device]), digest_size=8).digest()
+            self._seeds[device] = int.from_bytes(found, "little")
         # guard: seeds of micro-batches
         seed = (self._seeds[device] + i) % 2**64
         return torch.Generator(device).manual_seed(seed).get_state()

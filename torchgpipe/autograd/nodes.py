@@ -222,22 +222,11 @@ class Last(Done):
 
     @uncompiled
     def __del__(self) -> None:
-        _drain_queue()
+        drain_queue()
 
 
-class drained_after_failure:
-    """Leave nothing in this thread's queue if a backward within a ``with`` block raises."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            _drain_queue()
-
-
-def _drain_queue() -> None:
-    """Run a backward, which runs all that is left in this thread's queue."""
+def drain_queue() -> None:
+    """Run a backward, which runs all that is left in this thread's queue after one has failed."""
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     # Autograd runs the node that was recorded last first, by numbers that begin anew in each
     # thread. Recorded in a new thread, this one comes after all that is left.
@@ -292,9 +281,9 @@ def enter(*tensors: Tensor) -> tuple[Sequence[Tensor], list[GradientEdge]]:
     # What arrives is a leaf, which the graph would keep for the gradient.
     # guard: letting go of what arrives
     detached = [x.detach() for x in tensors]
-    found: Sequence[Tensor]
     if unseen:
         _, *found = _torch.dead_end(MESSAGE.encode(), 1 + len(detached))(phony, *detached)
-    else:
-        found = Enter.apply(phony, *detached)
-    return found, [get_gradient_edge(x) for x in found]
+        # Without what nodes in Python need.
+        return found, [GradientEdge(x.grad_fn, x.output_nr) for x in found]
+    others: Sequence[Tensor] = Enter.apply(phony, *detached)
+    return others, [get_gradient_edge(x) for x in others]

@@ -211,6 +211,6 @@ def record_stream(tensor: Tensor, stream: AbstractStream) -> None:
 
 def record_all(tensors: Iterable[Tensor | None], stream: AbstractStream) -> None:
     """Do as :func:`record_stream` does, for each tensor that is there."""
-    for tensor in tensors:
+    for tensor in tensors if isinstance(stream, torch.Stream) else ():
         if tensor is not None:
             record_stream(tensor, stream)

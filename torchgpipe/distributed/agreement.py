@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -21,7 +20,7 @@ from torchgpipe.ambient.modes import verify_no_transform
 from torchgpipe.devices.streams import CPU
 from torchgpipe.distributed.failures import shared_failures
 from torchgpipe.distributed.mail import Mail
-from torchgpipe.distributed.peers import Peers, digest
+from torchgpipe.distributed.peers import Exchange, Peers, digest
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.values.division import Division, divided
 
@@ -125,13 +124,15 @@ class Agreement:
         # Within a transform no message arrives, so each process says so for itself.
         verify_no_transform()
         with shared_failures(self._peers):
-            self._answers(None, name, self._peers.gathering([0, 0, 0, 0, digest(name), 0]))
+            exchange = Exchange(self._peers, 6)
+            exchange.tell([0, 0, 0, 0, digest(name), 0])
+            self._answers(None, name, exchange)
 
     def _answers(
-        self, error: Exception | None, settings: str, gathered: Callable[[], list[list[int]]]
+        self, error: Exception | None, settings: str, exchange: Exchange
     ) -> list[list[int]]:
         """The numbers of all processes, which have nothing wrong, and the same settings."""
-        found = gathered()
+        found = exchange.heard()
         wrong = any(x[0] for x in found)
         if not wrong and len({x[4] for x in found}) == 1:
             return found
@@ -176,61 +177,56 @@ class Agreement:
         quiet = int(flags == self._quiet)
         # Layers of this process decide on the form of what it sends, too.
         form = digest(repr((shapes, trainable, [x[0] for x in flags])))
-        own = [int(error is not None), m, rows, form, digest(settings), quiet]
-        return cache(partial(self._agreed, error, settings, self._peers.gathering(own)))
+        exchange = Exchange(self._peers, 6)
+        exchange.tell([int(error is not None), m, rows, form, digest(settings), quiet])
+        found: list[Agreed] = []
 
-    def _agreed(self, *asked: Any) -> Agreed:
+        def agree() -> Agreed:
+            if not found:
+                found.append(self._agreed(error, settings, exchange))
+            return found[0]
+
+        return agree
+
+    def _agreed(self, error: Exception | None, settings: str, exchange: Exchange) -> Agreed:
         """A step that all processes agree on.
 
         Raises:
             ValueError: the settings differ, or another process calls something else.
             RuntimeError: another process has found something wrong.
         """
-        found = self._answers(*asked)
+        found = self._answers(error, settings, exchange)
         first = next(x for x in found if x[1])
         counts = {x[2] for x in found if x[2]}
         if len(counts) > 1:
-            error = ValueError(
+            differ = ValueError(
                 "the first and the last stage must be given as many rows (rows by rank, 0 where "
                 f"nothing is read: {[x[2] for x in found]}); load the same mini-batch in both "
                 "processes"
             )
-            raise self._known(error)
+            raise self._known(differ)
         # guard: numbers travel until nothing draws
         with_numbers = not all(x[5] for x in found)
         division = Division(divided(first[2], abs(first[1])), first[1] < 0)
         return Agreed(division, digest(repr([x[3] for x in found])), with_numbers)
 
     def end(self, mail: Mail, total: Tensor | None, divisor: Tensor | None) -> StepLoss | None:
-        """Agree on the loss of a step, and on the state of the generators after it.
-
-        As after a step in one process, generators are where the first micro-batch has left them.
+        """Tell the others that the step is done, and return its loss; None without one.
 
         Args:
             mail: the messages of the step.
             total: the sum of the losses, where the last stage is; None without a loss.
             divisor: what it is divided by, there.
         """
-        numbers, placement = mail.step.numbers, mail.routes.placement
+        numbers, last = mail.step.numbers, mail.routes.placement[-1]
         drew, any_drew = numbers.has_drawn(0), numbers.drawn or bool(numbers.in_backward)
-        last = placement[-1]
         code = -1 if total is None else DTYPES.index(total.dtype)
         # A host does not wait for its device.
         here = self._peers.device == CPU
         pair = [float(x) if here and x is not None else 1.0 for x in (total, divisor)]
-        found = self._peers.gathered([drew, any_drew, code, divisor is not None, *pair])
-        self._quiet = None if any(x[1] for x in found) else self._flags
-        if self._quiet is None:
-            # States that do not travel are those of whoever has drawn.
-            drawers = [k for k, x in enumerate(found) if x[0]]
-            states = numbers.all_of(0) if drawers else numbers.after()
-            states = {kind: x.clone() for kind, x in states.items()}
-            source = last if drawers and mail.with_numbers else [*drawers, placement[0]][0]
-            for state in states.values():
-                self._peers.fill(state, source)
-            # guard: generators of all processes
-            numbers.settle(states)
-        _, _, code, weighted, *pair = found[last]
+        assert mail.after is not None
+        mail.after.tell([drew, any_drew, code, divisor is not None, *pair])
+        _, _, code, weighted, *pair = mail.after.heard_of(last)
         if code < 0:
             return None
         # A number of 64 bits holds any of the others as it is.
@@ -241,8 +237,31 @@ class Agreement:
                 if divisor is not None:
                     both[1] = divisor
             self._peers.fill(both, last)
-        value, divisor = both
-        return StepLoss(value / divisor, divisor) if weighted else StepLoss(value.clone(), None)
+        return StepLoss(both[0] / both[1], both[1]) if weighted else StepLoss(both[0].clone(), None)
+
+    def settle(self, mail: Mail) -> None:
+        """Wait until all are done with a step, and agree on the state of the generators after it.
+
+        As after a step in one process, generators are where the first micro-batch has left them.
+
+        Args:
+            mail: the messages of the step.
+        """
+        numbers, placement = mail.step.numbers, mail.routes.placement
+        assert mail.after is not None
+        found = mail.after.heard()
+        self._quiet = None if any(x[1] for x in found) else self._flags
+        if self._quiet is None:
+            # States that do not travel are those of whoever has drawn.
+            drawers = [k for k, x in enumerate(found) if x[0]]
+            states = numbers.all_of(0) if drawers else numbers.after()
+            states = {kind: x.clone() for kind, x in states.items()}
+            travelled = bool(drawers) and mail.with_numbers
+            source = placement[-1] if travelled else [*drawers, placement[0]][0]
+            for state in states.values():
+                self._peers.fill(state, source)
+            # guard: generators of all processes
+            numbers.settle(states)
 
 
 def trainable_in(modules: Iterable[nn.Module]) -> int:

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from torchgpipe._torch.dynamo import is_alone
 from torchgpipe.devices.streams import CPU
-from torchgpipe.distributed.messages import Form, Forms, Meta, pack, unpack
-from torchgpipe.distributed.peers import Peers, Routes, receive, send
+from torchgpipe.distributed.messages import Forms, Meta, pack, unpack
+from torchgpipe.distributed.peers import AFTER, Exchange, Peers, Routes, receive, send
 from torchgpipe.engine.links import Post, Sent
 
 __all__: list[str] = []
@@ -50,7 +50,9 @@ class Mail(Post):
         self.forms, self.routes = forms, routes
         #: Whether states of generators travel with the micro-batches.
         self.with_numbers = False
-        self._group, self._device = peers.group, peers.device
+        self._group, self._device, self._peers = peers.group, peers.device, peers
+        #: What the processes tell each other after the step, once it is expected.
+        self.after: Exchange | None = None
         #: What is on its way here, by kind, stage and micro-batch: the tensors, what to wait for,
         #: and states of generators.
         self._coming: dict[tuple[str, int, int], tuple[list[Tensor], list[Any]]] = {}
@@ -61,9 +63,17 @@ class Mail(Post):
     def end(self) -> None:
         """Let go of messages, and of the group, since an exception may refer to this object."""
         del self._group
+        self.after = None
         self._coming.clear()
         self._states.clear()
         self._going.clear()
+
+    def expect_the_end(self) -> None:
+        """Begin to receive what the processes tell each other after the step.
+
+        A sender whose receiver is ready sends at once, without a turn of threads.
+        """
+        self.after = Exchange(self._peers, 6, torch.float64, AFTER)
 
     def send_forward(self, j: int, i: int) -> None:
         """Send what stage ``j`` has computed of micro-batch ``i``."""
@@ -93,16 +103,18 @@ class Mail(Post):
         if self.with_numbers:
             before = self.step.numbers.all_of(i)
             states = self._states[j, i] = {kind: torch.empty_like(x) for kind, x in before.items()}
-            works += self._receive(states.values(), peer, HOST)
-        tensors = self._empty(form.metas)
-        self._coming["F", j, i] = tensors, works + self._receive(tensors, peer)
+            works += [receive(x, self._group, peer, HOST) for x in states.values()]
+        self._coming["F", j, i] = self._receive(form.metas, peer, works)
 
     def arrived(self, j: int, i: int) -> None:
         """Wait for what was received, which waits for stage ``j`` from then on."""
         tensors = self._waited_for("F", j, i)
         if self.with_numbers:
             self.step.numbers.go_on(i, self._states.pop((j, i)))
-        self.values[j, i] = self.parcels[i].put(unpack(self._form(j, i), tensors)), None
+        batch = unpack(self.forms.known(j, i), tensors)
+        if len(batch.parts) > 1 or batch.shared:
+            batch = self.parcels[i].put(batch)
+        self.values[j, i] = batch, None
 
     def send_backward(self, j: int, i: int) -> None:
         """Send the gradients of what stage ``j`` has received of micro-batch ``i``."""
@@ -111,11 +123,12 @@ class Mail(Post):
     def _grads(self, j: int, i: int) -> list[Tensor]:
         """The gradients of what stage ``j`` has received; zeros where is none."""
         found = []
-        for part in self._form(j, i).parts:
+        for part in self.forms.known(j, i).parts:
             waiting = self.grads.get((self.routes.source(part.key, j), i), {})
-            grads = waiting.pop(part.key, Sent((None,) * len(part.metas))).tensors
-            for meta, grad in zip(part.metas, grads):
+            sent = waiting.pop(part.key, None)
+            for k, meta in enumerate(part.metas):
                 if meta.requires_grad:
+                    grad = None if sent is None else sent.tensors[k]
                     found.append(
                         torch.zeros(meta.shape, dtype=meta.dtype, device=self._device)
                         if grad is None
@@ -127,9 +140,8 @@ class Mail(Post):
 
     def receive_backward(self, j: int, i: int) -> None:
         """Begin to receive the gradients of what stage ``j`` has sent of micro-batch ``i``."""
-        tensors = self._empty([x for x in self._form(j + 1, i).metas if x.requires_grad])
-        works = self._receive(tensors, self.routes.placement[j + 1])
-        self._coming["B", j, i] = tensors, works
+        metas = self.forms.known(j + 1, i).back
+        self._coming["B", j, i] = self._receive(metas, self.routes.placement[j + 1], [])
 
     def grads_arrived(self, j: int, i: int) -> None:
         """Wait for the gradients that were received, which wait for stages here from then on.
@@ -138,7 +150,7 @@ class Mail(Post):
         keep their memory until somebody waits for them.
         """
         rest = iter(self._waited_for("B", j, i))
-        for part in self._form(j + 1, i).parts:
+        for part in self.forms.known(j + 1, i).parts:
             grads = tuple([next(rest) if meta.requires_grad else None for meta in part.metas])
             source = self.routes.source(part.key, j + 1)
             self.grads.setdefault((source, i), {})[part.key] = Sent(grads)
@@ -150,20 +162,11 @@ class Mail(Post):
         for work in chain.from_iterable(self._going.values()):
             work.wait()
 
-    def _form(self, j: int, i: int) -> Form:
-        form = self.forms.get(j, i)
-        assert form is not None
-        return form
-
     def _waited_for(self, kind: str, j: int, i: int) -> list[Tensor]:
         tensors, works = self._coming.pop((kind, j, i))
         for work in works:
             work.wait()
         return tensors
-
-    def _empty(self, metas: Iterable[Meta]) -> list[Tensor]:
-        contiguous, device = torch.contiguous_format, self._device
-        return [torch.empty_like(_like(x, device), memory_format=contiguous) for x in metas]
 
     def _send(self, tensors: Iterable[Tensor], peer: int, tag: int = 0) -> list[Any]:
         works: list[Any] = []
@@ -177,8 +180,16 @@ class Mail(Post):
                 works.append(send(x.detach(), self._group, peer, tag))
         return works
 
-    def _receive(self, tensors: Iterable[Tensor], peer: int, tag: int = 0) -> list[Any]:
-        return [receive(x, self._group, peer, tag) for x in tensors if x.numel()]
+    def _receive(
+        self, metas: Iterable[Meta], peer: int, works: list[Any]
+    ) -> tuple[list[Tensor], list[Any]]:
+        tensors, contiguous = [], torch.contiguous_format
+        for meta in metas:
+            x = torch.empty_like(_like(meta, self._device), memory_format=contiguous)
+            tensors.append(x)
+            if x.numel():
+                works.append(receive(x, self._group, peer, 0))
+        return tensors, works
 
 
 @lru_cache

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from io import BytesIO
 from typing import Any, NamedTuple
 
@@ -59,7 +61,8 @@ class Packed(NamedTuple):
         return repr(value) if self.key is VALUE else f"skip {describe(self.key)}: {value!r}"
 
 
-class Form(NamedTuple):
+@dataclass(frozen=True)
+class Form:
     """The form of a message.
 
     Args:
@@ -70,10 +73,16 @@ class Form(NamedTuple):
     parts: tuple[Packed, ...]
     shared: frozenset[Any]
 
-    @property
+    # A form serves for many messages.
+    @cached_property
     def metas(self) -> list[Meta]:
         """The shape, the dtype and the need of a gradient of each tensor."""
         return [meta for part in self.parts for meta in part.metas]
+
+    @cached_property
+    def back(self) -> list[Meta]:
+        """The same of those that a gradient comes back for."""
+        return [meta for meta in self.metas if meta.requires_grad]
 
     def renamed(self, names: Mapping[Any, Any]) -> Form:
         """The same form with other keys."""
@@ -157,13 +166,14 @@ def unpack(form: Form, tensors: Sequence[Tensor]) -> Batch:
         form: the form of the message.
         tensors: its tensors, in order; those that a gradient is wanted of will require one.
     """
-    parts = {}
+    parts, structures = {}, {}
     rest = iter(tensors)
     for part in form.parts:
         own = [next(rest).requires_grad_(meta.requires_grad) for meta in part.metas]
         parts[part.key] = tuple([own[k] for k in part.places])
+        structures[part.key] = part.structure
     # guard: skips that share memory elsewhere
-    return Batch.of(parts, {part.key: part.structure for part in form.parts}, form.shared)
+    return Batch.of(parts, structures, form.shared)
 
 
 class Forms:
@@ -195,6 +205,10 @@ class Forms:
         self.are_known = shapes in self._seen
         self._seen.add(shapes)
         self._shapes, self._rows = shapes, rows
+
+    def known(self, j: int, i: int) -> Form:
+        """The form of what stage ``j`` is sent of micro-batch ``i``, which somebody has told."""
+        return self._known[self._shapes, j, self._rows[i]]
 
     def get(self, j: int, i: int) -> Form | None:
         """The form of what stage ``j`` is sent of micro-batch ``i``; None if nobody has told it."""

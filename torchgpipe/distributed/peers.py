@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -23,8 +23,8 @@ __all__: list[str] = []
 # Peers: the processes of a pipeline, and what they tell each other on the CPU.
 
 
-#: The tag of numbers that all processes tell each other.
-NUMBERS = 1_000_003
+#: The tags of numbers that all processes tell each other, and of those after a step.
+NUMBERS, AFTER = 1_000_003, 1_000_004
 
 
 class Peers:
@@ -101,35 +101,11 @@ class Peers:
             )
         return group
 
-    def gathered(self, numbers: Sequence[float]) -> list[list[Any]]:
-        """The numbers of all processes: whole numbers of 63 bits, or floats of 64 bits.
-
-        All processes pass whole numbers alone, or each passes a float.
-        """
-        return self.gathering(numbers)()
-
-    def gathering(self, numbers: Sequence[float]) -> Callable[[], list[list[Any]]]:
-        """Send numbers to all processes, and return what waits for theirs: see :meth:`gathered`.
-
-        Messages take less time than a collective, which a thread of gloo runs from process to
-        process, and nothing where the others have sent theirs before.
-        """
-        whole = all(isinstance(x, int) for x in numbers)
-        # The caller may have set another default device.
-        own = torch.tensor(numbers, dtype=torch.int64 if whole else torch.float64, device=CPU)
-        found = [own if k == self.rank else torch.empty_like(own) for k in range(self.size)]
-        works, group = [], self.group
-        for k in range(self.size):
-            if k != self.rank:
-                works.append(receive(found[k], group, k, NUMBERS))
-                works.append(send(own, group, k, NUMBERS))
-
-        def wait() -> list[list[Any]]:
-            for work in works:
-                work.wait()
-            return [x.tolist() for x in found]
-
-        return wait
+    def gathered(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The numbers of all processes, of 63 bits."""
+        exchange = Exchange(self, len(numbers))
+        exchange.tell(numbers)
+        return exchange.heard()
 
     def texts(self, text: str) -> list[str]:
         """The texts of all processes."""
@@ -162,23 +138,67 @@ class Peers:
             tensor.copy_(own)
 
 
+class Exchange:
+    """The numbers that all processes tell each other once.
+
+    Messages take less time than a collective, which a thread of gloo runs from process to process,
+    and none where they were expected before they are sent.
+
+    Args:
+        peers: the processes.
+        count: how many numbers each tells.
+        dtype: of the numbers.
+        tag: tells it from other exchanges that are under way.
+    """
+
+    def __init__(
+        self, peers: Peers, count: int, dtype: torch.dtype = torch.int64, tag: int = NUMBERS
+    ) -> None:
+        self._peers, self._tag, group = peers, tag, peers.group
+        # The caller may have set another default device.
+        self._found = [torch.empty(count, dtype=dtype, device=CPU) for _ in range(peers.size)]
+        self._works = {
+            k: receive(x, group, k, tag) for k, x in enumerate(self._found) if k != peers.rank
+        }
+        self._going: list[Any] = []
+
+    def tell(self, numbers: Sequence[float]) -> None:
+        """Send the numbers of this process to all others."""
+        peers, group = self._peers, self._peers.group
+        own = torch.tensor(numbers, dtype=self._found[0].dtype, device=CPU)
+        self._found[peers.rank] = own
+        self._going = [send(own, group, k, self._tag) for k in self._works]
+
+    def heard_of(self, rank: int) -> list[Any]:
+        """Wait for the numbers of a process."""
+        if rank in self._works:
+            self._works.pop(rank).wait()
+        found: list[Any] = self._found[rank].tolist()
+        return found
+
+    def heard(self) -> list[list[Any]]:
+        """Wait for the numbers of all processes."""
+        found = [self.heard_of(k) for k in range(self._peers.size)]
+        for work in self._going:
+            work.wait()
+        return found
+
+
 # What torch.distributed.isend() and irecv() call in the end. Before that they look the group and
 # the rank up, by 20 functions in Python, which take as long as the message itself.
 
 
 def send(tensor: Tensor, group: Any, rank: int, tag: int) -> Any:
-    """Begin to send a tensor to a rank of a group; return what waits until it has left."""
-    return group.send([_plain(tensor)], rank, tag)
+    """Begin to send a tensor to a rank of a group; return what waits until it has left.
+
+    Groups know no complex numbers, but the real ones in the same memory.
+    """
+    return group.send([torch.view_as_real(tensor) if tensor.is_complex() else tensor], rank, tag)
 
 
 def receive(tensor: Tensor, group: Any, rank: int, tag: int) -> Any:
     """Begin to receive a tensor from a rank of a group; return what waits until it is there."""
-    return group.recv([_plain(tensor)], rank, tag)
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """A tensor of real numbers in the same memory, since groups know no complex ones."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return group.recv([torch.view_as_real(tensor) if tensor.is_complex() else tensor], rank, tag)
 
 
 def digest(text: str) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchgpipe import _torch
 from torchgpipe._torch import pipelining
 from torchgpipe._torch.dynamo import modules_of, uncompiled
 from torchgpipe.ambient.modes import is_within_float16, verify_no_transform
@@ -332,6 +333,7 @@ class Pipe(Wrapper):
 
     def _run(self, input: Any, terms: Any, recorded: bool) -> Any:
         given, shapes, flags, trainable = NOTHING, "", [], 0
+        modules: Sequence[nn.Module] = ()
         error = None
         try:
             if recorded and is_within_float16():
@@ -341,7 +343,8 @@ class Pipe(Wrapper):
                 )
             given = self._reader.read(self, input, terms, recorded)
             shapes = described(given.batches, given.rows, recorded, given.m < 0)
-            flags, trainable = flags_of(modules := modules_of(self)), trainable_in(modules)
+            modules = modules_of(self)
+            flags, trainable = flags_of(modules), trainable_in(modules)
         except Exception as raised:
             error = raised
         # Policies are functions, which are others in each process.
@@ -353,7 +356,7 @@ class Pipe(Wrapper):
             agree = self._agreement.begin(
                 given.m, given.rows, shapes, settings, flags, trainable, error
             )
-            if self.training and next(self.buffers(), None) is not None:
+            if self.training and any(x._buffers for x in modules):
                 # A step that the others refuse must not change statistics of the first stage.
                 # guard: buffers of a step that is refused
                 agree()
@@ -399,18 +402,21 @@ class Pipe(Wrapper):
             assert isinstance(mail, Mail)
             try:
                 run = partial(executor.run, partial(program.run, executor, mail, agree))
-                compute(run, self, mini_batch.whole if mini_batch else ())
+                whole_ones = mini_batch.whole if mini_batch else ()
+                compute(run, self, whole_ones, executor.step.context.modes)
+                # Before the others take the step for done, since this may fail.
+                if criterion.outputs is not None and self.is_last:
+                    output = criterion.joined(executor.step.blocks)
+                total, divisor = criterion.total() if with_loss and self.is_last else (None, None)
+                found = self._agreement.end(mail, total, divisor)
+                # The last stage waits for the others' last backwards, and does this meanwhile.
+                self._traps.coupled([criterion.shapes], rows, (), self.parameters())
+                if found is not None and recorded:
+                    self._hand_over(executor, found)
+                    reduce(sharded)
+                self._agreement.settle(mail)
             finally:
                 mail.end()
-            # Before the others take the step for done, since this may fail.
-            if criterion.outputs is not None and self.is_last:
-                output = criterion.joined(executor.step.blocks)
-            total, divisor = criterion.total() if with_loss and self.is_last else (None, None)
-            found = self._agreement.end(mail, total, divisor)
-            self._traps.coupled([criterion.shapes], rows, (), self.parameters())
-            if found is not None and recorded:
-                self._hand_over(executor, found)
-                reduce(sharded)
         loss = found and found.value
         return output if not with_loss else (loss, output) if self._outputs else loss
 
@@ -424,8 +430,10 @@ class Pipe(Wrapper):
         zeros = executor.sums.zeros(executor.links, executor.post, loss.value.dtype)
         # There may be nothing that requires a gradient here.
         if zeros:
-            factors = None if loss.divisor is None else [1 / loss.divisor] * len(zeros)
-            torch.autograd.backward(zeros, factors)
+            factor = torch.ones_like(loss.value) if loss.divisor is None else 1 / loss.divisor
+            grads = tuple([factor.to(x.device) for x in zeros])
+            # Without the checks of torch.autograd.backward(), which a step has no need of.
+            _torch.run_backward(tuple(zeros), grads, False, False, (), True, True)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any

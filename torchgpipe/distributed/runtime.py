@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeAlias
+
+import torch
 
 from torchgpipe._torch import pipelining
 from torchgpipe.devices.streams import CPU
@@ -89,22 +91,37 @@ class Program:
             todo = [(does, ops) for does, ops in forward if ops]
         again = self.plan.again
         #: The first computation, if it needs no message.
-        self._first: Call | None = None
-        if todo[0][0] == "compute":
-            self._first = _call(*todo.pop(0), again, routes)
+        self._first = together([*todo.pop(0)[1]]) if todo[0][0] == "compute" else None
         #: What to call after it, in order.
-        self._calls = [_call(*action, again, routes) for action in todo]
+        self._calls = [*_calls(todo, again, routes)]
         #: The same for steps whose messages have forms that both ends know before.
         self._calls_if_known = self._calls
         # Messages of several stages would overtake each other.
         if peers.device == CPU and len({*routes.placement}) == len(routes.placement):
-            self._calls_if_known = [_call(*action, again, routes) for action in earlier(todo)]
+            self._calls_if_known = [*_calls(earlier(todo), again, routes)]
+        #: How many of them come before the work that has time: a message that others wait for.
+        self._urgent = int(bool(todo) and todo[0][0] != "compute")
 
-    def run(self, executor: Executor, mail: Mail, agree: Callable[[], Agreed]) -> None:
-        """Go through the actions of a step, after the first cell once all processes agree."""
+    def run(
+        self,
+        executor: Executor,
+        mail: Mail,
+        agree: Callable[[], Agreed],
+        prepare: Callable[[], None],
+    ) -> None:
+        """Go through the actions of a step, after the first cell once all processes agree.
+
+        Args:
+            executor: computes.
+            mail: sends and receives.
+            agree: waits for the agreement of all processes.
+            prepare: has to be called before any backward. By then this process most often waits
+                for another one, so it takes no time.
+        """
+        first = [] if self._first is None else executor.begin(0, self._first)
         try:
-            if self._first is not None:
-                self._first(executor, mail)
+            if first:
+                executor.carry_out(0, first)
         except Exception:
             # guard: what is wrong in several processes
             agree()
@@ -113,7 +130,17 @@ class Program:
         # Micro-batches that the caller has made may all have shapes of their own.
         mail.forms.begin(shapes, [*range(len(sizes))] if is_given else sizes)
         # Receiving the first of its form waits for the sender.
-        for call in self._calls_if_known if mail.forms.are_known else self._calls:
+        calls = self._calls_if_known if mail.forms.are_known else self._calls
+        for call in calls[: self._urgent]:
+            call(executor, mail)
+        if first:
+            executor.settle(0, first)
+        prepare()
+        if torch.is_grad_enabled():
+            # The dtype of most losses; for another one, these zeros are made anew.
+            executor.sums.make(executor.links, torch.float32)
+        mail.expect_the_end()
+        for call in calls[self._urgent :]:
             call(executor, mail)
         mail.wait_for_sent()
 
@@ -157,12 +184,35 @@ def _late(line: Sequence[Instruction]) -> Iterator[Instruction]:
             yield together(rest)
 
 
-def _call(does: str, ops: Sequence[Op], again: Container[tuple[int, int]], routes: Routes) -> Call:
-    """The call that carries out an action; it computes when what it needs has arrived."""
-    if does != "compute":
-        (message,) = ops
-        method = MESSAGES[does, message.kind]
-        return lambda executor, mail: method(mail, message.stage, message.microbatch)
+def _calls(
+    todo: Sequence[Action], again: Container[tuple[int, int]], routes: Routes
+) -> Iterator[Call]:
+    """The calls that carry out actions; what is sent right after a computation is a part of it."""
+    rest = deque(todo)
+    while rest:
+        does, ops = rest.popleft()
+        if does == "compute":
+            sends = []
+            while rest and rest[0][0] == "send":
+                sends.append(_message(*rest.popleft()))
+            yield _computation(ops, sends, again, routes)
+        else:
+            yield _message(does, ops)
+
+
+def _message(does: str, ops: Sequence[Op]) -> Call:
+    (message,) = ops
+    method = MESSAGES[does, message.kind]
+    return lambda executor, mail: method(mail, message.stage, message.microbatch)
+
+
+def _computation(
+    ops: Sequence[Op],
+    sends: Sequence[Call],
+    again: Container[tuple[int, int]],
+    routes: Routes,
+) -> Call:
+    """The call that computes when what it needs has arrived, and sends at once what comes of it."""
     # These run before the wait for the gradient, which is still on its way then.
     first = [
         op._replace(kind="R")
@@ -180,9 +230,15 @@ def _call(does: str, ops: Sequence[Op], again: Container[tuple[int, int]], route
     def compute(executor: Executor, mail: Mail) -> None:
         for op in first:
             executor.perform(0, op)
+        runs = executor.begin(0, instruction)
+        for run in runs:
+            run.prepare()
         for arrive, j, i in arriving:
             arrive(mail, j, i)
-        executor.perform(0, instruction)
+        executor.carry_out(0, runs)
+        for send in sends:
+            send(executor, mail)
+        executor.settle(0, runs)
 
     return compute
 

@@ -17,7 +17,7 @@ around each piece that runs, and put back before the next piece of anything runs
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -25,10 +25,9 @@ import torch
 from torchgpipe.ambient import labels
 from torchgpipe.ambient.modes import without_autocast
 from torchgpipe.ambient.notes import noted
-from torchgpipe.autograd.nodes import drained_after_failure
+from torchgpipe.autograd.nodes import drain_queue
 from torchgpipe.devices.recorder import Mark
 from torchgpipe.devices.streams import AbstractStream, use_stream
-from torchgpipe.engine.criterion import Criterion
 from torchgpipe.engine.scheduled_cell import Cell, Gradients
 from torchgpipe.schedule.program import Op
 from torchgpipe.values.microbatch import VALUE, Batch
@@ -40,9 +39,13 @@ __all__: list[str] = []
 
 Result = TypeVar("Result")
 
+NOTHING: AbstractContextManager[None] = nullcontext()
 
-class Computation:
+
+class Computation(noted):
     """One computation of an instruction.
+
+    As a context manager it tells what is computed, in notes on exceptions and by labels.
 
     Args:
         executor: the step.
@@ -58,6 +61,9 @@ class Computation:
         self.j, _, self.i = op
         #: The stream that it computes on.
         self.stream = executor.links.home[self.j]
+        #: Whether that is not the worker's compute stream.
+        self.is_beside = self.stream is not executor.links.compute[w]
+        self.label = None if labels.observer is None else labels.of(op.kind, self.j, self.i)
         self._cell: Cell | None = None
 
     def __str__(self) -> str:
@@ -65,23 +71,18 @@ class Computation:
         return f"raised in {self.op} on {self.executor.plan.names[self.w]}"
 
     @property
-    def label(self) -> labels.Label | None:
-        """The label of its work, if somebody observes it."""
-        return labels.of(self.op.kind, self.j, self.i)
-
-    @property
     def mark(self) -> Mark:
         """The mark of its span in a trace."""
         return Mark(self.op.kind, self.stream, self.w, self.j, self.i)
 
-    def doing(self) -> noted:
-        """Context manager that tells what is computed, in notes on exceptions and by labels."""
-        return noted(self, self.label)
-
     def on(self, stream: AbstractStream, function: Callable[..., Result], *args: Any) -> Result:
         """Call a function that does a piece of this computation on a stream."""
-        with use_stream(stream), self.doing():
+        with use_stream(stream), self:
             return function(*args)
+
+    def prepare(self) -> None:
+        """Do what does not need what is on its way from another process."""
+        self._cell = self._find()
 
     def receive(self) -> None:
         """Take what was sent."""
@@ -113,6 +114,9 @@ class Computation:
     def deliver(self) -> None:
         """Send what was computed."""
 
+    def settle(self) -> None:
+        """Do what nobody waits for."""
+
 
 class Forward(Computation):
     """F, which makes the cell."""
@@ -120,19 +124,17 @@ class Forward(Computation):
     given: Batch
     output: Batch
 
-    @property
-    def again(self) -> bool:
-        """Whether the cell has an R."""
-        return (self.j, self.i) in self.executor.plan.again
-
-    @property
-    def criterion(self) -> Criterion | None:
-        """The loss after the layers, if this is the last stage."""
-        return self.executor.criterion if self.j == self.executor.plan.last else None
+    def __init__(self, executor: Executor, w: int, op: Op) -> None:
+        super().__init__(executor, w, op)
+        #: Whether the cell has an R.
+        self.again = (self.j, self.i) in executor.plan.again
+        #: The loss after the layers, if this is the last stage.
+        self.criterion = executor.criterion if self.j == executor.plan.last else None
 
     def receive(self) -> None:
         self.given = self.executor.post.receive(self.j, self.i)
-        self.executor.links.lend(self.given, self.w, self.stream)
+        if self.is_beside:
+            self.executor.links.lend(self.given, self.stream)
 
     def _find(self) -> Cell:
         return self.executor.new_cell(self)
@@ -144,19 +146,24 @@ class Forward(Computation):
         cell = self.cell
         self.output = cell.forward(self.given)
         if torch.is_grad_enabled():
-            self.executor.keep(cell)
+            self.executor.cells[self.j, self.i] = cell
 
     def deliver(self) -> None:
         executor, i, j = self.executor, self.i, self.j
-        executor.links.give_back(self.output, self.w, self.stream)
+        if self.is_beside:
+            executor.links.give_back(self.output, self.w)
         if j < executor.plan.last:
             executor.post.send(j, i, self.output)
-        else:
+        elif executor.links.is_outside[j]:
             executor.links.leave(executor.criterion.results(i), j)
         if executor.windows:
             # Whoever holds the output would keep it on the device.
             del self.output
             self.cell.leave()
+
+    def settle(self) -> None:
+        if torch.is_grad_enabled():
+            self.executor.look_for_strays(self.cell)
 
 
 class Recomputation(Computation):
@@ -172,13 +179,21 @@ class Recomputation(Computation):
 class BackwardWeight(Computation):
     """W."""
 
+    def __init__(self, executor: Executor, w: int, op: Op) -> None:
+        super().__init__(executor, w, op)
+        executor.sums.by_worker[w].ready()
+
     def numbers(self) -> AbstractContextManager[Any]:
         return self.executor.draws.backward(self.i, self.j, self.op.kind == "W")
 
     def compute(self) -> None:
-        # guard: autocast in backward
-        with without_autocast(), drained_after_failure():
-            super().compute()
+        try:
+            # guard: autocast in backward
+            with without_autocast() if self.executor.casts else NOTHING:
+                super().compute()
+        except BaseException:
+            drain_queue()
+            raise
 
     def _compute(self) -> None:
         self.executor.sums.by_worker[self.w].add(*self.cell.backward_weight())
@@ -196,15 +211,15 @@ class BackwardInput(BackwardWeight):
             self.given = executor.post.receive_grads(j, i)
         else:
             self.given = {VALUE: [executor.criterion.grad(i)]}
-        for grads in self.given.values():
-            self.executor.links.lend(grads, self.w, self.stream)
+        for grads in self.given.values() if self.is_beside else ():
+            executor.links.lend(grads, self.stream)
 
     def _compute(self) -> None:
         self.inputs = self.cell.backward_input(self.given)
 
     def deliver(self) -> None:
-        for grads in self.inputs.values():
-            self.executor.links.give_back(grads, self.w, self.stream)
+        for grads in self.inputs.values() if self.is_beside else ():
+            self.executor.links.give_back(grads, self.w)
         self.executor.post.send_grads(self.j, self.i, self.inputs)
 
 

@@ -135,6 +135,8 @@ class StepDraws:
         if not self.sees:
             return self._turn(j, nullcontext())
         place = (i, j if is_half else 0)
+        if self._is_own[j]:
+            return _Backward(self._step.numbers, place)
         if self.free:
             return self._turn(j, _Backward(self._step.numbers, place))
         backward = _WatchedBackward(self._step.numbers, place)

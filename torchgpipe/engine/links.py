@@ -89,18 +89,20 @@ class Links:
         self._placement = plan.schedule.placement
         #: The caller's stream for the device of each worker.
         self.outside = [current_stream(device) for device in plan.devices]
-        counts = Counter(plan.devices)
-        made = {x: iter(pool.computing(x, count)) for x, count in counts.items()}
+        made = {x: iter(pool.computing(x, count)) for x, count in plan.counts.items()}
         #: The stream on which each worker computes.
         self.compute = [next(made[device]) for device in plan.devices]
         #: How many streams of its pool are in use on each device.
-        taken = Counter({x: count for x, count in counts.items() if count > 1})
+        taken = Counter({x: count for x, count in plan.counts.items() if count > 1})
         #: The stream on which each stage computes.
         self.home = [self.compute[w] for w in self._placement]
         #: For each worker with overlaps, the stream of communication within them.
         self.beside: dict[int, AbstractStream] = {}
-        self._overlap(plan, pool, groups, taken)
-        self._lanes = self._ways(plan, pool, taken)
+        if plan.overlaps:
+            self._overlap(plan, pool, groups, taken)
+        #: For each stage, whether the caller has another stream.
+        self.is_outside = [own != self.outside[w] for own, w in zip(self.home, self._placement)]
+        self._lanes = self._ways(plan, pool, taken) if len(self.compute) > 1 else {}
         self._used: Counter[tuple[int, int]] = Counter()
 
     def _overlap(
@@ -176,24 +178,21 @@ class Links:
             # guard: recording what is received
             record_all(tensors, stream)
 
-    def lend(self, tensors: Iterable[Tensor | None], w: int, stream: AbstractStream) -> None:
+    def lend(self, tensors: Iterable[Tensor | None], stream: AbstractStream) -> None:
         """Announce that tensors of a worker's compute stream are used on its other stream."""
-        if stream is not self.compute[w]:
-            # guard: lending to an overlap
-            record_all(tensors, stream)
+        # guard: lending to an overlap
+        record_all(tensors, stream)
 
-    def give_back(self, tensors: Iterable[Tensor | None], w: int, stream: AbstractStream) -> None:
+    def give_back(self, tensors: Iterable[Tensor | None], w: int) -> None:
         """Announce that tensors of a worker's other stream are used on its compute stream."""
-        if stream is not self.compute[w]:
-            # guard: back from an overlap
-            record_all(tensors, self.compute[w])
+        # guard: back from an overlap
+        record_all(tensors, self.compute[w])
 
     def leave(self, tensors: Iterable[Tensor | None], j: int) -> None:
         """Announce that tensors of a stage are used by the caller."""
-        w = self._placement[j]
-        if self.home[j] != self.outside[w]:
+        if self.is_outside[j]:
             # guard: recording what goes to the caller
-            record_all(tensors, self.outside[w])
+            record_all(tensors, self.outside[self._placement[j]])
 
     def begin(self) -> None:
         """Make compute streams wait for the caller's, who may have changed weights."""
@@ -326,9 +325,10 @@ class Post:
     def receive(self, j: int, i: int) -> Batch:
         """The micro-batch that waits for a stage, beside the skips that the stage pops."""
         batch, event = self.values.pop((j, i))
-        self._links.receive(batch, event, j)
-        popped = self._layout.popped[j]
-        batch = self.parcels[i].unpacked(batch, popped)
+        if event is not None:
+            self._links.receive(batch, event, j)
+        if popped := self._layout.popped[j]:
+            batch = self.parcels[i].unpacked(batch, popped)
         for skip in popped:
             self._links.receive(batch.parts[skip], self._events.pop((i, skip), None), j)
         return batch

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -45,10 +45,13 @@ from torchgpipe.engine.step_plan import Plan
 from torchgpipe.engine.workers import Task
 from torchgpipe.partition.keeping import policy_of
 from torchgpipe.recompute.offload import Offloading, Window
-from torchgpipe.schedule.program import Instruction, operations
+from torchgpipe.schedule.program import Instruction, Op, operations
 from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
+
+#: Performs all instructions, and calls a function before any backward.
+PerformAll: TypeAlias = Callable[[Callable[[], None]], None]
 
 
 @dataclass
@@ -104,6 +107,8 @@ class Executor:
         after = criterion.loss if isinstance(criterion.loss, nn.Module) else None
         joins, again = criterion.outputs is not None, {j for j, _ in plan.again}
         self.step = Step(stages, plan.schedule.chunks, again, joins, after)
+        #: Whether the caller is within autocast, which backward must not be.
+        self.casts = any(x.enabled for x in self.step.context.modes.autocast)
         #: For each stage, copies of weights that it computes with in their place.
         self.copies = copies_of_weights(stages)
         for body, places, own in zip(self.step.bodies, stages.lent, self.copies):
@@ -129,16 +134,17 @@ class Executor:
         #: What is on its way from stage to stage.
         self.post = post(self.step, self.links, batches)
 
-    def run(self, perform_all: Callable[[], None] | None = None) -> None:
+    def run(self, perform_all: PerformAll | None = None) -> None:
         """Run all instructions.
 
         Args:
             perform_all: a function that performs them, in place of the caller or its workers.
+                It is given a function to call before any backward.
         """
         holding(self.step.numbers.locks, partial(self._run, perform_all or self._perform_all))
         self.step.end_forward()
 
-    def _run(self, perform_all: Callable[[], None]) -> None:
+    def _run(self, perform_all: PerformAll) -> None:
         if self.crew.stages.recording is not None:
             self.crew.stages.recording.begin_step()
         with ExitStack() as within:
@@ -147,11 +153,12 @@ class Executor:
             self.draws = within.enter_context(self.crew.draws.step(self.step, self.plan))
             self.links.begin()
             try:
-                perform_all()
+                perform_all(partial(self.sums.prepare, within))
             finally:
                 self.links.end()
 
-    def _perform_all(self) -> None:
+    def _perform_all(self, prepare: Callable[[], None]) -> None:
+        prepare()
         plan = self.plan
         tasks = [
             Task(number, plan.devices[w], partial(self.perform, w, x), needs, plan.lines[w])
@@ -165,21 +172,43 @@ class Executor:
         Raises:
             BaseException: what a layer raised, with a note that names the computation.
         """
-        main = self.links.compute[w]
+        runs = self.begin(w, instruction)
+        self.carry_out(w, runs)
+        self.settle(w, runs)
+
+    def begin(self, w: int, instruction: Instruction) -> list[Computation]:
+        """The computations of an instruction of a worker."""
         if self.windows:
             for cell in self.plan.fetches.get(instruction, ()):
                 self.cells[cell].fetch()
-        runs = [KINDS[op.kind](self, w, op) for op in operations(instruction)]
-        if len(runs) > 1 or runs[0].stream is not main:
+        if isinstance(instruction, Op):
+            return [KINDS[instruction.kind](self, w, instruction)]
+        return [KINDS[op.kind](self, w, op) for op in operations(instruction)]
+
+    def carry_out(self, w: int, runs: Sequence[Computation]) -> None:
+        """Receive, compute, and deliver."""
+        if len(runs) > 1 or runs[0].is_beside:
             self._perform_beside(w, runs)
-        else:
-            (run,) = runs
-            with use_stream(main), run.doing():
-                run.receive()
+            return
+        (run,) = runs
+        with use_stream(run.stream), run:
+            run.receive()
+            if self.links.recorder is None:
+                run.compute()
+            else:
                 mark = self._begun(run)
                 run.compute()
                 self._ended(mark)
-                run.deliver()
+            run.deliver()
+
+    def settle(self, w: int, runs: Sequence[Computation]) -> None:
+        """End an instruction of a worker, once it has delivered."""
+        for run in runs:
+            try:
+                run.settle()
+            except BaseException:
+                with run:
+                    raise
         if self.windows:
             self.windows[w].passed()
 
@@ -222,10 +251,8 @@ class Executor:
         if self.links.recorder is not None:
             self.links.recorder.end(mark)
 
-    def keep(self, cell: Cell) -> None:
-        """Keep a cell for its backward."""
-        self.cells[cell.j, cell.i] = cell
-        # A layer may use weights of another module.
+    def look_for_strays(self, cell: Cell) -> None:
+        """Find weights of another module that a layer has used."""
         # guard: strays
         strays = cell.look_for_strays(self.sums.nodes[cell.j])
         if strays:

@@ -20,7 +20,7 @@ from torchgpipe.devices.streams import (
     CPU,
     AbstractStream,
     current_stream,
-    record_stream,
+    record_all,
     use_stream,
 )
 from torchgpipe.engine.links import Links, Post
@@ -64,8 +64,10 @@ class Sums:
         self._sums: dict[int, Tensor] = {}
         #: The tensors whose sum has memory of its own, which may be changed in place.
         self._own: set[int] = set()
-        #: The hooks of tensors whose gradients are added at once.
-        self._hooks: dict[int, Any] = {}
+        #: The tensors whose gradients shall be added at once, and have no hook yet.
+        self._waiting: dict[int, Tensor] = {}
+        #: The hooks of others: the table that each is in, and its key there.
+        self._hooks: list[tuple[dict[int, Any], int]] = []
 
     def add(self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         """Add the gradients of some tensors; None adds nothing."""
@@ -113,25 +115,34 @@ class Sums:
         """
         found = [x for x in tensors if type(x) in (Tensor, Parameter) and x.is_leaf]
         large = [x for x in found if x.nbytes >= LARGE]
-        for x in found if large and large[0].device == CPU else large:
-            self._hooks[id(x)] = x.register_hook(partial(self._add_at_once, x))
+        chosen = found if large and large[0].device == CPU else large
+        self._waiting = {id(x): x for x in chosen}
         try:
             yield
         finally:
+            self._waiting.clear()
             while self._hooks:
-                self._hooks.popitem()[1].remove()
+                table, key = self._hooks.pop()
+                table.pop(key, None)
+
+    def ready(self) -> None:
+        """Have the next backward add gradients to the sums that there are, and return these."""
+        if not self._waiting:
+            return
+        for key in [*self._waiting.keys() & self._sums.keys()]:
+            tensor, found = self._waiting.pop(key), self._sums[key]
+            if is_alone(found):
+                self._own.add(key)
+            # Without Python where the sum has memory of its own: this adds in place.
+            add = found.add_ if key in self._own else partial(self._add_at_once, tensor)
+            handle: Any = tensor.register_hook(add)
+            self._hooks.append((handle.hooks_dict_ref(), handle.id))
 
     def _add_at_once(self, tensor: Tensor, grad: Tensor) -> Tensor | None:
-        """Add a gradient, and have backward return the sum instead, so that it can be freed."""
-        key = id(tensor)
-        if key not in self._sums or grad.is_sparse:
+        if grad.is_sparse:
             return None
         self.add([tensor], [grad])
-        found = self._sums[key]
-        if key in self._own:
-            # From now on without Python: this adds in place, and returns the sum.
-            self._hooks[key].hooks_dict_ref()[self._hooks[key].id] = found.add_
-        return found
+        return self._sums[id(tensor)]
 
     def take(self, tensor: Tensor) -> Tensor:
         """Remove a tensor's sum, and return it in memory of its own; zeros if there is none."""
@@ -198,10 +209,8 @@ class HandOver(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tensors, ctx.tensors = ctx.tensors, ()
         found = ctx.sums.scaled(tensors, grad)
-        for x in found:
-            if x is not None:
-                # guard: recording what is handed over
-                record_stream(x, ctx.caller)
+        # guard: recording what is handed over
+        record_all(found, ctx.caller)
         return (None, None, None, None, *found)
 
 
@@ -309,16 +318,22 @@ class StepSums:
         self.nodes: list[set[Any]] = [{x.grad_fn for x in own} for own in self.weights]
         #: For each micro-batch, the tensors that came from the caller.
         self._inputs = [[*batch] for batch in batches]
-        given = [x for x in chain(*self._inputs) if x.requires_grad]
-        self._without_hooks = without_hooks([*chain(*self.weights), *given])
+        #: Those that require a gradient.
+        self._given = [x for x in chain(*self._inputs) if x.requires_grad]
+        self._without_hooks = without_hooks([*chain(*self.weights), *self._given])
         #: For each worker, the sums of the gradients of its weights.
         self.by_worker = [Sums() for _ in plan.devices]
+        #: The dtype of the loss, the sums by what they belong to, and the zeros, if made already.
+        self._made: tuple[torch.dtype, dict[int, Sums], list[Tensor]] | None = None
 
     def begin(self, within: ExitStack) -> None:
-        """Begin to sum up; hooks of weights and inputs see nothing until the block ends."""
+        """Begin a step; hooks of weights and inputs see nothing until the block ends."""
         within.enter_context(self._without_hooks)
         # Whoever hands over makes nodes anew, for streams of its own.
         within.callback(self.nodes.clear)
+
+    def prepare(self, within: ExitStack) -> None:
+        """Prepare for sums, before any backward."""
         for sums, weights in zip(self.by_worker, self._weights_of_one()):
             within.enter_context(sums.adding_at_once(weights))
 
@@ -337,35 +352,29 @@ class StepSums:
         # guard: hooks of strays
         self._without_hooks.add(strays)
         self.weights[j] += strays
+        # guard: weights met later
+        self._made = None
 
-    def zeros(self, links: Links, post: Post, dtype: torch.dtype) -> list[Tensor]:
-        """Make zeros whose backward hands the gradients over.
+    def make(self, links: Links, dtype: torch.dtype) -> None:
+        """Make the zeros whose backward hands the gradients over, which do not know these yet.
 
         Args:
             links: the streams of the step.
-            post: has the gradients of the caller's tensors.
-            dtype: the dtype of the loss.
+            dtype: the dtype that the loss has, or most likely will have.
         """
         #: By stream, the sums, and the tensors that they belong to. A weight stays on its stream.
         parts: dict[AbstractStream, tuple[Sums, list[Tensor]]] = {}
         owner: dict[int, Sums] = {}
-        first = links.outside[0], chain(*self._inputs)
+        first = links.outside[0], self._given
         for stream, some in [first, *zip(links.home, self.weights)]:
             for x in some:
-                if x.requires_grad and id(x) not in owner:
+                if id(x) not in owner:
                     # A layer may use a weight of another device.
                     at = stream if x.device == stream.device else current_stream(x.device)
                     if at not in parts:
                         parts[at] = Sums(), []
                     owner[id(x)], tensors = parts[at]
                     tensors.append(x)
-        for i, given in enumerate(self._inputs):
-            for found in post.receive_grads(-1, i).values():
-                for x, grad in zip(given, found):
-                    if grad is not None:
-                        owner[id(x)].add([x], [grad])
-        for part in self.by_worker:
-            part.move_to(owner)
         callers = dict(zip(self._plan.devices, links.outside))
         zeros: list[Any] = []
         for stream, (sums, tensors) in parts.items():
@@ -373,4 +382,25 @@ class StepSums:
                 device = stream.device
                 caller = callers.get(device, stream)
                 zeros.append(HandOver.apply(sums, device, dtype, caller, *tensors))
+        self._made = dtype, owner, zeros
+
+    def zeros(self, links: Links, post: Post, dtype: torch.dtype) -> list[Tensor]:
+        """Make zeros whose backward hands the gradients over, and give these to them.
+
+        Args:
+            links: the streams of the step.
+            post: has the gradients of the caller's tensors.
+            dtype: the dtype of the loss.
+        """
+        if self._made is None or self._made[0] != dtype:
+            self.make(links, dtype)
+        assert self._made is not None
+        (_, owner, zeros), self._made = self._made, None
+        for i, given in enumerate(self._inputs if self._given else ()):
+            for found in post.receive_grads(-1, i).values():
+                for x, grad in zip(given, found):
+                    if grad is not None:
+                        owner[id(x)].add([x], [grad])
+        for part in self.by_worker:
+            part.move_to(owner)
         return zeros

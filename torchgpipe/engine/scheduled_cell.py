@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -122,11 +123,13 @@ class EagerCell(Cell):
         super().__init__(run)
         self.step = run.executor.step
         body = self.step.bodies[self.j]
-        #: Runs the layers on a micro-batch.
+        #: Runs the layers on a micro-batch, and the loss if they are the last ones.
         self.run: Callable[..., Batch] = body.run
         if body.visited:
             note = f"raised in partition {self.j}, micro-batch {self.i}"
-            self.run = partial(body.run, note=note)
+            self.run = partial(self.run, note=note)
+        if self.criterion is not None:
+            self.run = partial(self.run, after=self.criterion.after(self.i))
         # What the checkpoint holds, it must not hold the step.
         self._within = noted(str(run)) if self.again else None
         #: For each part of the input and of the output, the edges of its tensors, each tensor once.
@@ -136,14 +139,11 @@ class EagerCell(Cell):
         self._offloaded: Offloaded | None = None
         self._halves: Halves | None = None
         #: How many hooks there were when the cell began.
-        self._hooks = 0
+        self._hooks = count_hooks()
 
     def forward(self, batch: Batch) -> Batch:
-        self._hooks = count_hooks()
         batch = self._enter(batch.take())
         run, context = self.run, self.step.context
-        if self.criterion is not None:
-            run = partial(run, after=self.criterion.after(self.i))
         body = self.step.bodies[self.j]
         new = None
         if body.offloading is not None and body.offloading.sends(self.i):
@@ -153,26 +153,23 @@ class EagerCell(Cell):
             run = self._checkpoint.forward
         elif new is not None:
             run = partial(new().forward, run)
-        batch = batch.take()
         output = context.run(run, batch)
         if torch.is_grad_enabled():
-            for key in output.parts:
-                distinct = {id(x): x for x in output.parts[key]}.values()
-                self._outputs[key] = [
-                    get_gradient_edge(x) if x.requires_grad else None for x in distinct
-                ]
+            for key, part in output.parts.items():
+                self._outputs[key] = edges = []
+                for x in part if len(part) == 1 else {id(x): x for x in part}.values():
+                    edges.append(get_gradient_edge(x) if x.requires_grad else None)
         return output
 
     def _enter(self, batch: Batch) -> Batch:
         """Make the input the beginning of a graph."""
-        needing = [x for x in batch if x.requires_grad] if torch.is_grad_enabled() else []
+        needing = [*filter(_requires_grad, batch)] if torch.is_grad_enabled() else []
         if not needing:
             return batch.replace([x.detach() for x in batch])
         found, ends = enter(*needing)
         edges = dict(zip(map(id, needing), ends))
-        for key in batch.parts:
-            distinct = {id(x): x for x in batch.parts[key]}.values()
-            self._inputs[key] = [edges.get(id(x)) for x in distinct]
+        for key, part in batch.parts.items():
+            self._inputs[key] = [edges.get(x) for x in dict.fromkeys(map(id, part))]
         entered = iter(found)
         return batch.replace([next(entered) if x.requires_grad else x.detach() for x in batch])
 
@@ -220,15 +217,17 @@ class EagerCell(Cell):
 
     def _roots(self, grads: Gradients) -> tuple[list[GradientEdge], list[Tensor]]:
         outputs, self._outputs = self._outputs, {}
-        pairs = [
-            (edge, grad)
-            for key, given in grads.items()
-            for edge, grad in zip(outputs[key], given)
-            if edge is not None and grad is not None
-        ]
+        edges, found = [], []
+        for key, given in grads.items():
+            for edge, grad in zip(outputs[key], given):
+                if edge is not None and grad is not None:
+                    edges.append(edge)
+                    found.append(grad)
         grads.clear()
-        return [edge for edge, _ in pairs], [grad for _, grad in pairs]
+        return edges, found
 
+
+_requires_grad = attrgetter("requires_grad")
 
 #: Makes the cell of an F.
 NewCell = Callable[["Forward"], Cell]
@@ -258,11 +257,11 @@ class Cells:
 def _by_part(
     parts: dict[Any, list[GradientEdge | None]], grads: Sequence[Tensor | None]
 ) -> Gradients:
-    found = iter(grads)
-    return {
-        key: [None if edge is None else next(found) for edge in edges]
-        for key, edges in parts.items()
-    }
+    rest = iter(grads)
+    found: Gradients = {}
+    for key, edges in parts.items():
+        found[key] = [None if edge is None else next(rest) for edge in edges]
+    return found
 
 
 def _forget(saved: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -29,6 +30,7 @@ from torchgpipe.schedule.program import (
     Edge,
     Instruction,
     Op,
+    Overlap,
     Program,
     operations,
     operations_of,
@@ -113,6 +115,16 @@ class Plan:
         for cell, instruction in self.leaving.items():
             found.setdefault(instruction, []).append(cell)
         return found
+
+    @cached_property
+    def counts(self) -> Counter[torch.device]:
+        """The number of workers on each device."""
+        return Counter(self.devices)
+
+    @cached_property
+    def overlaps(self) -> bool:
+        """Whether a worker computes two things at a time."""
+        return any(isinstance(x, Overlap) for line in self.schedule.program for x in line)
 
     @cached_property
     def last(self) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe._torch.dynamo import mark_if_possible, prepare_if_compiled, watch
-from torchgpipe.ambient.context import SavedSettings
+from torchgpipe.ambient.context import Modes, SavedSettings
 from torchgpipe.ambient.modes import verify_no_tangents, verify_no_transform
 from torchgpipe.ambient.nesting import is_within_cell
 from torchgpipe.autograd.versions import unchanged
@@ -198,20 +198,26 @@ def verify_call(wrapper: Wrapper, tensors: Iterable[Tensor]) -> None:
     verify_no_tangents(chain(tensors, wrapper.parameters(), wrapper.buffers()))
 
 
-def compute(step: Callable[[], Result], wrapper: Wrapper, whole: Sequence[Tensor]) -> Result:
+def compute(
+    step: Callable[[], Result],
+    wrapper: Wrapper,
+    whole: Sequence[Tensor],
+    modes: Modes | None = None,
+) -> Result:
     """Compute the micro-batches of a mini-batch.
 
     Args:
         step: computes them.
         wrapper: the wrapper, whose deferred norms update their statistics if nothing fails.
         whole: the tensors that every micro-batch gets.
+        modes: the modes of this thread, if they are known.
 
     Raises:
         RuntimeError: a layer changed in place a tensor that every micro-batch gets.
     """
     _, devices = wrapper._traced()
     # guard: what is interrupted
-    with SavedSettings(devices), deferred_updates(wrapper._norms), unchanged(whole):
+    with SavedSettings(devices, modes), deferred_updates(wrapper._norms), unchanged(whole):
         found = step()
     # The first layer to be compiled in this process may have been compiled here.
     prepare_if_compiled()

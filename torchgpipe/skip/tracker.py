@@ -71,8 +71,9 @@ class SkipTracker:
     def of(cls, batch: Batch) -> SkipTracker:
         """A tracker with the skips of a micro-batch, put together for the layers that pop them."""
         # Most micro-batches have none.
-        skips = batch.skips.items() if len(batch.parts) > 1 else ()
-        return cls({key: x.structure.unflatten(x.tensors) for key, x in skips})
+        if len(batch.parts) == 1:
+            return cls()
+        return cls({key: x.structure.unflatten(x.tensors) for key, x in batch.skips.items()})
 
     def parts(self) -> dict[Skip, PackedSkip]:
         """The values, taken apart; they stay so until they are popped.

@@ -205,8 +205,9 @@ def split(value: Any, division: Division, rows: int | None = None) -> Iterator[A
     starts = [*accumulate(sizes, initial=0)]
     if isinstance(value, Tensor) and value.dim() and is_dense(value):
         # No container to look into.
+        differentiated = _torch.forward_level() >= 0
         for start, size in zip(starts, sizes):
-            yield _rows(value, 0, start, size)
+            yield _rows(value, 0, start, size, differentiated)
         return
     leaves, spec = trees.flatten(value, leaves_in(value, rows))
     aliases: dict[int, Tensor] = {}
@@ -228,7 +229,7 @@ def split(value: Any, division: Division, rows: int | None = None) -> Iterator[A
         if is_list_of_tensors(leaf):
             return leaf[starts[i] : starts[i + 1]]
         tensor, dim = (leaf.value, leaf.dim) if isinstance(leaf, Chunk) else (leaf, 0)
-        return _rows(tensor, dim, starts[i], sizes[i])
+        return _rows(tensor, dim, starts[i], sizes[i], _torch.forward_level() >= 0)
 
     # A tensor that occurs several times stays one object.
     own = {id(x): x for x in leaves if _is_divided(x)}
@@ -247,7 +248,7 @@ def _is_divided(leaf: Any) -> bool:
     return isinstance(leaf, Chunk | Chunks) or is_list_of_tensors(leaf)
 
 
-def _rows(tensor: Tensor, dim: int, start: int, size: int) -> Tensor:
+def _rows(tensor: Tensor, dim: int, start: int, size: int, differentiated: bool) -> Tensor:
     # Detached where no gradient is needed: torch.compile would compile a graph per base of a view.
     rows = tensor.narrow(dim, start, size)
-    return rows if rows.requires_grad or _torch.forward_level() >= 0 else rows.detach()
+    return rows if rows.requires_grad or differentiated else rows.detach()

@@ -162,6 +162,8 @@ class Batch:
 
     def replace(self, tensors: Iterable[Tensor]) -> Batch:
         """Make a micro-batch with other tensors in place of its :attr:`tensors`."""
+        if self._single:
+            return self._of({VALUE: tuple(tensors)})
         return self.map(lambda *_: tensors, self.parts)
 
     def map(self, function: Callable[..., Iterable[Tensor]], parts: Iterable[Any]) -> Batch:
@@ -218,7 +220,7 @@ class Batch:
         return len(self.tensors)
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.tensors)
+        return iter(self.parts[VALUE] if self._single else self.tensors)
 
     def __getitem__(self, index: int) -> Tensor:
         return self.tensors[index]

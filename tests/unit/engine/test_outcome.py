@@ -70,6 +70,7 @@ def test_gradients_added_at_once(monkeypatch):
     sums = Sums()
     with sums.adding_at_once([weight, other]):
         for k in range(4):
+            sums.ready()
             loss = Constant.apply(weight) + (other * k).sum()
             found = torch.autograd.grad(loss, [weight, other])
             # The gradient itself is free for the next one.
@@ -90,7 +91,12 @@ def test_gradients_added_at_once(monkeypatch):
 def test_small_gradients_wait_but_beside_large_ones_on_the_cpu(monkeypatch, kind, sizes, expected):
     monkeypatch.setattr(outcome, "LARGE", 12)
     weights = [nn.Parameter(torch.rand(size, device=kind)) for size in sizes]
-    with Sums().adding_at_once(weights):
+    sums = Sums()
+    with sums.adding_at_once(weights):
+        sums.ready()
+        assert not any(x._backward_hooks for x in weights)
+        sums.add(weights, [torch.empty_like(x) for x in weights])
+        sums.ready()
         assert [len(x) for x in weights if x._backward_hooks] == expected
 
 
@@ -121,6 +127,7 @@ def test_sparse_gradients(monkeypatch):
     sums = Sums()
     with sums.adding_at_once([table.weight]):
         for k in range(3):
+            sums.ready()
             loss = table(torch.tensor([k, k + 1])).sum()
             terms += torch.autograd.grad(loss, [table.weight])
             sums.add([table.weight], terms[-1:])
