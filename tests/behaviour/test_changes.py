@@ -201,18 +201,18 @@ def test_parameter_that_the_layer_changes_after_its_use_is_an_error(mode, kind):
         assert note_of(caught.value) == "raised in partition 0, micro-batch 0"
 
 
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x):
+        return x * self.scale
+
+
 @pytest.mark.parametrize("mode", ["always", "except_last"])
 def test_memory_of_a_buffer_replaced_between(mode):
     """The first step has a copy of the buffer, and later ones raise an error."""
-
-    class Scale(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("scale", torch.tensor(2.0))
-
-        def forward(self, x):
-            return x * self.scale
-
     model = GPipe(nn.Sequential(Scale(), nn.Tanh()), [2], devices=["cpu"], chunks=2)
     model.checkpoint = mode
     for step in range(3):
@@ -227,4 +227,17 @@ def test_memory_of_a_buffer_replaced_between(mode):
             # Without checkpointing, autograd holds the buffer itself, and so finds its new memory.
             kept = x.grad[: 2 if mode == "except_last" else 4]
             torch.testing.assert_close(kept, 2 * (1 - torch.full_like(kept, 0.6).tanh() ** 2))
+        model[0].scale.data = torch.tensor(2.0)
+
+
+@pytest.mark.parametrize("mode", ["always", "except_last"])
+def test_memory_of_a_buffer_replaced_where_nothing_is_computed_again(mode):
+    """Such a cell holds the buffer as the forward found it."""
+    model = GPipe(nn.Sequential(Scale()), [1], devices=["cpu"], chunks=2, checkpoint=mode)
+    for _ in range(3):
+        x = torch.ones(2, 1, requires_grad=True)
+        output = model(x)
+        model[0].scale.data = torch.tensor(5.0)
+        output.sum().backward()
+        assert x.grad[0].item() == 2
         model[0].scale.data = torch.tensor(2.0)
