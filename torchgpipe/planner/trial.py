@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from itertools import accumulate, pairwise
 from math import inf
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -293,18 +294,23 @@ class Trials:
         placement: Sequence[int],
         sent: Sequence[Departure],
     ) -> Costs:
+        links = self.problem.links
         copy = {way: 0.0 for j in range(1, len(stages)) for way in ((j - 1, j), (j, j - 1))}
-        # Each part has a lane of its own: there, and its gradient back.
+        #: By stage, the time of the clones of what it sends: of values, and of gradients.
+        there, back = ([0.0] * len(stages) for _ in range(2))
         for k, arrivals in enumerate(ways(stages)):
             for j, x in arrivals:
-                w, v = placement[j], placement[k]
-                if w != v:
-                    for way, link, size in (((j, k), (w, v), x.size), ((k, j), (v, w), x.gradient)):
-                        took = self.problem.links.get(link, Line()).at(size) if size else 0.0
-                        copy[way] = max(copy.get(way, 0.0), took)
+                for clones, a, b, size in ((there, j, k, x.size), (back, k, j, x.gradient)):
+                    w, v = placement[a], placement[b]
+                    if size and w != v:
+                        # Each part has a lane of its own: there, and its gradient back.
+                        took = links.get((w, v), Line()).at(size)
+                        copy[a, b] = max(copy.get((a, b), 0.0), took)
+                        clones[a] += links.get((w, w), Line()).at(size)
         slow = [self.problem.slowness[w] for w in placement]
         each = [[s * y for s, y in zip(slow, x)] for x in zip(*times)]
-        costs = Costs(each[0], each[1], each[2], each[3], copy)
+        forward, input = ([*map(add, *x)] for x in zip(each, (there, back)))
+        costs = Costs(forward, input, each[2], each[3], copy)
         if any(x.away for x in sent):
             away, out, back, ahead = map(list, zip(*sent))
             # Memory is counted elsewhere, but for that of the host.
