@@ -134,13 +134,12 @@ def plan(
     share = filled(has_skips=problem.sizes.has_skips)
     room = limits_of(memory, places, has_skips=problem.sizes.has_skips)
     problem = replace(problem, memory=room, state=state)
-    found = search(problem, tried)
+    found = [(x, x.excess) for x in search(problem, tried)]
     if prove:
         # What is proven needs no margin. Until it is, it has too little memory.
         full = replace(problem, memory=[x / share for x in room])
-        more = [x for x in search(full, tried) if not x.excess and x.over(room)]
-        found += [replace(x, excess=x.over(room)) for x in more]
-    candidates, limits = [_candidate(x, loss) for x in found], _by_device(places, room)
+        found += [(x, x.over(room)) for x in search(full, tried) if not x.excess and x.over(room)]
+    candidates, limits = [_candidate(*x, loss) for x in found], _by_device(places, room)
     if prove:
         most = {place: size / share for place, size in limits.items()}
         candidates = _proven(candidates, layers, input, targets, most, prove)
@@ -220,13 +219,13 @@ def _proof(
     return Proof(timeline.step().makespan, memory)
 
 
-def _candidate(trial: Trial, loss: Callable[..., Any] | None) -> Candidate:
+def _candidate(trial: Trial, excess: float, loss: Callable[..., Any] | None) -> Candidate:
     schedule, costs = trial.schedule, trial.costs
     report = simulate(schedule, costs)
     limit = bounds(schedule.placement, schedule.chunks, costs, skips=schedule.skips)
     return Candidate(
         *([*trial.balance], trial.devices, schedule.chunks, trial.checkpoint, trial.setting.name),
-        *(trial.time, trial.by_device, round(trial.excess), report, limit.gap(report)),
+        *(trial.time, trial.by_device, round(excess), report, limit.gap(report)),
         *(loss, trial),
     )
 
