@@ -88,7 +88,7 @@ def chosen_map(
     elif isinstance(device_map, str):
         places = places_of(devices, are_one_each=False)
         # A value may be used anywhere after, as a skip is, and predictions are off by as much.
-        limits = limits_of(memory, places, has_skips=True)
+        limits = limits_of(memory, places)
         # Several entries of one device share its memory.
         limits = [x / places.count(y) for x, y in zip(limits, places)]
         arguments = _arguments_of(model, sample)

@@ -123,7 +123,7 @@ def problem_of(
         loss is not None,
         rows,
         places,
-        limits_of(None, places, has_skips=sizes.has_skips),
+        limits_of(None, places),
         slowness_of(places, time_on),
         {(number[a], number[b]): line for (a, b), line in links},
         state_of(torch.optim.AdamW),

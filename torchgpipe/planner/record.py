@@ -202,12 +202,6 @@ class Sizes:
         self._found: dict[float, Record] = dict(records.items())
         self._rows = sorted(records)
 
-    @property
-    def has_skips(self) -> bool:
-        """Whether a value goes to another layer than the next one."""
-        values = self._found[self._rows[0]].values
-        return any(hop.is_skip for x in values for hop in x.hops)
-
     def at(self, rows: float) -> Record:
         """The record of a micro-batch of some rows. Beyond all sizes, the last line goes on."""
         if rows not in self._found:

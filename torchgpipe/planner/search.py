@@ -239,9 +239,7 @@ def search(problem: Problem, chunks: Iterable[int]) -> list[Trial]:
         ranked.append(trial)
     if problem.modes is None and not best.excess:
         ranked = [
-            found.improved(x, closely=True)
-            if x.time < NEAR * best.time and not x.excess
-            else x
+            found.improved(x, closely=True) if x.time < NEAR * best.time and not x.excess else x
             for x in sorted(ranked, key=_key)
         ]
     trials = sorted([x for x in ranked if x.excess < inf], key=_key)
