@@ -74,10 +74,12 @@ def may_leave(stages: Sequence[Stage], placement: Sequence[int], *, is_joined: b
         is_joined: whether outputs stay until all are joined.
     """
     found = [stage.held for stage in stages]
+    #: What each stage keeps: of its own, and of what has arrived, which it may hand on.
+    kept = [stage.kept | {x.value for x in stage.arrivals if x.is_kept} for stage in stages]
     for k, arrivals in enumerate(ways(stages)):
         for j, x in arrivals:
             # What goes to another worker is a copy there.
-            if placement[j] == placement[k] and x.value in stages[j].kept:
+            if placement[j] == placement[k] and x.value in kept[j]:
                 found[j] -= x.size
             else:
                 found[k] += x.size * x.is_kept

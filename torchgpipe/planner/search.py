@@ -2,9 +2,10 @@
 
 There are too many to try all. So each schedule, at each number of micro-batches, begins with the
 balance whose slowest partition is fastest. Where not all fits, cells keep less: they are computed
-again, or leave for the memory of the host, those first that free the most memory for their time.
-The fastest few are then improved, by moving one layer at a time, as long as that helps, or by all
-balances if these are few.
+again, or leave for the memory of the host, those first that free the most memory for their time,
+or all of them, of which some then keep more. From the best of these, one layer is moved at a time,
+as long as that helps, or all balances are tried if they are few. At last the fastest are looked at
+closely, with all that cells may keep at each balance.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ EFFORT = 50_000_000
 #: computed again, to be improved.
 HOPE = 1.5
 
-#: The same, to be improved closely.
+#: How many times the time of the fastest one a trial may take, to be looked at closely.
 NEAR = 1.05
 
 #: The ways to send what cells keep to the host, of which each is tried. What leaves if only a share
