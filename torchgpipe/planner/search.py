@@ -56,8 +56,8 @@ class Search(Trials):
             sends = [x for x in SENDING if self.leaving(setting)]
             found = [self.lighter(best), self.lighter(best, sends=True)]
             found += [self.trial(setting, balance, (x,) * count) for x in (*sends, "always")]
-            for trial in map(self.keeping_more, found):
-                best = trial if trial.beats(best) else best
+            for trial in found:
+                best = self.keeping_more(trial) if trial.beats(best) else best
         return best
 
     def _even(self, m: int, placement: tuple[int, ...]) -> tuple[int, ...]:
