@@ -12,7 +12,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import pairwise, product, zip_longest
 from math import inf
 from operator import itemgetter
 from typing import Any
@@ -52,7 +52,10 @@ CHECKPOINT, ROWS = "except_last", 4
 
 
 def measure(
-    name: str, devices: Sequence[torch.device], chunks: Sequence[int]
+    name: str,
+    devices: Sequence[torch.device],
+    chunks: Sequence[int],
+    known: Sequence[dict[str, Any]] = (),
 ) -> Iterator[dict[str, Any]]:
     """Choose a setting of a model for each limit, and compare it with all others.
 
@@ -60,6 +63,8 @@ def measure(
         name: the model.
         devices: the accelerators.
         chunks: the numbers of micro-batches to choose from.
+        known: what was measured before, for each limit. What is chosen now is compared with the
+            best of it, under the same limits; nothing else runs.
 
     Yields:
         For each limit what was chosen, what is best, and what both take.
@@ -75,10 +80,12 @@ def measure(
     limit: float | None = None
     most = least = 0.0
     ran: dict[Any, tuple[float, float]] = {}
-    for share in SHARES:
-        if share is not None:
+    for share, before in zip_longest(SHARES, known):
+        if before is not None:
+            limit = before["limit"]
+        elif share is not None:
             limit = least + share * (most - least)
-        room = limits_of(limit or inf, devices, has_skips=problem.sizes.has_skips)
+        room = limits_of(limit or inf, devices)
         start = time.process_time()
         ranking = search(replace(problem, memory=room), chunks)
         took = measuring + time.process_time() - start
@@ -94,7 +101,7 @@ def measure(
                 ran[key] = run_dry(trial, model, layers, data, devices)
             return ran[key]
 
-        yield {**row, **compared(ranking, best, limit, run)}
+        yield {**row, **compared(ranking, best, limit, run, before)}
 
 
 def least_of(ranking: Sequence[Trial]) -> float:
@@ -111,6 +118,7 @@ def compared(
     chosen: Trial,
     limit: float | None,
     run: Callable[[Trial], tuple[float, float]],
+    before: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """Run what was chosen, and whatever may be better.
 
@@ -119,11 +127,16 @@ def compared(
         chosen: what was chosen.
         limit: the bytes that a device may use; None for no limit.
         run: runs a trial, and returns its milliseconds and its peak.
+        before: what was measured before, if the best of it is known.
     """
     row: dict[str, Any] = {"fits": not chosen.excess, "chosen": described(chosen)}
     bound = limit or inf
-    found, count = better(ranking, chosen, HOPE * bound)
-    row |= {"settings": count, "hopeful": len(found)}
+    if before is None:
+        found, count = better(ranking, chosen, HOPE * bound)
+        row |= {"settings": count, "hopeful": len(found)}
+    else:
+        found = []
+        row |= {key: before[key] for key in ("settings", "hopeful")}
     ms = peak = inf
     if not chosen.excess:
         ms, peak = run(chosen)
@@ -134,6 +147,8 @@ def compared(
         other, memory = run(trial)
         if memory <= bound and other < fastest:
             best, fastest = trial, other
+    if before is not None and (before["best_ms"] or inf) < fastest:
+        return row | {key: before[key] for key in ("best", "best_ms")}
     return row | {"best": described(best), "best_ms": None if fastest == inf else fastest}
 
 
@@ -165,22 +180,28 @@ def better(ranking: Sequence[Trial], chosen: Trial, memory: float) -> tuple[list
     bound = inf if chosen.excess else chosen.time
     found: list[Trial] = []
     count = 0
-    pairs = []
     for planned in ranking:
+        setting, pairs = planned.setting, []
         for balance in (planned.balance, *map(tuple[int, ...], others(planned.balance))):
             every = modes_of(len(balance), planned.modes, few=bool(chosen.excess))
             count += len(every)
-            fastest = look.fastest(planned.setting, balance)
+            fastest = look.fastest(setting, balance)
             if fastest < bound:
-                pairs.append((fastest, planned.setting, balance, every))
-    for fastest, setting, balance, every in sorted(pairs, key=itemgetter(0)):
-        if len(found) >= RUNS and fastest >= found[RUNS - 1].time:
-            break
-        timed = sorted([(look.time(setting, balance, modes), k) for k, modes in enumerate(every)])
-        trials = (look.trial(setting, balance, every[k]) for time, k in timed if time < bound)
-        best = next((x for x in trials if not x.excess), None)
-        if best is not None:
-            found = sorted([*found, best], key=lambda x: x.time)
+                pairs.append((fastest, balance, every))
+        for fastest, balance, every in sorted(pairs, key=itemgetter(0)):
+            if len(found) >= RUNS and fastest >= found[RUNS - 1].time:
+                break
+            # The first keep all, than which nothing is faster.
+            kept = look.trial(setting, balance, every[0])
+            if not kept.excess:
+                every = every[:1]
+            timed = sorted(
+                [(look.time(setting, balance, modes), k) for k, modes in enumerate(every)]
+            )
+            trials = (look.trial(setting, balance, every[k]) for time, k in timed if time < bound)
+            best = next((x for x in trials if not x.excess), None)
+            if best is not None:
+                found = sorted([*found, best], key=lambda x: x.time)
     near = [x for x in ranking[1:] if not x.excess and x.time < 1.05 * bound]
     return sorted([*found, *near[:2]], key=lambda x: x.time), count
 

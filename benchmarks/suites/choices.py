@@ -10,6 +10,8 @@ the map "auto" of `MappedGPipe`, beside the maps with one boundary moved by a bl
     python -m benchmarks choices
 
 The file has each model as soon as it is measured. With ``--missing``, those in it are left out.
+With ``--again``, they are chosen for anew, beside the best that is known, and nothing else runs:
+what that is does not depend on the planner.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ def main(argv: Sequence[str]) -> None:
     reads.add_argument("--n", type=at_least(2), nargs="+", default=[2, 4, 8], help="devices")
     reads.add_argument("--chunks", type=at_least(1), nargs="+", default=[8], help="micro-batches")
     reads.add_argument("--missing", action="store_true", help="measure what the file has not")
+    reads.add_argument("--again", action="store_true", help="choose anew what the file has")
     options = parse(reads, argv)
     torch.set_num_threads(1)
     # Before the first backward of the process.
@@ -65,7 +68,8 @@ def main(argv: Sequence[str]) -> None:
         x for x in product(options.models, options.n) if not (options.missing and x in found)
     ]
     for name, n in progress(settings, "choices", "model"):
-        found[name, n] = [*measured(name, devices[:n], options.chunks)]
+        known = found.get((name, n), []) if options.again else []
+        found[name, n] = [*measured(name, devices[:n], options.chunks, known)]
         # Other models keep the rows that the file has, and all take hours.
         rows = [
             row for x in product(NAMES, sorted({n for _, n in found})) for row in found.get(x, [])
@@ -74,12 +78,15 @@ def main(argv: Sequence[str]) -> None:
 
 
 def measured(
-    name: str, devices: Sequence[torch.device], chunks: Sequence[int]
+    name: str,
+    devices: Sequence[torch.device],
+    chunks: Sequence[int],
+    known: Sequence[dict[str, Any]],
 ) -> Iterator[dict[str, Any]]:
     """The rows of one model and some devices."""
     if name == "Llama":
         return measure_map(devices, max(chunks))
-    return measure(name, devices, chunks)
+    return measure(name, devices, chunks, known)
 
 
 def summarise(result: Result) -> Summary:

@@ -1,7 +1,6 @@
 """Plans that are proven by steps: figures beside predictions, and the best of what was run."""
 
 import copy
-from dataclasses import replace
 from importlib import import_module
 
 import pytest
@@ -51,7 +50,8 @@ def test_what_was_run_decides(devices, monkeypatch):
     def wrong(problem, chunks):
         found = search(problem, chunks)
         slowest = max(found, key=lambda x: x.time)
-        return [replace(slowest, time=1e-3), *(x for x in found if x is not slowest)]
+        vars(slowest)["time"] = 1e-3
+        return [slowest, *(x for x in found if x is not slowest)]
 
     best = planned(devices).best
     monkeypatch.setattr(plans, "search", wrong)
@@ -65,7 +65,7 @@ def test_what_was_run_decides(devices, monkeypatch):
 def test_what_is_proven_may_fill_the_memory(devices):
     """A limit that the fastest candidate just fits has no margin for it, but for a proof."""
     best = planned(devices).best
-    limit = 1.01 * max(best.memory.values())
+    limit = 1.005 * max(best.memory.values())
     assert planned(devices, memory=limit).best.time > best.time
     proven = planned(devices, memory=limit, prove=3).best
     assert proven.time == pytest.approx(best.time)

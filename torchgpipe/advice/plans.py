@@ -27,7 +27,6 @@ from torchgpipe.partition.split import verify_module
 from torchgpipe.planner.given import (
     Memory,
     chunks_of,
-    filled,
     input_of,
     limits_of,
     places_of,
@@ -89,9 +88,9 @@ def plan(
         devices: the devices, one for each worker; by default all accelerators. Slower ones among
             them get less to do.
         memory: the bytes that each device may use, one number for all, or a table by device, as
-            ``{0: "10GiB", 1: "8GiB"}``. A plan leaves 2 % of them free, and 5 % for layers with
-            skips, since predictions may be as much too low. By default a plan fills nine tenths of
-            what the device has, where it says so, and there is no limit for the CPU.
+            ``{0: "10GiB", 1: "8GiB"}``. A plan leaves 1 % of them free, and 5 % for layers with
+            skips without a loss, since predictions may be as much too low. By default a plan fills
+            nine tenths of what the device has, where it says so, and there is no limit for the CPU.
         optimizer: the optimizer, as a function of parameters, or how many bytes of state it has for
             each byte of a parameter: 0 for SGD, 1 with momentum, 2 for Adam.
         batch: the rows of a mini-batch; by default those of the sample.
@@ -131,18 +130,16 @@ def plan(
     verify(not prove or have == rows, rule, "rows", have, remedy)
     options: Any = {"loss": loss, "targets": targets, "timeout": timeout, "progress": progress}
     problem = problem_of(layers, input, places, rows, **options)
-    share = filled(has_skips=problem.sizes.has_skips)
-    room = limits_of(memory, places, has_skips=problem.sizes.has_skips)
+    room = limits_of(memory, places, problem.share)
     problem = replace(problem, memory=room, state=state)
-    found = search(problem, tried)
+    found = [(x, x.excess) for x in search(problem, tried)]
     if prove:
         # What is proven needs no margin. Until it is, it has too little memory.
-        full = replace(problem, memory=[x / share for x in room])
-        more = [x for x in search(full, tried) if not x.excess and x.over(room)]
-        found += [replace(x, excess=x.over(room)) for x in more]
-    candidates, limits = [_candidate(x, loss) for x in found], _by_device(places, room)
+        full = replace(problem, memory=[x / problem.share for x in room])
+        found += [(x, x.over(room)) for x in search(full, tried) if not x.excess and x.over(room)]
+    candidates, limits = [_candidate(*x, loss) for x in found], _by_device(places, room)
     if prove:
-        most = {place: size / share for place, size in limits.items()}
+        most = {place: size / problem.share for place, size in limits.items()}
         candidates = _proven(candidates, layers, input, targets, most, prove)
     return Plans(
         [x for x in candidates if not x.excess],
@@ -220,13 +217,13 @@ def _proof(
     return Proof(timeline.step().makespan, memory)
 
 
-def _candidate(trial: Trial, loss: Callable[..., Any] | None) -> Candidate:
+def _candidate(trial: Trial, excess: float, loss: Callable[..., Any] | None) -> Candidate:
     schedule, costs = trial.schedule, trial.costs
     report = simulate(schedule, costs)
     limit = bounds(schedule.placement, schedule.chunks, costs, skips=schedule.skips)
     return Candidate(
         *([*trial.balance], trial.devices, schedule.chunks, trial.checkpoint, trial.setting.name),
-        *(trial.time, trial.by_device, round(trial.excess), report, limit.gap(report)),
+        *(trial.time, trial.by_device, round(excess), report, limit.gap(report)),
         *(loss, trial),
     )
 

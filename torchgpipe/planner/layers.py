@@ -228,11 +228,14 @@ def measured_links(
 ) -> dict[tuple[torch.device, torch.device], Line]:
     """Measure the milliseconds of copies between all pairs of devices, by the bytes.
 
-    Among them is the host, unless it is where the devices have their memory.
+    Among them is the host, unless it is where the devices have their memory, and each device with
+    itself: what leaves a compute stream is cloned there.
     """
     found = {}
-    hosts = [CPU] if all(map(has_streams, devices)) else []
-    for source, target in permutations([*dict.fromkeys(devices), *hosts], 2):
+    places = [*dict.fromkeys(devices)]
+    hosts = [CPU] if all(map(has_streams, places)) else []
+    within = [(x, x) for x in places if has_streams(x)]
+    for source, target in [*permutations([*places, *hosts], 2), *within]:
         points = []
         near = target if source == CPU else source
         for size in SIZES:

@@ -30,7 +30,14 @@ from torchgpipe.mapped.hugging_face import (
 from torchgpipe.partition.keeping import checkpointed
 from torchgpipe.planner.blocks import Times, Units, refined, timed
 from torchgpipe.planner.cuts import cut
-from torchgpipe.planner.given import Memory, arguments_of, limits_of, places_of, state_of
+from torchgpipe.planner.given import (
+    FILLED_WITH_SKIPS,
+    Memory,
+    arguments_of,
+    limits_of,
+    places_of,
+    state_of,
+)
 from torchgpipe.planner.map_memory import Footprint, recorded, weights_of
 from torchgpipe.values.microbatch import scatter
 from torchgpipe.values.structure import Arguments
@@ -88,7 +95,7 @@ def chosen_map(
     elif isinstance(device_map, str):
         places = places_of(devices, are_one_each=False)
         # A value may be used anywhere after, as a skip is, and predictions are off by as much.
-        limits = limits_of(memory, places, has_skips=True)
+        limits = limits_of(memory, places, FILLED_WITH_SKIPS)
         # Several entries of one device share its memory.
         limits = [x / places.count(y) for x, y in zip(limits, places)]
         arguments = _arguments_of(model, sample)

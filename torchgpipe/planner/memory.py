@@ -24,11 +24,6 @@ __all__ = ["Issued", "LossMemory", "issued", "may_leave", "peaks", "ways"]
 #: allows for: it knows when a cell begins whose input needs no gradient, and when another one ends.
 EARLY_AT_FIRST, EARLY = 2, 1
 
-#: The share of the early micro-batches whose gradients of skips are counted as early, too. These
-#: come from several devices, and on virtual accelerators between none and all of them were early.
-#: So this is the middle, and no bound.
-EARLY_SKIPS = 0.5
-
 
 class LossMemory(NamedTuple):
     """The memory of a loss outside, as multiples of the joined outputs.
@@ -79,10 +74,12 @@ def may_leave(stages: Sequence[Stage], placement: Sequence[int], *, is_joined: b
         is_joined: whether outputs stay until all are joined.
     """
     found = [stage.held for stage in stages]
+    #: What each stage keeps: of its own, and of what has arrived, which it may hand on.
+    kept = [stage.kept | {x.value for x in stage.arrivals if x.is_kept} for stage in stages]
     for k, arrivals in enumerate(ways(stages)):
         for j, x in arrivals:
             # What goes to another worker is a copy there.
-            if placement[j] == placement[k] and x.value in stages[j].kept:
+            if placement[j] == placement[k] and x.value in kept[j]:
                 found[j] -= x.size
             else:
                 found[k] += x.size * x.is_kept
@@ -287,9 +284,7 @@ class _Walk:
         """The gradients that are there before they are due, of other micro-batches."""
         most = EARLY if j else EARLY_AT_FIRST
         others = min(most, self._m - 1 - self._backwards[j])
-        return others * sum(
-            x.gradient * (EARLY_SKIPS if x.is_skip or k > j + 1 else 1) for k, x in self._out[j]
-        )
+        return others * sum(x.gradient for _, x in self._out[j])
 
     def _i(self, w: int, j: int, i: int) -> None:
         stage, arrived = self._stages[j], self._arrived(w, j, i)

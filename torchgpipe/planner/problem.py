@@ -15,7 +15,15 @@ from torchgpipe.devices.recorder import model_of
 from torchgpipe.devices.streams import CPU
 from torchgpipe.partition.arguments import checked_timeout, positive_int, verify_loss
 from torchgpipe.partition.keeping import Keeping
-from torchgpipe.planner.given import leaves_of, limits_of, looks_of, state_of, with_loss
+from torchgpipe.planner.given import (
+    FILLED,
+    FILLED_WITH_SKIPS,
+    leaves_of,
+    limits_of,
+    looks_of,
+    state_of,
+    with_loss,
+)
 from torchgpipe.planner.layers import LayerCosts, Line, measured, measured_links
 from torchgpipe.planner.record import Sizes
 from torchgpipe.planner.sandbox import verify_timed
@@ -68,6 +76,11 @@ class Problem:
     ties: Sequence[tuple[int, int]] = ()
 
     @property
+    def share(self) -> float:
+        """The share of a limit that a plan fills. Without a loss, autograd runs backward."""
+        return FILLED if self.has_loss or not self.sizes.has_skips else FILLED_WITH_SKIPS
+
+    @property
     def count(self) -> int:
         """The number of layers, without the loss."""
         return len(self.layers) - self.has_loss
@@ -117,13 +130,13 @@ def problem_of(
     links = measured_links(places).items()
     (whole,) = scatter(input, 1)
     scale = rows / have
-    return Problem(
+    problem = Problem(
         found,
         sizes,
         loss is not None,
         rows,
         places,
-        limits_of(None, places, has_skips=sizes.has_skips),
+        [],
         slowness_of(places, time_on),
         {(number[a], number[b]): line for (a, b), line in links},
         state_of(torch.optim.AdamW),
@@ -131,6 +144,7 @@ def problem_of(
         scale * sum(x.nbytes for x in leaves_of(targets)[0] if isinstance(x, Tensor)),
         ties=ties,
     )
+    return replace(problem, memory=limits_of(None, places, problem.share))
 
 
 def rows_of(batch: int | None, input: Any) -> int:

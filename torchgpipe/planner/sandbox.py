@@ -137,6 +137,21 @@ def pooled(
 Sample = TypeVar("Sample")
 
 
+class Given(torch.autograd.Function):
+    """A clone, whose gradient goes nowhere: as a leaf's, it might be copied.
+
+    A layer may change it in place, which autograd forbids for leaves.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
 class Sandbox:
     """A copy of a layer that runs on one input, again and again.
 
@@ -175,8 +190,7 @@ class Sandbox:
 
     def input(self) -> Batch:
         """A copy of the input, which nothing else refers to."""
-        # A layer may change its input in place, which autograd forbids for leaves, not clones.
-        return self.batch.replace([x.clone() for x in leaves(self.batch)])
+        return self.batch.replace([Given.apply(x) for x in leaves(self.batch)])
 
     def forward(self, batch: Batch) -> Batch:
         """Run the layer; the output has the skips, too."""

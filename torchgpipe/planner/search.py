@@ -2,14 +2,15 @@
 
 There are too many to try all. So each schedule, at each number of micro-batches, begins with the
 balance whose slowest partition is fastest. Where not all fits, cells keep less: they are computed
-again, or leave for the memory of the host, those first that free the most memory for their time.
-The fastest few are then improved, by moving one layer at a time, as long as that helps, or by all
-balances if these are few.
+again, or leave for the memory of the host, those first that free the most memory for their time,
+or all of them, of which some then keep more. From the best of these, one layer is moved at a time,
+as long as that helps, or all balances are tried if they are few. At last the fastest are looked at
+closely, with all that cells may keep at each balance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import accumulate
 from math import inf
@@ -30,6 +31,9 @@ EFFORT = 50_000_000
 #: computed again, to be improved.
 HOPE = 1.5
 
+#: How many times the time of the fastest one a trial may take, to be looked at closely.
+NEAR = 1.05
+
 #: The ways to send what cells keep to the host, of which each is tried. What leaves if only a share
 #: does depends on how large each tensor is, so such a mode is planned only if it is given.
 SENDING: tuple[Keeping, ...] = ("offload", Offload(ahead=2))
@@ -44,12 +48,17 @@ class Search(Trials):
         self.leaving = cache(self._leaving)
 
     def begun(self, setting: Setting) -> Trial:
-        """The first trial of a setting: the fastest slowest partition."""
+        """The first trial of a setting: the fastest slowest partition, and as much kept as fits."""
         balance = self.even(setting.schedule.chunks, setting.schedule.placement)
-        trial = self.fitted(setting, balance)
-        if {*trial.modes} == {"never"} and not trial.excess:
-            return trial
-        return min(trial, self.fitted(setting, balance, sends=True), key=_key)
+        count = len(balance)
+        best = self.trial(setting, balance, self._given(count) or ("never",) * count)
+        if best.excess and self.problem.modes is None:
+            sends = [x for x in SENDING if self.leaving(setting)]
+            found = [self.lighter(best), self.lighter(best, sends=True)]
+            found += [self.trial(setting, balance, (x,) * count) for x in (*sends, "always")]
+            for trial in found:
+                best = self.keeping_more(trial) if trial.beats(best) else best
+        return best
 
     def _even(self, m: int, placement: tuple[int, ...]) -> tuple[int, ...]:
         """The balance whose slowest partition is fastest."""
@@ -84,51 +93,48 @@ class Search(Trials):
         modes = self.problem.modes
         return () if modes is None else keepings_of(modes, count)
 
-    def fitted(self, setting: Setting, balance: Sequence[int], *, sends: bool = False) -> Trial:
-        """Keep less of what does not fit, and first of what frees the most for its time.
+    def lighter(self, trial: Trial, *, sends: bool = False) -> Trial:
+        """Keep less until all fits, and first of what frees the most memory for its time.
 
         Args:
-            setting: the schedule.
-            balance: the layers of each partition.
+            trial: what does not fit.
             sends: whether what cells keep may leave for the host, too.
         """
-        stages, _ = self.each(balance, setting.schedule.chunks, setting.splits)
-        given = self._given(len(stages))
-        modes = [*given] or ["never"] * len(stages)
-        best = trial = self.trial(setting, tuple(balance), tuple(modes))
         left = None
         count = 1
-        while trial.excess and not given:
-            left = left or self._lighter(setting, balance, sends)
+        while trial.excess:
+            left = left or self._lighter(trial, sends)
             # Some of each worker that has too little memory.
             found: dict[int, list[tuple[float, int]]] = {}
-            for j, w in enumerate(setting.schedule.placement):
+            for j, w in enumerate(trial.setting.schedule.placement):
                 if left[j] and trial.memory[w] > self.problem.memory[w]:
                     found.setdefault(w, []).append((left[j][0][0], j))
             if not found:
                 break
+            modes = [*trial.modes]
             for own in found.values():
                 for _, j in sorted(own)[:count]:
                     modes[j] = left[j].pop(0)[1]
             count *= 2
-            trial = self.trial(setting, tuple(balance), tuple(modes))
-            best = min(best, trial, key=_key)
-        return best if given else self._keeping_more(best, lambda trial, j: ("except_last",))
+            trial = self.trial(trial.setting, trial.balance, tuple(modes))
+        return trial
 
-    def _lighter(
-        self, setting: Setting, balance: Sequence[int], sends: bool
-    ) -> list[list[tuple[float, Keeping]]]:
+    def _lighter(self, trial: Trial, sends: bool) -> list[list[tuple[float, Keeping]]]:
         """For each stage the modes that keep less, with the time that each freed byte costs.
 
         The cheapest one comes first, and nothing after all is computed again.
         """
+        setting, balance = trial.setting, trial.balance
         stages, times = self.each(balance, setting.schedule.chunks, setting.splits)
         found = []
         for j, (stage, time) in enumerate(zip(stages, times)):
             own: list[tuple[float, Keeping]] = []
             less = stage.held - sum(x.size for x in stage.arrivals if not x.is_kept)
-            if less > 0:
+            if less > 0 and trial.modes[j] != "always":
                 own.append((time.R / less, "always"))
+            if trial.modes[j] != "never":
+                found.append(own)
+                continue
             for mode, sent in self._sending(setting, balance, j) if sends else ():
                 hidden = min(0.0, time.F - sent.out) + min(0.0, time.I + time.W - sent.back)
                 if not own or -hidden / sent.away < own[0][0]:
@@ -157,34 +163,39 @@ class Search(Trials):
         every = [1] * len(setting.schedule.placement)
         return frozenset(x.stage for line in setting.schedule.program for x in trips(line, every))
 
-    def improved(self, trial: Trial) -> Trial:
-        """Change the balance as long as that helps, and let cells keep more at the end."""
+    def improved(self, trial: Trial, *, closely: bool = False) -> Trial:
+        """Change the balance as long as that helps.
+
+        Args:
+            trial: what is improved.
+            closely: whether each other balance is tried with all that cells may keep then, and not
+                with the modes of this one alone.
+        """
         found: Trial | None = trial
         while found is not None:
-            trial = found
-            found = next(self._better(trial), None)
-
-        def others(trial: Trial, j: int) -> Iterable[Keeping]:
-            sending = [x for x, _ in self._sending(trial.setting, trial.balance, j)]
-            return ("never", *sending, "except_last")
-
-        return trial if self.problem.modes is not None else self._keeping_more(trial, others)
-
-    def _keeping_more(
-        self, trial: Trial, others: Callable[[Trial, int], Iterable[Keeping]]
-    ) -> Trial:
-        """Try other modes for each partition of a trial that fits, where it does not keep all."""
-        for j, mode in enumerate(trial.modes):
-            if mode != "never" and not trial.excess:
-                for other in others(trial, j):
-                    modes = (*trial.modes[:j], other, *trial.modes[j + 1 :])
-                    more = self.trial(trial.setting, trial.balance, modes)
-                    trial = min(trial, more, key=_key)
+            trial = found if closely else self.keeping_more(found)
+            beside = self._beside(trial)
+            tried = map(self.keeping_more, beside) if closely else beside
+            found = next((x for x in tried if x.beats(trial)), None)
         return trial
 
-    def _better(self, trial: Trial) -> Iterator[Trial]:
-        """Yield trials that are better, with another balance."""
-        placement, sends = trial.schedule.placement, any(map(offload_of, trial.modes))
+    def keeping_more(self, trial: Trial) -> Trial:
+        """Try other modes for each partition of a trial that fits, where it does not keep all."""
+        if trial.excess or self.problem.modes is not None:
+            return trial
+        for j, mode in enumerate(trial.modes):
+            if mode != "never":
+                sending = [x for x, _ in self._sending(trial.setting, trial.balance, j)]
+                for other in ("never", *sending, "except_last"):
+                    modes = (*trial.modes[:j], other, *trial.modes[j + 1 :])
+                    more = self.trial(trial.setting, trial.balance, modes)
+                    trial = more if more.beats(trial) else trial
+        return trial
+
+    def _beside(self, trial: Trial) -> Iterator[Trial]:
+        """Yield trials with another balance, of which those that cannot be better are left out."""
+        setting, placement = trial.setting, trial.setting.schedule.placement
+        sends = any(map(offload_of, trial.modes))
         fullest = max(range(len(trial.memory)), key=lambda w: trial.memory[w])
         for balance in others(trial.balance):
             if self.effort > EFFORT:
@@ -196,12 +207,13 @@ class Search(Trials):
             else:
                 # Nothing is faster than without recomputation.
                 is_hopeful = trial.excess > 0 or (
-                    self.fastest(trial.setting, tuple(balance)) < trial.time
+                    self.fastest(setting, tuple(balance)) < trial.time
                 )
             if is_hopeful:
-                found = self.fitted(trial.setting, balance, sends=sends)
-                if found.key < trial.key:
-                    yield found
+                found = self.trial(setting, tuple(balance), trial.modes)
+                if self.problem.modes is None:
+                    found = self.lighter(found, sends=sends)
+                yield found
 
 
 def _key(trial: Trial) -> tuple[float, float, float]:
@@ -226,6 +238,11 @@ def search(problem: Problem, chunks: Iterable[int]) -> list[Trial]:
             trial = found.improved(trial)
             best = min(best, trial, key=_key)
         ranked.append(trial)
+    if problem.modes is None and not best.excess:
+        ranked = [
+            found.improved(x, closely=True) if x.time < NEAR * best.time and not x.excess else x
+            for x in sorted(ranked, key=_key)
+        ]
     trials = sorted([x for x in ranked if x.excess < inf], key=_key)
     if not trials:
         a, b = problem.ties[0]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from itertools import accumulate, pairwise
 from math import inf
-from typing import NamedTuple
+from operator import add
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,39 +52,71 @@ class Setting:
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """A setting with a balance and modes, as it was simulated.
+    """A setting with a balance and modes, which is simulated as soon as somebody asks.
 
     Args:
-        problem: what was measured.
         setting: the setting.
         balance: the number of layers of each partition, without the loss.
         modes: the checkpoint mode of each partition.
-        schedule: the schedule, with its recomputations.
-        costs: the costs of its stages, in milliseconds.
-        time: the simulated time of a step, in milliseconds.
-        memory: the most memory of each worker, in bytes.
-        excess: by how many bytes the fullest worker has too little; 0 if all fit, and infinite if
-            layers are apart that share a weight.
     """
 
-    problem: Problem = field(repr=False)
+    _trials: Trials = field(repr=False)
     setting: Setting
     balance: tuple[int, ...]
-    modes: Sequence[Keeping]
-    schedule: Schedule = field(repr=False)
-    costs: Costs = field(repr=False)
-    time: float
-    memory: Sequence[float]
-    excess: float
+    modes: tuple[Keeping, ...]
+
+    @property
+    def problem(self) -> Problem:
+        """The problem, with all that was measured."""
+        return self._trials.problem
+
+    @cached_property
+    def time(self) -> float:
+        """The simulated time of a step, in milliseconds."""
+        return self._trials.time(self.setting, self.balance, self.modes)
+
+    @cached_property
+    def memory(self) -> list[float]:
+        """The most memory of each worker, in bytes."""
+        return self._trials.memory(self.setting, self.balance, self.modes)
+
+    @cached_property
+    def excess(self) -> float:
+        """By how many bytes the fullest worker has too little; 0 if all fit.
+
+        It is infinite if layers are apart that share a weight.
+        """
+        # The loss is after the last layer, on the last worker.
+        placement = self.setting.schedule.placement
+        own = [w for size, w in zip(self.balance, placement) for _ in range(size)]
+        own.append(placement[-1])
+        is_apart = any(own[a] != own[b] for a, b in self.problem.ties)
+        return inf if is_apart else self.over(self.problem.memory)
 
     def over(self, limits: Sequence[float]) -> float:
         """By how many bytes the fullest worker has too little under some limits."""
         return max(0.0, *(x - limit for x, limit in zip(self.memory, limits)))
 
+    def beats(self, other: Trial) -> bool:
+        """Whether it fits, or is nearer to it, or is faster; no more is simulated than needed."""
+        if other.excess:
+            return self.excess < other.excess
+        return self.time < other.time and not self.excess
+
     @property
     def key(self) -> tuple[float, float, float]:
         """The place in a ranking: what fits, then what is fast, then what needs little."""
         return self.excess, self.time, max(self.memory)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The schedule, with its recomputations."""
+        return self._trials.made(self.setting, self.balance, self.modes)[0]
+
+    @cached_property
+    def costs(self) -> Costs:
+        """The costs of its stages, in milliseconds."""
+        return self._trials.made(self.setting, self.balance, self.modes)[1].costs
 
     @property
     def checkpoint(self) -> Keeping | list[Keeping]:
@@ -93,7 +126,7 @@ class Trial:
     @property
     def devices(self) -> list[torch.device]:
         """The device of each partition."""
-        return [self.problem.places[w] for w in self.schedule.placement]
+        return [self.problem.places[w] for w in self.setting.schedule.placement]
 
     @cached_property
     def by_device(self) -> dict[torch.device, int]:
@@ -143,12 +176,16 @@ class Trials:
         self.problem = problem
         self.stage = cache(self._stage)
         self.times = cache(self._times)
-        self.trial = cache(self._trial)
+        self.trial = cache(partial(Trial, self))
         # Each has thousands of instructions.
         self.rehearsal = lru_cache(256)(self._rehearsal)
         self.fastest = cache(self._fastest)
         #: The number of instructions that could have been timed so far.
         self.effort = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the problem alone, from which all that was found follows."""
+        return type(self), (self.problem,)
 
     # What a partition takes.
 
@@ -209,40 +246,35 @@ class Trials:
 
     def _fastest(self, setting: Setting, balance: tuple[int, ...]) -> float:
         """The time of a setting if nothing is computed again."""
-        self.effort += sum(map(len, setting.schedule.program))
         return self.time(setting, balance, ("never",) * len(balance))
 
     def time(self, setting: Setting, balance: tuple[int, ...], modes: tuple[Keeping, ...]) -> float:
         """The time of a step, in milliseconds."""
-        _, table, rehearsal, _ = self._made(setting, balance, modes)
+        _, table, rehearsal = self.made(setting, balance, modes)
+        self.effort += len(rehearsal.steps)
         return rehearsal.makespan(table)
 
-    def _made(
+    def memory(
         self, setting: Setting, balance: tuple[int, ...], modes: tuple[Keeping, ...]
-    ) -> tuple[Schedule, Table, Rehearsal, Issued]:
+    ) -> list[float]:
+        """The most memory of each worker, in bytes."""
+        placement = setting.schedule.placement
+        stages, _ = self.each(balance, setting.schedule.chunks)
+        words = tuple(map(recomputed_by, modes))
+        schedule, rehearsal, order = self.rehearsal(setting, words, _skips(stages))
+        self.effort += 3 * len(rehearsal.steps)
+        return self.peaks(order, schedule.program, placement, balance, modes)
+
+    def made(
+        self, setting: Setting, balance: tuple[int, ...], modes: tuple[Keeping, ...]
+    ) -> tuple[Schedule, Table, Rehearsal]:
         """The schedule, what its stages take, and what :meth:`_rehearsal` returns."""
         placement = setting.schedule.placement
         stages, times = self.each(balance, setting.schedule.chunks, setting.splits)
         costs = self.costs(stages, times, placement, self.sent(stages, placement, modes))
         words = tuple(map(recomputed_by, modes))
-        schedule, rehearsal, order = self.rehearsal(setting, words, _skips(stages))
-        return schedule, Table(costs, placement, schedule.skips), rehearsal, order
-
-    def _trial(
-        self, setting: Setting, balance: tuple[int, ...], modes: tuple[Keeping, ...]
-    ) -> Trial:
-        problem, base = self.problem, setting.schedule
-        schedule, table, rehearsal, order = self._made(setting, balance, modes)
-        self.effort += 4 * len(rehearsal.steps)
-        time = rehearsal.makespan(table)
-        memory = self.peaks(order, schedule.program, base.placement, balance, modes)
-        ways = problem, setting, balance, modes, schedule, table.costs, time, memory
-        # The loss is after the last layer, on the last worker.
-        own = [w for size, w in zip(balance, base.placement) for _ in range(size)]
-        own.append(base.placement[-1])
-        is_apart = any(own[a] != own[b] for a, b in problem.ties)
-        found = Trial(*ways, inf if is_apart else 0.0)
-        return found if is_apart else replace(found, excess=found.over(problem.memory))
+        schedule, rehearsal, _ = self.rehearsal(setting, words, _skips(stages))
+        return schedule, Table(costs, placement, schedule.skips), rehearsal
 
     def peaks(
         self,
@@ -293,18 +325,23 @@ class Trials:
         placement: Sequence[int],
         sent: Sequence[Departure],
     ) -> Costs:
+        links = self.problem.links
         copy = {way: 0.0 for j in range(1, len(stages)) for way in ((j - 1, j), (j, j - 1))}
-        # Each part has a lane of its own: there, and its gradient back.
+        #: By stage, the time of the clones of what it sends: of values, and of gradients.
+        there, back = ([0.0] * len(stages) for _ in range(2))
         for k, arrivals in enumerate(ways(stages)):
             for j, x in arrivals:
-                w, v = placement[j], placement[k]
-                if w != v:
-                    for way, link, size in (((j, k), (w, v), x.size), ((k, j), (v, w), x.gradient)):
-                        took = self.problem.links.get(link, Line()).at(size) if size else 0.0
-                        copy[way] = max(copy.get(way, 0.0), took)
+                for clones, a, b, size in ((there, j, k, x.size), (back, k, j, x.gradient)):
+                    w, v = placement[a], placement[b]
+                    if size and w != v:
+                        # Each part has a lane of its own: there, and its gradient back.
+                        took = links.get((w, v), Line()).at(size)
+                        copy[a, b] = max(copy.get((a, b), 0.0), took)
+                        clones[a] += links.get((w, w), Line()).at(size)
         slow = [self.problem.slowness[w] for w in placement]
         each = [[s * y for s, y in zip(slow, x)] for x in zip(*times)]
-        costs = Costs(each[0], each[1], each[2], each[3], copy)
+        forward, input = ([*map(add, *x)] for x in zip(each, (there, back)))
+        costs = Costs(forward, input, each[2], each[3], copy)
         if any(x.away for x in sent):
             away, out, back, ahead = map(list, zip(*sent))
             # Memory is counted elsewhere, but for that of the host.

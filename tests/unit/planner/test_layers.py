@@ -62,6 +62,5 @@ def test_sizes_that_are_too_large_are_left_out(monkeypatch):
     _, sizes = measure(module, 1, 2, 4, 8)
     for rows in (8, 16, 64):
         assert [x.size for x in sizes.at(rows).values][1:] == [16 * rows] * 2
-    assert not sizes.has_skips
     with pytest.raises(torch.OutOfMemoryError):
         measure(module, 1, 2)
