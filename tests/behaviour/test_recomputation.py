@@ -76,7 +76,7 @@ def test_error_of_an_early_layer_comes_when_later_ones_may_have_gradients(chunks
     loss = model(torch.rand(4, 2)).sum()
     with torch.no_grad():
         layers[1].weight.add_(1)
-    with pytest.raises(RuntimeError, match="parameters and buffers must not be changed in place"):
+    with pytest.raises(RuntimeError, match="parameters must not be changed in place"):
         loss.backward()
     assert [layer.weight.grad is None for layer in layers if len(layer._parameters)] == [
         True,

@@ -19,6 +19,11 @@ TESTS = {
             "functions_that_change_an_earlier_tensor",
             {"change": "inplace"},
         ),
+        "checkpoints": (
+            "test_mapped_code",
+            "checkpoints_of_the_model_itself",
+            {"places": [0, 1, 2, 3], "dropout": 0.0, "mode": "always"},
+        ),
         "slow host": ("test_mapped", "a_host_that_is_slow_takes_no_time", {"j": 0}),
         "labels": ("test_mapped", "copies_of_the_model_itself_hold_nobody_up", {}),
         "encoder and decoder": ("test_mapped", "a_model_that_comes_back_to_its_devices", {}),
@@ -105,6 +110,7 @@ TESTS = {
 }
 
 MUTANTS = {
+    "checkpoints around modules": (DROP, "mapped checkpoints"),
     "recording for a later visit": (DROP, "mapped bart"),
     "lane of what is fetched": (("self.lane", "self.stage.compute"), "mapped copies"),
     "join of what is fetched": (("if needed", "if False"), "mapped slow host"),

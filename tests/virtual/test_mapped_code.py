@@ -140,7 +140,7 @@ class Checkpointed(nn.Module):
         return super().__call__(*args)
 
     def forward(self, x):
-        return self.layers(x)
+        return self.layers((x * 2).sin())
 
 
 class OwnCheckpoints(Model):
@@ -154,12 +154,16 @@ class OwnCheckpoints(Model):
         return self.d(self.c(self.b(self.a(x))))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("places", "dropout"), [([0, 0, 0, 0], 0.5), ([0, 1, 2, 3], 0.0)])
-def test_checkpoints_of_the_model_itself(devices, places, dropout):
+def test_checkpoints_of_the_model_itself(devices, places, dropout, mode):
+    """Such a checkpoint computes its module again, and the cell that the module is does not."""
+
     def grads(wanted):
         torch.manual_seed(0)
         model = OwnCheckpoints(wanted, dropout)
-        pipe = wrapped(model, [devices[k] for k in places], "never")
+        pipe = wrapped(model, [devices[k] for k in places], mode if wanted else "never")
         torch.manual_seed(1)
         pipe(torch.ones(8, 6, device=devices[0], requires_grad=True)).sum().backward()
         return [x.grad.cpu() for x in pipe.parameters()]

@@ -264,8 +264,10 @@ def keep_guard() -> None:
     ensure, registered = _torch.ensure_guard, threading.Event()
 
     def hold() -> None:
-        ensure()
-        registered.set()
+        try:
+            ensure()
+        finally:
+            registered.set()
         threading.Event().wait()
 
     threading.Thread(target=hold, name="guard of CUDA devices", daemon=True).start()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from operator import attrgetter
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,6 +13,11 @@ from torch import Tensor
 from torchgpipe.autograd.fork_join import get_phony
 
 __all__: list[str] = []
+
+#: The version of each tensor, and its address.
+Identities: TypeAlias = tuple[list[int], list[int]]
+
+_version = attrgetter("_version")
 
 #: A tensor whose changes nobody counts.
 with torch.inference_mode():
@@ -33,6 +40,15 @@ def address_of(tensor: Tensor) -> int:
     except (RuntimeError, ValueError, NotImplementedError):
         # Sparse and lazy tensors.
         return -1
+
+
+def identities(tensors: Sequence[Tensor]) -> Identities:
+    """The versions and addresses: ``parameter.data = ...`` changes the address alone."""
+    try:
+        return [*map(_version, tensors)], [*map(Tensor.data_ptr, tensors)]
+    except (RuntimeError, ValueError, NotImplementedError):
+        # Sparse and lazy parameters have no address.
+        return [*map(version_of, tensors)], [*map(address_of, tensors)]
 
 
 def counter_of(tensor: Tensor) -> Tensor:

@@ -171,7 +171,8 @@ class Body:
     def settle(self) -> None:
         """Take note that all micro-batches were computed."""
         if self.state is not None:
-            self.state.close()
+            self.state.settle()
+            self.state.buffers.settle()
         if self.offloading is not None:
             self.offloading.end()
 

@@ -84,8 +84,9 @@ class Course:
         self._noted = False
         #: How often each module with names on several devices was called.
         self._counts: Counter[Mapped] = Counter()
-        #: The label that the thread had before.
+        #: The label that the thread had before, and its hooks for saved tensors.
         self._outer = labels.current.label
+        self._hooks = current_hooks()
         #: The cells of later visits, by device, once the model came back to one.
         self.later: dict[torch.device, Cell] = {}
         self._numbers = CourseNumbers(step.numbers, i, step.devices, alone=turns is None)
@@ -216,12 +217,15 @@ class Course:
         # time.
         # guard: weights that were cast
         casts = own_casts() if stage.visit and body.shared else NOTHING
-        undrawn = NOTHING
+        undrawn, again = NOTHING, self.i < body.checkpointed
         if is_in_checkpoint():
             undrawn = self._numbers.undrawn(mapped.name, mapped.device)
+            # A checkpoint in the model's own code calls the module once more by itself, and matches
+            # what it saves then with what it saves here.
+            # guard: checkpoints around modules
+            again = again and current_hooks() == self._hooks
         with use_stream(stage.compute), casts, undrawn, labels.within(label):
             given = body.attributes.begin() if body.attributes else None
-            again = self.i < body.checkpointed
             new = cell.leaving(body.offloading) if body.offloading else None
             run: Callable[..., Any] = (
                 partial(body.run_twice, given=given) if again else body.run_alone

@@ -33,14 +33,12 @@ from torch.nn.parameter import is_lazy
 from torchgpipe.ambient.notes import warn
 from torchgpipe.autograd.versions import address_of, version_of
 from torchgpipe.devices.streams import has_streams
+from torchgpipe.recompute.read_only import Place, ReadOnly
 
 __all__: list[str] = []
 
 #: Up to how many bytes parameters are copied. Of larger ones the memory is kept.
 SMALL = 1 << 20
-
-#: A layer and the name of its buffer or parameter.
-Place: TypeAlias = tuple[nn.Module, str]
 
 #: A buffer and its copy; None for a buffer without a tensor.
 Copy: TypeAlias = tuple[Place, Tensor | None]
@@ -153,8 +151,7 @@ class Buffers:
         #: Buffers of which nothing is known, and what the first of these cells found there.
         self._unknown: list[Place] = []
         self._watched: list[Seen] | None = None
-        #: Buffers that no layer has changed so far.
-        self.quiet: list[Seen] = []
+        quiet: list[Place] = []
         for place in places:
             module, name = place
             changes = learned.get(module, {}).get((name, module.training))
@@ -163,7 +160,8 @@ class Buffers:
             elif changes:
                 self._changing.append(place)
             else:
-                self.quiet.append(_seen(place))
+                quiet.append(place)
+        self.read_only = ReadOnly(quiet)
         #: The buffers of which nothing is known, as the step finds them.
         self._begun = [_seen(place) for place in self._unknown]
         #: Whether first runs have anything to copy, or to learn.
@@ -255,10 +253,6 @@ class Buffers:
         """
         return FirstRun(self, copies)
 
-    def late(self) -> list[Copy]:
-        """List what layers have begun to change, which recomputations shall not change again."""
-        return [(seen.place, _buffer(seen.place)) for seen in self.quiet if seen.is_changed]
-
     def settle(self) -> None:
         """Take note, after a forward, of the buffers that checkpointed cells have not changed."""
         for seen in self._watched or ():
@@ -274,10 +268,10 @@ class Buffers:
             if self._key is not None and self.lost is None:
                 self._note(self._key, any(x in self._changing for x in self._parameters))
         self.watches, self._watched_parameters, self._lists = False, [], []
-        for seen in self.quiet:
-            if seen.is_changed:
-                self._note(seen.place, True)
-                _warn(seen.place)
+        for place, _ in self.read_only.changed():
+            self._note(place, True)
+            _warn(place)
+        self.read_only.settle()
 
     def _note(self, place: Place, changes: bool) -> None:
         module, name = place

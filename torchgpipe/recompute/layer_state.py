@@ -14,24 +14,22 @@ from inspect import unwrap
 from itertools import chain
 from operator import attrgetter, is_
 from types import CodeType, FunctionType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchgpipe import _torch
-from torchgpipe.autograd.versions import address_of, version_of
+from torchgpipe.autograd.versions import Identities, identities
 from torchgpipe.partition.placement import exchanged, is_shard
-from torchgpipe.recompute.buffers import Buffers, Copy, Learned, Lost, Place, lost, put
+from torchgpipe.recompute.buffers import Buffers, Copy, Learned, Lost, lost, put
+from torchgpipe.recompute.read_only import Place
 from torchgpipe.recompute.verification import is_verifying
 from torchgpipe.values.structure import MISSING
 
 __all__: list[str] = []
 
-
-#: The version of each parameter, and its address.
-Identities: TypeAlias = tuple[list[int], list[int]]
 
 #: The buffers of torch's own norms, and the modules whose norms do not read them in training.
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -40,7 +38,6 @@ NORMS = ("torch.nn.modules.batchnorm", "torch.nn.modules.instancenorm", "torchgp
 
 _training = attrgetter("training")
 _needs_grad = attrgetter("requires_grad")
-_version = attrgetter("_version")
 
 
 class Found(NamedTuple):
@@ -159,23 +156,7 @@ class LayersState:
         if known:
             learnt = self.buffers.changing
             self._fixed = [x for x in self._parameters if id(x) not in learnt]
-        self._before = _identities(self._fixed)
-        #: The buffers that have to stay as they are, and what they are, once all cells have run.
-        self._rest: list[Tensor] = []
-        self._rest_identities = _identities([])
-
-    def close(self) -> None:
-        """Take note that all cells have run: nobody may change buffers that layers only read."""
-        self.settle()
-        self.buffers.settle()
-        quiet = [seen.tensor for seen in self.buffers.quiet if not seen.is_changed]
-        for module in self._modules:
-            if isinstance(module, _torch.Norm) and not module.training:
-                # PyTorch counts no changes of the statistics, but changes the number in place.
-                quiet.append(module._buffers.get("num_batches_tracked"))
-        # guard: buffers that nobody may change
-        self._rest = [x for x in quiet if x is not None]
-        self._rest_identities = _identities(self._rest)
+        self._before = identities(self._fixed)
 
     def settle(self) -> None:
         """Take note of the parameters: from now on only recomputations change them in place."""
@@ -190,7 +171,7 @@ class LayersState:
         if not self._steady:
             if self._identities is None:
                 self._look_at_own_changes()
-            self._identities = _identities(self._fixed)
+            self._identities = identities(self._fixed)
             self._steady = self._identities == self._before
 
     def restored(self, copies: Iterable[Copy] = ()) -> RestoredLayers:
@@ -203,15 +184,12 @@ class LayersState:
             copies: what :meth:`Buffers.copied` returned before the first run.
 
         Raises:
-            RuntimeError: somebody other than the layers has changed a parameter in place, or a
-                buffer.
+            RuntimeError: somebody other than the layers has changed a parameter in place.
         """
-        if self._rest and self._rest_identities != _identities(self._rest):
-            raise _changed(self._rest, self._rest_identities)
-        if (self._identities or self._before) != _identities(self._fixed):
+        if (self._identities or self._before) != identities(self._fixed):
             self._look_at_own_changes()
-            if self._identities is not None and self._identities != _identities(self._fixed):
-                raise _changed(self._fixed, self._identities)
+            if self._identities is not None and self._identities != identities(self._fixed):
+                raise self._changed()
         if self.buffers.lost is not None:
             raise lost(self.buffers.lost)
         return RestoredLayers(self, copies)
@@ -219,7 +197,7 @@ class LayersState:
     def _look_at_own_changes(self) -> None:
         """Tell parameters that the layers themselves have changed from all others."""
         expected = self._identities or self._before
-        if expected == (now := _identities(self._fixed)):
+        if expected == (now := identities(self._fixed)):
             return
         if self.buffers.watches:
             self.buffers.learn_parameters()
@@ -288,7 +266,8 @@ class LayersState:
                 table[name] = copy
             # guard: buffers of before the first run
             put(copies)
-            put(self.buffers.late())
+            # guard: buffers that layers read
+            put(self.buffers.read_only.as_they_were())
         except BaseException:
             self._write(now, self._read())
             raise
@@ -351,6 +330,27 @@ class LayersState:
                 else:
                     place.pop(name, None)
 
+    def _changed(self) -> RuntimeError:
+        assert self._identities is not None
+        for parameter, *expected in zip(self._fixed, *self._identities):
+            ((version,), (address,)) = identities([parameter])
+            if [version, address] != expected:
+                break
+        rule = (
+            "under checkpointing, parameters must not be changed in place between a forward and "
+            f"its backward, which computes the forward again (shape: {tuple(parameter.shape)}, "
+        )
+        if version == expected[0]:
+            return RuntimeError(
+                f"{rule}now in other memory); replace no parameter's data before backward, and "
+                "leave fully_shard's reshard_after_forward as it is by default"
+            )
+        return RuntimeError(
+            f"{rule}version: {version}, expected version: {expected[0]}); run backward before "
+            "optimizer.step(), and before the next forward of layers that change their parameters "
+            "themselves"
+        )
+
 
 class RestoredLayers:
     """The state of layers as it was, within a ``with`` block.
@@ -396,27 +396,6 @@ def _name_data(functions: Sequence[FunctionType], helpers: bool = True) -> bool:
     return False
 
 
-def _changed(tensors: Sequence[Tensor], identities: Identities) -> RuntimeError:
-    for tensor, *expected in zip(tensors, *identities):
-        ((version,), (address,)) = _identities([tensor])
-        if [version, address] != expected:
-            break
-    rule = (
-        "under checkpointing, parameters and buffers must not be changed in place between a "
-        "forward and its backward, which computes the forward again "
-        f"(shape: {tuple(tensor.shape)}, "
-    )
-    if version == expected[0]:
-        return RuntimeError(
-            f"{rule}now in other memory); replace no tensor's data before backward, and leave "
-            "fully_shard's reshard_after_forward as it is by default"
-        )
-    return RuntimeError(
-        f"{rule}version: {version}, expected version: {expected[0]}); run backward before "
-        "optimizer.step(), and before the next forward of layers that change these themselves"
-    )
-
-
 def _chosen(found: Identities, kept: Sequence[int]) -> Identities:
     versions, addresses = found
     return [versions[k] for k in kept], [addresses[k] for k in kept]
@@ -428,15 +407,6 @@ def _own_statistics(module: nn.Module) -> Sequence[str]:
         return ()
     # guard: norms that read their statistics
     return STATISTICS if type(module).forward.__module__ in NORMS else ()
-
-
-def _identities(parameters: Sequence[Tensor]) -> Identities:
-    """The versions and addresses: ``parameter.data = ...`` changes the address alone."""
-    try:
-        return [*map(_version, parameters)], [*map(Tensor.data_ptr, parameters)]
-    except (RuntimeError, ValueError, NotImplementedError):
-        # Sparse and lazy parameters have no address.
-        return [*map(version_of, parameters)], [*map(address_of, parameters)]
 
 
 def _forward_hooks(module: nn.Module) -> list[dict[int, Any]]:
