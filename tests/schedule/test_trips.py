@@ -133,6 +133,8 @@ def test_costs_that_do_not_fit_are_errors():
         (Costs(away=1, ahead=1.5), "ahead must be positive integers"),
         (Costs(away=1, switches=[(0, 7)]), "switches must name workers"),
         (Costs(away=1, switches=[(0, 1), (1,)]), "switches must name workers"),
+        (Costs(away=1, switches=[0, 1]), "switches must name workers"),
+        (Costs(away=1, switches=[([], 1)]), "switches must name workers"),
     ):
         with pytest.raises(ValueError, match=rf"{rule}.* \("):
             simulate(schedule, costs)

@@ -127,14 +127,15 @@ class Table:
         )
         #: For each stage, how many instructions earlier a cell comes back; 0 if its cells stay.
         self.ahead = [int(k) if x else 0 for k, x in zip(ahead, self.away)]
-        workers = [w for group in costs.switches for w in group]
-        verify(
-            len({*workers}) == len(workers) and {*workers} <= {*placement},
-            "switches must name workers, each once",
-            "switches",
-            costs.switches,
-            "give the workers after each switch, as in [(0, 1), (2, 3)]",
-        )
+        rule = "switches must name workers, each once"
+        remedy = "give the workers after each switch, as in [(0, 1), (2, 3)]"
+        given = costs.switches
+        verify_kind(given, Sequence, rule, "switches", remedy)
+        verify(all(isinstance(x, Sequence) for x in given), rule, "switches", given, remedy)
+        workers = [w for group in given for w in group]
+        known = [w for w in workers if w in placement]
+        is_right = known == workers and len({*known}) == len(workers)
+        verify(is_right, rule, "switches", given, remedy)
         #: The number of the switch of each worker that has one.
         self.switch = {w: k for k, group in enumerate(costs.switches) for w in group}
         there = [*pairwise(range(len(placement))), *skips]
