@@ -115,7 +115,7 @@ def run(name: str, device: str, folder: Path) -> str:
             timeout=60 * part.minutes,
         )
         failed = f"failed (status: {done.returncode})" if done.returncode else ""
-        told = done.stderr or done.stdout
+        told = done.stdout if is_test else done.stderr
     except subprocess.TimeoutExpired:
         failed, told = f"was stopped after {part.minutes:g} minutes", ""
     seconds = time.monotonic() - begin
@@ -124,7 +124,7 @@ def run(name: str, device: str, folder: Path) -> str:
         last = "\n".join(told.splitlines()[-12:])
         return f"{head}\n**It {failed}.**\n\n```\n{last}\n```\n"
     if is_test:
-        return f"{head}\n{told.splitlines()[-1]}\n"
+        return f"{head}\n{''.join(told.strip().splitlines()[-1:])}\n"
     _, _, text = file.with_suffix(".md").read_text("utf-8").partition("\n\n")
     return f"{head}\n{text}"
 

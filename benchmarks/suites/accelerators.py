@@ -232,9 +232,10 @@ def beside(setting: Setting, name: str, hardware: str) -> dict[str, Any]:
     )
     row = {"step": name, "ms": taken, "gib": gib}
     if done.returncode:
-        # An error is in the last line, and a fault of the process in the first.
         told = done.stderr.strip().splitlines() or ["it said nothing"]
-        return row | {"failed": f"status {done.returncode}: {told[-(done.returncode > 0)]}"}
+        # An error is in the last line, and a fault of the process in the first.
+        line = told[-1] if done.returncode > 0 else told[0]
+        return row | {"failed": f"status {done.returncode}: {line}"}
     predicted: dict[str, Any] = json.loads(done.stdout)
     return row | predicted
 

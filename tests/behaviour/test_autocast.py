@@ -143,3 +143,28 @@ def test_casts_that_a_worker_makes_after_its_step_has_failed(monkeypatch):
     finally:
         torch.autocast_decrement_nesting()
         torch.clear_autocast_cache()
+
+
+class LeavesItOn(nn.Module):
+    """A layer that leaves autocast on, and notes the dtype of a product in backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.dtypes = nn.Parameter(torch.ones(2, 2)), []
+
+    def forward(self, x):
+        torch.set_autocast_enabled("cpu", True)
+        y = x * self.weight.sum()
+        y.register_hook(lambda grad: self.dtypes.append((grad @ torch.ones(2, 2)).dtype))
+        return y
+
+
+def test_a_layer_that_leaves_autocast_on():
+    """Its backward is in the dtype of its values, as an outside ``loss.backward()`` is."""
+    layer = LeavesItOn()
+    model = GPipe(nn.Sequential(layer, nn.Tanh()), [1, 1], devices=CPUS[:2], chunks=2)
+    try:
+        ScheduledLoss(model, nn.functional.mse_loss, "1f1b")(*torch.rand(2, 4, 2))
+    finally:
+        torch.set_autocast_enabled("cpu", False)
+    assert {*layer.dtypes} == {torch.float32}

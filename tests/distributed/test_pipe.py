@@ -380,3 +380,31 @@ def test_description(processes):
     assert line == (
         "  rank=0, schedule='zbv', chunks=4, checkpoint=['always', 'never', 'never', 'always']"
     )
+
+
+class Doubling(nn.Linear):
+    """A layer that notes which of its outputs are alive, when it runs and in its backward."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.outputs, self.alive = [], []
+        self.register_full_backward_hook(lambda *_: self.look())
+
+    def forward(self, x):
+        output = super().forward(x) * 2
+        self.outputs.append(weakref.ref(output))
+        return output
+
+    def look(self):
+        self.alive.append([output() is not None for output in self.outputs[:4]])
+
+
+def outputs_that_live(group):
+    layers = [Doubling(), Doubling()]
+    pipe = pipe_of(layers, "1f1b", group, chunks=4, checkpoint="always")
+    pipe.step(*torch.rand(2, 8, 6))
+    assert not any(map(any, layers[torch.distributed.get_rank(group)].alive[:2]))
+
+
+def test_the_output_of_the_first_cell_does_not_stay(processes):
+    processes.run(outputs_that_live, 2)

@@ -9,7 +9,8 @@ from torch import nn
 
 from tests.support.helpers import notes_of
 from tests.unit.test_scheduled import X, Y, layers, make, same
-from torchgpipe import NoChunk
+from torchgpipe import GPipe, NoChunk, ScheduledLoss
+from torchgpipe.schedule import one_f_one_b
 
 
 def test_arguments_of_the_loss():
@@ -41,6 +42,21 @@ def test_weight_of_another_module():
     grad, outside.grad = outside.grad, None
     F.mse_loss(training.model.module(X), Y).backward()
     torch.testing.assert_close(grad, outside.grad)
+
+
+def test_weight_of_another_module_in_cells_that_overlap():
+    """Both cells of the first overlap meet it."""
+    embedding = nn.Embedding(7, 4)
+    module = nn.Sequential(embedding, nn.Linear(4, 4))
+    model = GPipe(module, [1, 1], devices=["cpu"] * 2, chunks=4)
+
+    def loss(output, target):
+        return F.cross_entropy(output @ embedding.weight.t(), target)
+
+    x, y = torch.randint(7, (2, 8))
+    ScheduledLoss(model, loss, one_f_one_b(2, 2).pair())(x, y).backward()
+    (expected,) = torch.autograd.grad(loss(module(x), y), embedding.weight)
+    torch.testing.assert_close(embedding.weight.grad, expected)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbh1"])

@@ -23,6 +23,11 @@ TESTS = {
     name: (f"unit.{module}", f"test_{function}", arguments)
     for name, (module, function, arguments) in {
         "strays": ("test_scheduled_targets", "weight_of_another_module", {}),
+        "strays of overlaps": (
+            "test_scheduled_targets",
+            "weight_of_another_module_in_cells_that_overlap",
+            {},
+        ),
         "hooks of strays": ("test_scheduled_targets", "hook_of_a_weight_of_another_module", {}),
         "autocast": ("test_scheduled", "autocast", {"checkpoint": "never"}),
         "halves": ("autograd.test_halves", "what_only_the_input_needed_is_let_go_of", {}),
@@ -73,7 +78,8 @@ MUTANTS = {
         "strays",
     ),
     "hooks of strays": (DROP, "hooks of strays"),
-    "autocast in backward": ((" if self.executor.casts", " if False"), "autocast"),
+    "strays met once": ((" if id(x) not in known", ""), "strays of overlaps"),
+    "autocast in backward": ((" if casts", " if False"), "autocast"),
     "own streams of workers": (("count > 1", "False"), "time of one device"),
     "waiting for what is sent": (DROP, "a V"),
     "recording what is received": (DROP, "a V"),

@@ -10,7 +10,7 @@ from tests.support.helpers import MODES, Scale, assert_no_races, wrap
 from tests.support.schedules import workers_of
 from tests.support.size import SOAK
 from torchgpipe import GPipe, ScheduledLoss
-from torchgpipe.schedule import Costs, simulate
+from torchgpipe.schedule import Costs, one_f_one_b, simulate
 from torchgpipe.testing import observe
 
 ROWS, WIDTH, LAYERS = 4, 256, 24
@@ -82,13 +82,14 @@ def test_what_arrives_is_let_go_of(devices):
     assert 2 * m <= found[1] <= 2 * m + BESIDES
 
 
-def test_large_gradients_do_not_wait_for_each_other(devices):
+@pytest.mark.parametrize("schedule", ["1f1b", one_f_one_b(2, 2).pair()])
+def test_large_gradients_do_not_wait_for_each_other(devices, schedule):
     size, count = 256, 8
     layers = [
         nn.Sequential(*[nn.Linear(size, size, bias=False) for _ in range(count)]) for _ in range(2)
     ]
     model = GPipe(nn.Sequential(*layers), [1, 1], devices=devices[:2], chunks=4)
-    training = ScheduledLoss(model, squares, "1f1b")
+    training = ScheduledLoss(model, squares, schedule)
     x = torch.rand(4, size, device=devices[0])
     y = torch.rand(4, size, device=devices[1])
     for _ in range(2):

@@ -135,6 +135,8 @@ class Program:
             call(executor, mail)
         if first:
             executor.settle(0, first)
+            # They hold the output of the cell.
+            first.clear()
         prepare()
         if torch.is_grad_enabled():
             # The dtype of most losses; for another one, these zeros are made anew.

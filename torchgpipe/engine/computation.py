@@ -179,17 +179,18 @@ class Recomputation(Computation):
 class BackwardWeight(Computation):
     """W."""
 
-    def __init__(self, executor: Executor, w: int, op: Op) -> None:
-        super().__init__(executor, w, op)
-        executor.sums.by_worker[w].ready()
-
     def numbers(self) -> AbstractContextManager[Any]:
         return self.executor.draws.backward(self.i, self.j, self.op.kind == "W")
 
     def compute(self) -> None:
+        # Not before: the other one of an overlap may make the first sum.
+        self.executor.sums.by_worker[self.w].ready()
+        kind = self.executor.plan.devices[self.w].type
         try:
+            # A layer may leave autocast on.
+            casts = self.executor.casts or torch.is_autocast_enabled(kind)
             # guard: autocast in backward
-            with without_autocast() if self.executor.casts else NOTHING:
+            with without_autocast() if casts else NOTHING:
                 super().compute()
         except BaseException:
             drain_queue()

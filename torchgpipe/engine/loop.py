@@ -256,8 +256,12 @@ class Executor:
         # guard: strays
         strays = cell.look_for_strays(self.sums.nodes[cell.j])
         if strays:
-            self.crew.verify(cell.j, strays)
-            self.sums.met(cell.j, strays)
+            known = {*map(id, self.sums.weights[cell.j])}
+            # Two cells of an overlap have run before either is looked at.
+            # guard: strays met once
+            met = [x for x in strays if id(x) not in known]
+            self.crew.verify(cell.j, met)
+            self.sums.met(cell.j, met)
             cell.weights += strays
 
     def outcome(self, value: Tensor, divisor: Tensor | None) -> Tensor:
