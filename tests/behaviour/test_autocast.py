@@ -160,7 +160,7 @@ class LeavesItOn(nn.Module):
 
 
 def test_a_layer_that_leaves_autocast_on():
-    """Its backward is in the dtype of its values, as an outside ``loss.backward()`` is."""
+    """The backward is in the dtype of its values, as that of a loss outside is."""
     layer = LeavesItOn()
     model = GPipe(nn.Sequential(layer, nn.Tanh()), [1, 1], devices=CPUS[:2], chunks=2)
     try:
