@@ -45,8 +45,8 @@ def test_promise(name, run, mode):
 
 
 @pytest.mark.full
-# Half of them without a soak: each takes as long as ten others, and tests/distributed has its own.
-@pytest.mark.parametrize(("name", "run", "mode"), cases(["Pipe"])[:: some(1, 2)])
+# A third of them without a soak: each takes as long as ten others, and tests/distributed has more.
+@pytest.mark.parametrize(("name", "run", "mode"), cases(["Pipe"])[:: some(1, 3)])
 def test_promise_across_processes(name, run, mode, processes):
     processes.run(across.check, 2, name, run, mode)
     if PROMISES[name].fails_under(mode):
