@@ -8,9 +8,8 @@ from os import PathLike
 from typing import Any, Protocol
 
 from torchgpipe.checks import checked_path, verify_kind
-from torchgpipe.show import perfetto
 from torchgpipe.show.bars import Panel, svg
-from torchgpipe.show.chart import characters, panel, png
+from torchgpipe.show.chart import characters, panel, png, to_json
 from torchgpipe.show.shares import Shares, shares, table
 from torchgpipe.show.span import Span
 
@@ -187,4 +186,4 @@ class Timeline:
 
     def save_trace(self, path: str | PathLike[str]) -> None:
         """Write all steps as a file that https://ui.perfetto.dev and chrome://tracing open."""
-        checked_path(path).write_text(perfetto.to_json(self.spans), encoding="utf-8")
+        checked_path(path).write_text(to_json(self.spans), encoding="utf-8")
