@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe._torch.dynamo import is_compiled, uncompiled
-from torchgpipe.ambient.nesting import holding
+from torchgpipe.ambient.generators import holding
 from torchgpipe.autograd.nodes import drain_after_failure
 from torchgpipe.batchnorm import defer
 from torchgpipe.checks import checked_flag

@@ -24,12 +24,10 @@ OF_ALL = {
 ELSEWHERE = {
     "recompute/verification": "behaviour/test_verify_recomputation.py",
     "recompute/offload": "virtual/test_offload.py",
-    "recompute/keep": "behaviour/test_keep.py",
     "recompute/selective": "virtual/test_selective.py",
     "recompute/storage": "virtual/test_offload.py",
     "ambient/modes": "behaviour/test_autocast.py",
     "engine/scheduled_cell": "behaviour/test_schedules.py",
-    "values/managers": "contract/errors.py",
     "engine/computation": "virtual/test_schedules.py",
     "distributed": "distributed",
     "_torch/pipelining": "distributed/test_canaries.py",

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from torchgpipe._torch.dynamo import mark_if_possible, prepare_if_compiled, watch
 from torchgpipe.ambient.context import Modes, SavedSettings
+from torchgpipe.ambient.generators import is_within_cell
 from torchgpipe.ambient.modes import verify_no_tangents, verify_no_transform
-from torchgpipe.ambient.nesting import is_within_cell
 from torchgpipe.autograd.versions import unchanged
 from torchgpipe.batchnorm import deferred_batch_norms, deferred_updates
 from torchgpipe.engine.recorded import Holder

@@ -32,7 +32,7 @@ from torchgpipe.graphs.places import UntraceableError, kinds
 from torchgpipe.graphs.slices import function_of
 from torchgpipe.graphs.trace import Marks, OutputForm, chosen, trace
 from torchgpipe.graphs.traced import KINDS, Entry, Settings, StageState, Traced, gate
-from torchgpipe.recompute.phase import checkpointing
+from torchgpipe.recompute.runs import checkpointing
 from torchgpipe.values.division import Division
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import TUPLE, Structure, flatten

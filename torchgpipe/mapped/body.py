@@ -16,7 +16,7 @@ from torchgpipe.engine.body import Body
 from torchgpipe.mapped.containers import filling_nothing, tensors_of
 from torchgpipe.mapped.exchanged import Attributes, CallAttributes
 from torchgpipe.recompute.layer_state import LayersState
-from torchgpipe.recompute.phase import is_recomputing
+from torchgpipe.recompute.runs import is_recomputing
 from torchgpipe.values.microbatch import VALUE, Batch
 
 __all__: list[str] = []

@@ -39,8 +39,7 @@ from torchgpipe.ambient.notes import add_note, noted
 from torchgpipe.devices.streams import has_streams, make_current, use_stream, wait_stream
 from torchgpipe.mapped.body import MappedBody
 from torchgpipe.mapped.cell import Cell
-from torchgpipe.mapped.changes import elsewhere_in
-from torchgpipe.mapped.containers import replaced, tensors_of, unfilled
+from torchgpipe.mapped.containers import elsewhere_in, replaced, tensors_of, unfilled
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.mapped.exchanged import Exchanged, mappings_of
 from torchgpipe.mapped.numbers import CourseNumbers

@@ -19,9 +19,8 @@ import torch
 
 from torchgpipe.ambient import labels
 from torchgpipe.checks import checked_flag, checked_path, verify_kind
-from torchgpipe.show.chart import to_json
 from torchgpipe.show.span import Span, Stream, cells
-from torchgpipe.show.timeline import Timeline
+from torchgpipe.show.timeline import Timeline, to_json
 from torchgpipe.testing.hardware import (
     MEASURED,
     Hardware,
