@@ -34,7 +34,6 @@ ELSEWHERE = {
     "graphs/cell": "behaviour/test_graph_stages.py",
     "engine/loop": "virtual/test_schedules.py",
     "mapped/functions": "virtual/test_mapped_together.py",
-    "mapped/body": "unit/test_mapped_gpipe.py",
     "mapped/calls": "unit/test_mapped_gpipe.py",
     "mapped/numbers": "virtual/test_mapped_code.py",
     "mapped/cell": "virtual/test_mapped.py",

@@ -37,7 +37,7 @@ from torchgpipe.ambient.context import current_hooks, is_in_checkpoint
 from torchgpipe.ambient.modes import own_casts
 from torchgpipe.ambient.notes import add_note, noted
 from torchgpipe.devices.streams import has_streams, make_current, use_stream, wait_stream
-from torchgpipe.mapped.body import MappedBody
+from torchgpipe.mapped.calls import MappedBody
 from torchgpipe.mapped.cell import Cell
 from torchgpipe.mapped.containers import elsewhere_in, replaced, tensors_of, unfilled
 from torchgpipe.mapped.device_map import Mapped
