@@ -33,7 +33,6 @@ ELSEWHERE = {
     "_torch/pipelining": "distributed/test_canaries.py",
     "graphs/cell": "behaviour/test_graph_stages.py",
     "engine/loop": "virtual/test_schedules.py",
-    "mapped/functions": "virtual/test_mapped_together.py",
     "mapped/calls": "unit/test_mapped_gpipe.py",
     "mapped/numbers": "virtual/test_mapped_code.py",
     "mapped/cell": "virtual/test_mapped.py",

@@ -31,7 +31,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torchgpipe import _torch
 from torchgpipe.ambient import labels
 from torchgpipe.ambient.context import current_hooks, is_in_checkpoint
 from torchgpipe.ambient.modes import own_casts
@@ -42,6 +41,7 @@ from torchgpipe.mapped.cell import Cell
 from torchgpipe.mapped.containers import elsewhere_in, replaced, tensors_of, unfilled
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.mapped.exchanged import Exchanged, mappings_of
+from torchgpipe.mapped.glue import paused
 from torchgpipe.mapped.numbers import CourseNumbers
 from torchgpipe.mapped.on_demand import omissible
 from torchgpipe.mapped.step import MappedStep
@@ -410,20 +410,3 @@ class Course:
             cell.before = before.stage.compute
             self.later[device] = cell
         return cell
-
-
-class paused:
-    """Leave a mode within a ``with`` block, if it is the innermost one."""
-
-    def __init__(self, mode: TorchFunctionMode | None) -> None:
-        self._mode = mode
-
-    def __enter__(self) -> None:
-        count = _torch.count_function_modes()
-        self._popped = bool(count) and _torch.function_mode_at(count - 1) is self._mode
-        if self._popped:
-            _torch.pop_function_mode()
-
-    def __exit__(self, *_: object) -> None:
-        if self._popped:
-            _torch.push_function_mode(self._mode)
