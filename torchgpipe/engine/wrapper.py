@@ -17,7 +17,7 @@ from torchgpipe.ambient.modes import verify_no_tangents, verify_no_transform
 from torchgpipe.autograd.versions import unchanged
 from torchgpipe.batchnorm import deferred_batch_norms, deferred_updates
 from torchgpipe.engine.recorded import Holder
-from torchgpipe.partition.arguments import checked_chunks
+from torchgpipe.partition.arguments import Traps, checked_chunks
 from torchgpipe.partition.keeping import (
     Keeping,
     Keepings,
@@ -26,7 +26,6 @@ from torchgpipe.partition.keeping import (
     keepings_of,
     recomputed_by,
 )
-from torchgpipe.partition.traps import Traps
 from torchgpipe.values.division import division_of, split
 from torchgpipe.values.microbatch import VALUE, Batch, in_all, joined
 

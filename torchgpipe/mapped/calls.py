@@ -1,4 +1,4 @@
-"""Calls of mapped modules: each goes to the wrapper, and computes the module as a whole."""
+"""Mapped modules that are called: the wrapper has the call, and computes the module as a whole."""
 
 from __future__ import annotations
 
