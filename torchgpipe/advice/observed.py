@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torchgpipe.advice.figures import HostWait, TracedLayer
 from torchgpipe.devices.recorder import Mark, Recorder, WorkTimes
 from torchgpipe.devices.streams import current_stream
-from torchgpipe.recompute.phase import is_recomputing
+from torchgpipe.recompute.runs import is_recomputing
 from torchgpipe.values.trees import leaves_of
 
 __all__: list[str] = []

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchgpipe.advice.tracing import trace
+from torchgpipe.ambient.generators import generator_of
 from torchgpipe.ambient.random_numbers import get_state, set_state
-from torchgpipe.ambient.sources import generator_of
 from torchgpipe.batchnorm import has_batch_norms
 from torchgpipe.checks import verify, verify_number
 from torchgpipe.devices.recorder import memory_allocated

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.ambient.generators import generator_of
 from torchgpipe.ambient.random_numbers import get_state, set_state
-from torchgpipe.ambient.sources import generator_of
 from torchgpipe.devices.recorder import Stopwatch
 from torchgpipe.devices.streams import CPU, Device
 from torchgpipe.mapped.device_map import Wholes
