@@ -23,7 +23,7 @@ device once, however many modules there are called with it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ from torchgpipe.ambient import labels
 from torchgpipe.autograd.copy import copy, leave, wait
 from torchgpipe.autograd.fork_join import join, needs_backward
 from torchgpipe.autograd.versions import version_of
-from torchgpipe.devices.streams import record_stream, use_stream
+from torchgpipe.devices.streams import has_streams, record_stream, use_stream
 from torchgpipe.engine.lanes import carried
 from torchgpipe.mapped.containers import tensors_of
 from torchgpipe.mapped.step import DeviceVisit, MappedStep
@@ -78,13 +78,13 @@ class Cell:
         return labels.of("F", self.stage.number, self.i)
 
     def fetch(
-        self, tensors: Sequence[Tensor], sources: Mapping[torch.device, Cell]
+        self, tensors: Sequence[Tensor], source: Callable[[torch.device], Cell]
     ) -> dict[int, Tensor]:
         """Copy tensors to this device, those of one device together, each once.
 
         Args:
             tensors: tensors on any device.
-            sources: the cells from which they come on lanes, by device.
+            source: finds the cell on another device, from which they come on lanes.
 
         Returns:
             The tensors here, by the identities of the originals.
@@ -93,8 +93,8 @@ class Cell:
         fetched, missing = self._come.known([x for x in tensors if x.device != own])
         for device in dict.fromkeys(x.device for x in missing):
             originals = tuple([x for x in missing if x.device == device])
-            if device in sources:
-                arrived = self.receive(sources[device], originals)
+            if has_streams(device) and has_streams(own):
+                arrived = self.receive(source(device), originals)
             else:
                 # Without lanes, since the host waits for such a copy anyway.
                 arrived = tuple([x.to(own) for x in originals])

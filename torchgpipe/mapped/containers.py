@@ -68,7 +68,13 @@ def replaced(value: Any, others: Mapping[int, Tensor], copies: list[Any] | None 
     found: Any = None
     if kind in CONTAINERS:
         for key, x in value.items() if kind is dict else enumerate(value):
-            y = replaced(x, others, copies)
+            # Without a call for what most containers hold.
+            if isinstance(x, Tensor):
+                y = others.get(id(x), x)
+            elif isinstance(x, CONTAINERS):
+                y = replaced(x, others, copies)
+            else:
+                continue
             if y is not x:
                 if found is None:
                     found = [*value] if kind is tuple else value.copy()

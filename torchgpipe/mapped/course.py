@@ -127,14 +127,14 @@ class Course:
             mapped = places[count % len(places)]
         self._latest = mapped.name
         note = f"raised in {mapped.place}, micro-batch {self.i}"
-        changes = self.step.changes
+        changes = self.step.changes or None
         with paused(self.glue), noted(note):
             if changes:
                 changes.wait(tensors_of(value))
             before, cell = self._cell, self._enter(mapped.device, value)
             if changes:
                 self._wait_for_state(module, cell)
-            if cell.label is not None:
+            if labels.observer is not None:
                 # Code after the module belongs to the cell, too.
                 labels.put(cell.label)
             body = self.step.body(cell.stage, mapped, module, inner)
@@ -186,11 +186,8 @@ class Course:
         """
         copies: list[Any] = []
         tensors, here = tensors_of(value), cell.stage.device
-        elsewhere = [x.device for x in tensors if x.device != here]
-        if elsewhere or cell.stage.visit:
-            on_lanes = [x for x in elsewhere if has_streams(x) and has_streams(here)]
-            fetched = cell.fetch(tensors, {device: self._at(device) for device in on_lanes})
-            value = replaced(value, fetched, copies)
+        if cell.stage.visit or {x.device for x in tensors} - {here}:
+            value = replaced(value, cell.fetch(tensors, self._at), copies)
         # The dict of keyword arguments is made by the call, so the module may fill it.
         return value, [x for x in copies if x is not value[1]]
 
@@ -209,7 +206,8 @@ class Course:
         note: str,
     ) -> Any:
         """Run a module whose arguments are on its device, perhaps under checkpointing."""
-        step, stage, label = self.step, cell.stage, cell.label
+        step, stage = self.step, cell.stage
+        label = None if labels.observer is None else cell.label
         if label is not None:
             label = label._replace(layer=mapped.name, layer_type=type(body.layers).__name__)
         # Autocast's cache has weights that were cast on one visit's stream, and may free them any
@@ -294,8 +292,7 @@ class Course:
         cell = self._goes_on(target)
         elsewhere = [x for x in own if x.device != target]
         self.step.changes.wait(elsewhere)
-        on_lanes = {x.device for x in elsewhere if has_streams(x.device) and has_streams(target)}
-        return cell.fetch(elsewhere, {device: self._at(device) for device in on_lanes})
+        return cell.fetch(elsewhere, self._at)
 
     def _goes_on(self, device: torch.device) -> Cell:
         """The cell for code between modules on a device: a new one if the model has left it."""
