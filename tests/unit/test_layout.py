@@ -55,14 +55,13 @@ ELSEWHERE = {
     "testing/observe": "virtual/test_observe.py",
     "testing/settings": "virtual/test_clock.py",
     "show/perfetto": "virtual/test_clock.py",
-    "advice/advisor": "virtual/test_advice.py",
-    "advice/watch": "virtual/test_advice.py",
+    "planner/advisor": "virtual/test_advice.py",
     "planner/record": "virtual/test_plans.py",
     "planner/search": "virtual/test_plans.py",
     "planner/trial": "virtual/test_plans_offload.py",
-    "advice/plans": "virtual/test_plans.py",
+    "plans": "virtual/test_plans.py",
     "engine/recorded": "virtual/test_tracing.py",
-    "advice/tracing": "virtual/test_tracing.py",
+    "tracing": "virtual/test_tracing.py",
 }
 
 #: Modules as "room/name"; a package itself has the name of its room.

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from tests.support.planning import links, random_layers
 from torchgpipe import GPipe, Offload, ScheduledLoss, trace
-from torchgpipe.advice.replays import Replays
+from torchgpipe.planner.replays import Replays
 from torchgpipe.testing import observe
 
 ROWS, WIDTH, M = 512, 128, 8

@@ -33,9 +33,9 @@ from torchgpipe.partition.arguments import (
     verify_scale,
 )
 from torchgpipe.partition.split import verify_module
-from torchgpipe.planner.blocks import Times, proposed, refined, timed
+from torchgpipe.planner.blocks import ModelRun, Times, refined, timed
 from torchgpipe.planner.cuts import evenest
-from torchgpipe.planner.map_memory import ModelRun
+from torchgpipe.planner.maps import proposed
 
 __all__ = ["balance_by_time", "balance_by_size", "map_by_time", "map_by_size"]
 

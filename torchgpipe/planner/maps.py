@@ -15,7 +15,7 @@ from math import hypot, inf
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchgpipe.ambient.notes import add_note, noted, warn
 from torchgpipe.devices.streams import CPU, Device, has_streams
@@ -28,8 +28,8 @@ from torchgpipe.mapped.hugging_face import (
     without_cache,
 )
 from torchgpipe.partition.keeping import checkpointed
-from torchgpipe.planner.blocks import Times, Units, refined, timed
-from torchgpipe.planner.cuts import cut
+from torchgpipe.planner.blocks import Times, recorded, refined, timed
+from torchgpipe.planner.cuts import cut, evenest
 from torchgpipe.planner.given import (
     FILLED_WITH_SKIPS,
     Memory,
@@ -38,11 +38,97 @@ from torchgpipe.planner.given import (
     places_of,
     state_of,
 )
-from torchgpipe.planner.map_memory import Footprint, recorded, weights_of
+from torchgpipe.planner.memory import Footprint, weights_of
 from torchgpipe.values.microbatch import scatter
 from torchgpipe.values.structure import Arguments
 
-__all__ = ["chosen_map"]
+__all__: list[str] = []
+
+
+class Units:
+    """The blocks of a model in the order of their calls.
+
+    A block without parameters goes with the one before it. Blocks that share a parameter may be on
+    several devices, but not those that share the statistics of a norm, which they change.
+
+    Args:
+        blocks: the blocks by name.
+        costs: what each costs, in the order of the calls.
+        spreads: how far these may be off.
+    """
+
+    def __init__(
+        self,
+        blocks: Mapping[str, nn.Module],
+        costs: Mapping[str, float],
+        spreads: Mapping[str, float] | None = None,
+    ) -> None:
+        self._order = [*costs, *[name for name in blocks if name not in costs]]
+        weights = {name: [*block.parameters()] for name, block in blocks.items()}
+        leader = {name: name for name in blocks}
+        #: For each parameter, the first block that is called with it.
+        called: dict[Tensor, str] = {}
+        norms: dict[Tensor, str] = {}
+        home = next((name for name in self._order if weights[name]), "")
+        for name in costs:
+            # An activation goes with the layer before it.
+            if not weights[name]:
+                leader[name] = leader.get(home, name)
+            home = name
+            for module in blocks[name].modules():
+                if isinstance(mean := getattr(module, "running_mean", None), Tensor):
+                    leader[name] = leader[norms.setdefault(mean, name)]
+            for x in weights[name]:
+                called.setdefault(x, name)
+        #: The names of the blocks of each unit, by the first one.
+        self.members: dict[str, list[str]] = {x: [] for x in costs if leader[x] == x}
+        home = next(iter(self.members), "")
+        for name in blocks:
+            # What was not called may have a weight that the code around uses, as a table of
+            # positions has. It goes with the block that is called with its weight, or else with
+            # the one that was made before it.
+            known = [name] if name in costs else [called[x] for x in weights[name] if x in called]
+            home = leader[known[0]] if known else home
+            self.members.setdefault(home, []).append(name)
+        units = self.members.values()
+        #: What each unit costs, and how far that may be off.
+        self.costs = [sum(costs.get(name, 0.0) for name in names) for names in units]
+        spreads = spreads or {}
+        self.spreads = [hypot(*[spreads.get(name, 0.0) for name in names]) for names in units]
+
+    def cut(self, devices: Sequence[Device]) -> list[int]:
+        """The number of units of each device, such that the slowest is as fast as can be.
+
+        Raises:
+            ValueError: there are fewer units than devices.
+        """
+        if len(self.costs) < len(devices):
+            raise ValueError(
+                "there must be at least one block for each device (blocks: "
+                f"{len(self.costs)}, devices: {len(devices)}); use fewer devices, or divide larger "
+                "modules with a device map of your own"
+            )
+        return evenest(self.costs, len(devices), self.spreads)
+
+    def placed(self, devices: Sequence[Device], sizes: Sequence[int]) -> dict[str, Device]:
+        """The device map that gives each device so many units, in order."""
+        places = [device for device, size in zip(devices, sizes) for _ in range(size)]
+        found = {
+            name: place for place, names in zip(places, self.members.values()) for name in names
+        }
+        # Parameters of modules that have blocks themselves are on the first device.
+        return {"": devices[0], **{name: found[name] for name in self._order}}
+
+
+def proposed(
+    devices: Sequence[Device],
+    blocks: Mapping[str, nn.Module],
+    costs: Mapping[str, float],
+    spreads: Mapping[str, float] | None = None,
+) -> dict[str, Device]:
+    """Spread blocks over devices in the order of their costs."""
+    units = Units(blocks, costs, spreads)
+    return units.placed(devices, units.cut(devices))
 
 
 def chosen_map(

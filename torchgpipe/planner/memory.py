@@ -8,15 +8,21 @@ computation needs while it runs are counted.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import NamedTuple
 
-from torchgpipe.planner.stage_memory import Arrival, Stage
+from torch import Tensor, nn
+
+from torchgpipe.planner.record import Record
+from torchgpipe.planner.stages import Arrival, Stage, Weights
 from torchgpipe.schedule.lifetimes import Trip
 from torchgpipe.schedule.program import operations
 from torchgpipe.schedule.simulator import Step
 
-__all__ = ["Issued", "LossMemory", "issued", "may_leave", "peaks", "ways"]
+__all__: list[str] = []
+
 
 #: How many gradients may arrive before the one before them is used, where autograd orders backward:
 #: at the first stage, and at others. Autograd has a thread for each device, and the host's timing
@@ -332,3 +338,140 @@ class _Walk:
                 self.now[there] += size
                 self._grads[source, i] = self._grads.get((source, i), 0.0) + size
                 self._during(there, 0.0)
+
+
+#: A cross entropy: logarithms, and two gradients at a time, of which one stays.
+MAP_LOSS = LossMemory(3, 1)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The memory of a model, whichever blocks a device has.
+
+    Args:
+        found: the record of the model, for one micro-batch.
+        weights: the weights of each block; under None those that belong to no block.
+        chunks: the number of micro-batches.
+        again: how many of them, from the first, are computed again.
+        state: memory of the optimizer, for each byte of a parameter that it changes.
+    """
+
+    found: Record
+    weights: Mapping[str | None, Weights]
+    chunks: int
+    again: int
+    state: float
+
+    @cached_property
+    def _own(self) -> dict[str | None, list[int]]:
+        """The numbers of the sections of each block."""
+        found: dict[str | None, list[int]] = {}
+        for k, section in enumerate(self.found.sections):
+            found.setdefault(section.block, []).append(k)
+        return found
+
+    @cached_property
+    def _each(self) -> list[Weights]:
+        """The weights of each section: those of a block are with its first one."""
+        firsts = {own[0]: block for block, own in self._own.items()}
+        nothing = Weights()
+        return [
+            self.weights.get(firsts[k], nothing) if k in firsts else nothing
+            for k in range(len(self.found.sections))
+        ]
+
+    @cached_property
+    def _stage(self) -> Callable[[range], Stage]:
+        found = self.found
+        if found.has_loss and found.fills_itself and self.again == self.chunks:
+            # What the model returns beside its loss is not there.
+            found = replace(found, values=[replace(x, output=0) for x in found.values])
+        return cache(lambda own: Stage(found, self._each, own, by_call=True))
+
+    def peak(self, blocks: Collection[str | None]) -> float:
+        """Find the most bytes of a device that has some blocks.
+
+        Args:
+            blocks: their names, with None for the first device, which has all else.
+        """
+        own = sorted(k for x in blocks for k in self._own.get(x, ()))
+        stages, placement = [], []
+        after = 0
+        for visit in _runs(own):
+            if visit[0] > after:
+                stages.append(self._stage(range(after, visit[0])))
+                placement.append(1 + len(stages))
+            stages.append(self._stage(visit))
+            placement.append(0)
+            after = visit[-1] + 1
+        if after < len(self.found.sections):
+            stages.append(self._stage(range(after, len(self.found.sections))))
+            placement.append(1 + len(stages))
+        # Blocks that are not called have weights all the same.
+        idle = [self.weights[x] for x in blocks if x not in self._own and x in self.weights]
+        return (
+            sum(x.all + self.state * x.trainable for x in idle)
+            + peaks(
+                self._order(placement),
+                placement,
+                stages,
+                state=self.state,
+                given=self.chunks * self.found.given,
+                is_summed=False,
+                loss=LossMemory(0, 0) if self.found.has_loss else MAP_LOSS,
+            )[0]
+        )
+
+    def _order(self, placement: Sequence[int]) -> Issued:
+        """The order of the host, of whose threads each takes the backward that was recorded last.
+
+        Autograd has a thread for each device, and one with little to do gets ahead. That changes
+        peaks by less than 1 %, so it is not counted.
+        """
+        places = [*enumerate(placement)]
+        order = [(w, j, "F", i) for i in range(self.chunks) for j, w in places]
+        for i in reversed(range(self.chunks)):
+            for j, w in reversed(places):
+                order += [(w, j, kind, i) for kind in ("RB" if i < self.again else "B")]
+        again = frozenset((j, i) for j, _ in places for i in range(self.again))
+        return Issued(order, again, self.chunks)
+
+
+def _runs(numbers: Sequence[int]) -> list[range]:
+    """The runs of numbers that follow each other."""
+    found: list[range] = []
+    for k in numbers:
+        if found and found[-1].stop == k:
+            found[-1] = range(found[-1].start, k + 1)
+        else:
+            found.append(range(k, k + 1))
+    return found
+
+
+def weights_of(
+    model: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    own: Collection[str | None] | None = None,
+) -> dict[str | None, Weights]:
+    """The memory of the weights of each block, and under None of what belongs to none.
+
+    A weight that several blocks share counts for the last one of them, the first in backward. Of
+    the blocks of one device, a weight whose home is another device comes as a copy, whose gradient
+    leaves.
+    """
+    users: dict[Tensor, list[str | None]] = {}
+    for name, module in (*blocks.items(), (None, model)):
+        for x in {*module.parameters(), *module.buffers()}:
+            users.setdefault(x, []).append(name)
+    found: dict[str | None, Weights] = {}
+    for x, names in users.items():
+        # The home is the first of the deepest ones.
+        home = max(names, key=lambda name: 0 if name is None else 1 + name.count("."))
+        here = [name for name in names[:-1] if own is None or name in own]
+        last, changed = here[-1] if here else None, x.nbytes if x.requires_grad else 0
+        before = found.get(last, Weights())
+        if own is None or home in own:
+            found[last] = Weights(before.all + x.nbytes, before.trainable + changed)
+        elif here:
+            found[last] = Weights(before.all + x.nbytes + changed, before.trainable)
+    return found

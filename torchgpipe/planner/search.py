@@ -17,8 +17,7 @@ from math import inf
 
 from torchgpipe.partition.keeping import Keeping, Offload, keepings_of, offload_of, recomputed_by
 from torchgpipe.planner.cuts import cut, others
-from torchgpipe.planner.problem import Problem
-from torchgpipe.planner.trial import Departure, Setting, Trial, Trials, settings
+from torchgpipe.planner.trial import Departure, Problem, Setting, Trial, Trials, settings
 from torchgpipe.schedule.lifetimes import trips
 
 __all__ = ["Search", "search"]

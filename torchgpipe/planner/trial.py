@@ -13,10 +13,14 @@ from typing import Any, NamedTuple
 import torch
 
 from torchgpipe.partition.keeping import Keeping, offload_of, recomputed_by
-from torchgpipe.planner.layers import Line
+from torchgpipe.planner.given import (
+    FILLED,
+    FILLED_WITH_SKIPS,
+)
+from torchgpipe.planner.layers import LayerCosts, Line
 from torchgpipe.planner.memory import Issued, LossMemory, issued, may_leave, peaks, ways
-from torchgpipe.planner.problem import HOST, Problem
-from torchgpipe.planner.stage_memory import Stage
+from torchgpipe.planner.record import Sizes
+from torchgpipe.planner.stages import Stage
 from torchgpipe.schedule.built_in import fill_drain
 from torchgpipe.schedule.candidates import built_in
 from torchgpipe.schedule.costs import Costs, Table
@@ -26,7 +30,59 @@ from torchgpipe.schedule.program import Instruction, Overlap, Skips, operations_
 from torchgpipe.schedule.rewrite import checkpointed
 from torchgpipe.schedule.simulator import Rehearsal
 
-__all__ = ["Setting", "Trial", "Trials", "settings"]
+__all__: list[str] = []
+
+
+#: The number of the host among workers, in the table of links.
+HOST = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A model to plan, and the devices to plan it for.
+
+    Args:
+        layers: its layers; after them the loss, if the schedule has it inside.
+        sizes: the memory that these take.
+        has_loss: whether the last layer is the loss.
+        batch: the rows of a mini-batch.
+        places: the device of each worker.
+        memory: the bytes that each worker may use.
+        slowness: by which factor each worker is slower than the one that was measured.
+        links: the time of a copy between each pair of workers, by the bytes, and between each of
+            them and the host, if it has a memory of its own.
+        state: memory of the optimizer, for each byte of a parameter that it changes.
+        given: memory of the input of a mini-batch.
+        targets: memory of the targets of a mini-batch.
+        modes: the checkpoint modes, one for all partitions or one for each, if they are given; None
+            to search them.
+        ties: pairs of layers that share a weight, so they must be on one worker.
+    """
+
+    layers: Sequence[LayerCosts]
+    sizes: Sizes
+    has_loss: bool
+    batch: int
+    places: Sequence[torch.device]
+    memory: Sequence[float]
+    slowness: Sequence[float]
+    links: dict[tuple[int, int], Line]
+    state: float
+    given: float
+    targets: float
+    modes: Keeping | tuple[Keeping, ...] | None = None
+    ties: Sequence[tuple[int, int]] = ()
+
+    @property
+    def share(self) -> float:
+        """The share of a limit that a plan fills. Without a loss, autograd runs backward."""
+        return FILLED if self.has_loss or not self.sizes.has_skips else FILLED_WITH_SKIPS
+
+    @property
+    def count(self) -> int:
+        """The number of layers, without the loss."""
+        return len(self.layers) - self.has_loss
+
 
 #: A loss that is not known keeps as much as its input, as differences, and a gradient.
 LOSS = LossMemory(2, 2)

@@ -14,8 +14,8 @@ from torchgpipe.mapped.device_map import Wholes
 from torchgpipe.planner import maps
 from torchgpipe.planner.blocks import Times
 from torchgpipe.planner.cuts import evenest
-from torchgpipe.planner.map_memory import weights_of
-from torchgpipe.planner.stage_memory import Weights
+from torchgpipe.planner.memory import weights_of
+from torchgpipe.planner.stages import Weights
 
 
 def every_cut(n, count):

@@ -7,9 +7,8 @@ from dataclasses import replace
 from functools import cached_property
 from statistics import mean
 
-from torchgpipe.advice.figures import LATE
-from torchgpipe.advice.replays import Replays, TracedStep, Wrapping
 from torchgpipe.planner.cuts import cut, others
+from torchgpipe.planner.replays import LATE, Replays, TracedStep, Wrapping
 from torchgpipe.schedule.candidates import built_in
 from torchgpipe.schedule.program import Overlap, operations_of
 from torchgpipe.schedule.simulator import simulate

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.schedule.cases import examples, schedules
-from torchgpipe.advice.replays import Host, replayed
+from torchgpipe.planner.replays import Host, replayed
 from torchgpipe.schedule import Costs, fill_drain, simulate
 from torchgpipe.schedule.costs import Table
 from torchgpipe.schedule.simulator import in_order

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchgpipe.advice.tracing import trace
 from torchgpipe.ambient.random_numbers import get_state, set_state
 from torchgpipe.ambient.sources import generator_of
 from torchgpipe.batchnorm import has_batch_norms
@@ -24,17 +23,9 @@ from torchgpipe.engine.stages import stages_of
 from torchgpipe.gpipe import GPipe
 from torchgpipe.partition.keeping import Keeping, Offload
 from torchgpipe.partition.split import verify_module
-from torchgpipe.planner.given import (
-    Memory,
-    chunks_of,
-    input_of,
-    limits_of,
-    places_of,
-    state_of,
-)
+from torchgpipe.planner.choice import problem_of, rows_of, too_large
+from torchgpipe.planner.given import Memory, chunks_of, input_of, limits_of, places_of, state_of
 from torchgpipe.planner.layers import LayerCosts
-from torchgpipe.planner.plan import too_large
-from torchgpipe.planner.problem import problem_of, rows_of
 from torchgpipe.planner.search import search
 from torchgpipe.planner.trial import Trial
 from torchgpipe.schedule.limits import bounds
@@ -42,6 +33,7 @@ from torchgpipe.schedule.simulator import Report, simulate
 from torchgpipe.scheduled import ScheduledLoss
 from torchgpipe.show.tables import aligned, in_bytes
 from torchgpipe.skip.layout import verify_skippables
+from torchgpipe.tracing import trace
 from torchgpipe.values import trees
 from torchgpipe.values.division import row_count
 from torchgpipe.values.microbatch import scatter

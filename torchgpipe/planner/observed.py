@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torchgpipe.advice.figures import HostWait, TracedLayer
 from torchgpipe.devices.recorder import Mark, Recorder, WorkTimes
 from torchgpipe.devices.streams import current_stream
+from torchgpipe.planner.replays import HostWait, TracedLayer
 from torchgpipe.recompute.phase import is_recomputing
 from torchgpipe.values.trees import leaves_of
 
