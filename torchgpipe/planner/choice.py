@@ -34,7 +34,7 @@ from torchgpipe.planner.given import (
     with_loss,
 )
 from torchgpipe.planner.layers import measured, measured_links
-from torchgpipe.planner.memory import Issued, issued
+from torchgpipe.planner.memory import Computation, issued
 from torchgpipe.planner.sandbox import verify_timed
 from torchgpipe.planner.search import Search, search
 from torchgpipe.planner.trial import HOST, Problem, Trial
@@ -233,7 +233,7 @@ def _search_of(problem: Problem, rows: int) -> Search:
 
 def placed(
     order: Sequence[Step], devices: Sequence[torch.device]
-) -> tuple[Issued, list[int], list[torch.device]]:
+) -> tuple[list[Computation], list[int], list[torch.device]]:
     """The computations that the host issues for partitions on devices, which these share.
 
     Returns:

@@ -11,7 +11,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import NamedTuple
+from itertools import groupby
+from typing import TypeAlias
 
 from torch import Tensor, nn
 
@@ -31,38 +32,19 @@ __all__: list[str] = []
 EARLY_AT_FIRST, EARLY = 2, 1
 
 
-class LossMemory(NamedTuple):
-    """The memory of a loss outside, as multiples of the joined outputs.
+#: A computation: its worker, stage, kind and micro-batch.
+Computation: TypeAlias = tuple[int, int, str, int]
 
-    Attributes:
-        most: the most of what it keeps, and of gradients.
-        stays: what is there for the whole of backward.
-    """
-
-    most: float
-    stays: float
+#: The memory of a loss outside, as multiples of the joined outputs: the most of what it keeps, and
+#: of gradients; and what is there for the whole of backward. One that is not known keeps as much as
+#: its input, as differences, and a gradient. A cross entropy keeps logarithms, and two gradients at
+#: a time, of which one stays. Inside, a loss takes nothing more.
+UNKNOWN, CROSS_ENTROPY, INSIDE = (2, 2), (3, 1), (0, 0)
 
 
-class Issued(NamedTuple):
-    """The computations of a step in the order in which the host issues them.
-
-    Args:
-        computations: for each its worker, stage, kind and micro-batch. There is an R for each cell
-            that is computed again.
-        again: the stages and micro-batches of these cells.
-        microbatches: the number of micro-batches.
-    """
-
-    computations: Sequence[tuple[int, int, str, int]]
-    again: frozenset[tuple[int, int]]
-    microbatches: int
-
-
-def issued(order: Sequence[Step]) -> Issued:
-    """The computations of the instructions that the host issues."""
-    found = [(w, *op) for w, x, _ in order for op in operations(x)]
-    again = frozenset((j, i) for _, j, kind, i in found if kind == "R")
-    return Issued(found, again, 1 + max(i for *_, i in found))
+def issued(order: Sequence[Step]) -> list[Computation]:
+    """The computations of instructions, as the host issues them: an R before what it is for."""
+    return [(w, *op) for w, x, _ in order for op in operations(x)]
 
 
 def ways(stages: Sequence[Stage]) -> list[list[tuple[int, Arrival]]]:
@@ -94,7 +76,7 @@ def may_leave(stages: Sequence[Stage], placement: Sequence[int], *, is_joined: b
 
 
 def peaks(
-    order: Issued,
+    order: Sequence[Computation],
     placement: Sequence[int],
     stages: Sequence[Stage],
     *,
@@ -102,7 +84,7 @@ def peaks(
     given: float,
     targets: float = 0.0,
     is_summed: bool,
-    loss: LossMemory | None,
+    loss: tuple[int, int] | None,
     leaving: Sequence[Sequence[Trip]] = (),
     away: Sequence[float] = (),
 ) -> list[float]:
@@ -116,14 +98,11 @@ def peaks(
         given: memory of what the caller gives to the first stage.
         targets: memory of what else the caller has where the last stage is.
         is_summed: whether gradients are added up by a schedule, and not by autograd.
-        loss: what a loss takes between forward and backward; None if it is within.
+        loss: what a loss takes between forward and backward; None if a stage is the loss.
         leaving: the cells of each worker that are in the memory of the host for a while.
         away: the bytes of a cell of each stage that leave.
     """
-    come, gone = (
-        defaultdict[tuple[int, int], float](float),
-        defaultdict[tuple[int, int], float](float),
-    )
+    come, gone = (defaultdict[tuple[int, int], float](float) for _ in range(2))
     for w, trips in enumerate(leaving):
         for x in trips:
             come[w, x.back] += away[x.stage]
@@ -136,7 +115,7 @@ def peaks(
     walk.now[placement[-1]] += targets
     walk.peak = [*walk.now]
     is_due = loss is not None
-    for w, j, kind, i in order.computations:
+    for w, j, kind, i in order:
         if is_due and kind != "F":
             walk.loss()
             is_due = False
@@ -150,15 +129,17 @@ def peaks(
 class _Walk:
     def __init__(
         self,
-        order: Issued,
+        order: Sequence[Computation],
         placement: Sequence[int],
         stages: Sequence[Stage],
         is_summed: bool,
-        loss: LossMemory | None,
+        loss: tuple[int, int] | None,
     ) -> None:
-        self._again, self._m = order.again, order.microbatches
-        self._placement, self._stages, self._is_summed = placement, stages, is_summed
-        self._loss = loss
+        #: The cells that are computed again, and the number of micro-batches.
+        self._again = {(j, i) for _, j, kind, i in order if kind == "R"}
+        self._m = 1 + max(i for *_, i in order)
+        self._placement, self._stages = placement, stages
+        self._is_summed, self._loss = is_summed, loss
         self.now = [0.0] * (max(placement) + 1)
         self.peak: list[float] = []
         #: What each stage gets, and what it gives to others.
@@ -247,8 +228,8 @@ class _Walk:
             again = sum((len(self._stages) - 1, i) in self._again for i in range(m))
             self.now[w] -= again * stage.output + (m - again) * stage.loose
         assert self._loss is not None
-        self._during(w, self._loss.most * whole)
-        self.now[w] += self._loss.stays * whole
+        self._during(w, self._loss[0] * whole)
+        self.now[w] += self._loss[1] * whole
 
     def _r(self, w: int, j: int, i: int) -> None:
         stage = self._stages[j]
@@ -269,7 +250,7 @@ class _Walk:
         if self._is_summed:
             most = stage.whole[min(number, 1)]
         else:
-            most = (stage.adding_again if is_within else stage.adding)[min(number, 2)]
+            most = stage.adding(again=is_within)[min(number, 2)]
             most += self._early(j)
         arrived = self._arrived(w, j, i)
         # A gradient that is a view holds more than the backward begins with.
@@ -340,8 +321,7 @@ class _Walk:
                 self._during(there, 0.0)
 
 
-#: A cross entropy: logarithms, and two gradients at a time, of which one stays.
-MAP_LOSS = LossMemory(3, 1)
+# Any model under a device map.
 
 
 @dataclass(frozen=True)
@@ -394,19 +374,12 @@ class Footprint:
         Args:
             blocks: their names, with None for the first device, which has all else.
         """
-        own = sorted(k for x in blocks for k in self._own.get(x, ()))
+        own = {k for x in blocks for k in self._own.get(x, ())}
         stages, placement = [], []
-        after = 0
-        for visit in _runs(own):
-            if visit[0] > after:
-                stages.append(self._stage(range(after, visit[0])))
-                placement.append(1 + len(stages))
-            stages.append(self._stage(visit))
-            placement.append(0)
-            after = visit[-1] + 1
-        if after < len(self.found.sections):
-            stages.append(self._stage(range(after, len(self.found.sections))))
-            placement.append(1 + len(stages))
+        for is_own, visit in groupby(range(len(self.found.sections)), own.__contains__):
+            numbers = [*visit]
+            stages.append(self._stage(range(numbers[0], numbers[-1] + 1)))
+            placement.append(0 if is_own else len(stages))
         # Blocks that are not called have weights all the same.
         idle = [self.weights[x] for x in blocks if x not in self._own and x in self.weights]
         return (
@@ -418,11 +391,11 @@ class Footprint:
                 state=self.state,
                 given=self.chunks * self.found.given,
                 is_summed=False,
-                loss=LossMemory(0, 0) if self.found.has_loss else MAP_LOSS,
+                loss=INSIDE if self.found.has_loss else CROSS_ENTROPY,
             )[0]
         )
 
-    def _order(self, placement: Sequence[int]) -> Issued:
+    def _order(self, placement: Sequence[int]) -> list[Computation]:
         """The order of the host, of whose threads each takes the backward that was recorded last.
 
         Autograd has a thread for each device, and one with little to do gets ahead. That changes
@@ -431,21 +404,9 @@ class Footprint:
         places = [*enumerate(placement)]
         order = [(w, j, "F", i) for i in range(self.chunks) for j, w in places]
         for i in reversed(range(self.chunks)):
-            for j, w in reversed(places):
-                order += [(w, j, kind, i) for kind in ("RB" if i < self.again else "B")]
-        again = frozenset((j, i) for j, _ in places for i in range(self.again))
-        return Issued(order, again, self.chunks)
-
-
-def _runs(numbers: Sequence[int]) -> list[range]:
-    """The runs of numbers that follow each other."""
-    found: list[range] = []
-    for k in numbers:
-        if found and found[-1].stop == k:
-            found[-1] = range(found[-1].start, k + 1)
-        else:
-            found.append(range(k, k + 1))
-    return found
+            kinds = "RB" if i < self.again else "B"
+            order += [(w, j, kind, i) for j, w in reversed(places) for kind in kinds]
+        return order
 
 
 def weights_of(

@@ -18,7 +18,7 @@ from torchgpipe.planner.given import (
     FILLED_WITH_SKIPS,
 )
 from torchgpipe.planner.layers import LayerCosts, Line
-from torchgpipe.planner.memory import Issued, LossMemory, issued, may_leave, peaks, ways
+from torchgpipe.planner.memory import UNKNOWN, Computation, issued, may_leave, peaks, ways
 from torchgpipe.planner.record import Sizes
 from torchgpipe.planner.stages import Stage
 from torchgpipe.schedule.built_in import fill_drain
@@ -82,10 +82,6 @@ class Problem:
     def count(self) -> int:
         """The number of layers, without the loss."""
         return len(self.layers) - self.has_loss
-
-
-#: A loss that is not known keeps as much as its input, as differences, and a gradient.
-LOSS = LossMemory(2, 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,7 +283,7 @@ class Trials:
 
     def _rehearsal(
         self, setting: Setting, modes: tuple[str, ...], skips: Skips
-    ) -> tuple[Schedule, Rehearsal, Issued]:
+    ) -> tuple[Schedule, Rehearsal, Sequence[Computation]]:
         """The schedule of a setting with modes of checkpointing, ready to be timed.
 
         The last item is what the host issues, in an order that does not depend on what the layers
@@ -334,14 +330,14 @@ class Trials:
 
     def peaks(
         self,
-        order: Issued,
+        order: Sequence[Computation],
         lines: Sequence[Sequence[Instruction]],
         placement: Sequence[int],
         balance: Sequence[int],
         modes: Sequence[Keeping],
     ) -> list[float]:
         """The most memory of each worker, with its line, if the host issues them in an order."""
-        problem, stages = self.problem, self.each(balance, order.microbatches)[0]
+        problem, stages = self.problem, self.each(balance, 1 + max(i for *_, i in order))[0]
         sent = self.sent(stages, placement, modes)
         ahead = [x.ahead if x.away else 0 for x in sent]
         return peaks(
@@ -352,7 +348,7 @@ class Trials:
             given=problem.given,
             targets=problem.targets,
             is_summed=problem.has_loss,
-            loss=None if problem.has_loss else LOSS,
+            loss=None if problem.has_loss else UNKNOWN,
             leaving=[trips(line, ahead) for line in lines],
             away=[x.away for x in sent],
         )
