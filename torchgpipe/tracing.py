@@ -19,15 +19,8 @@ from torchgpipe.gpipe import GPipe
 from torchgpipe.mapped_gpipe import MappedGPipe, calls_of, workers_of
 from torchgpipe.partition.keeping import keepings_of
 from torchgpipe.planner.advisor import Advisor
-from torchgpipe.planner.observed import Layers, Waits
-from torchgpipe.planner.replays import (
-    HostWait,
-    Modules,
-    TracedLayer,
-    TracedStep,
-    Wrapping,
-    figures_of,
-)
+from torchgpipe.planner.observed import HostWait, Layers, TracedLayer, Waits, figures_of
+from torchgpipe.planner.replays import Modules, TracedStep, Wrapping
 from torchgpipe.scheduled import ScheduledLoss
 from torchgpipe.show.describe import StepFigures
 from torchgpipe.show.timeline import Timeline

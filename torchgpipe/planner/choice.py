@@ -279,5 +279,6 @@ def excess_of(
     lines: list[list[Instruction]] = [[] for _ in places]
     for _, x, _ in order:
         lines[placement[operations(x)[0].stage]].append(x)
-    memory = found.peaks(computations, lines, placement, balance, modes)
+    stages = found.stages(balance, 1 + max(i for *_, i in computations))
+    memory = found.peaks(computations, lines, placement, stages, modes)
     return max(0.0, *(x - limits[place] for x, place in zip(memory, places)))

@@ -124,7 +124,7 @@ class Search(Trials):
         The cheapest one comes first, and nothing after all is computed again.
         """
         setting, balance = trial.setting, trial.balance
-        stages, times = self.each(balance, setting.schedule.chunks, setting.splits)
+        stages, times = self.each(balance, setting)
         found = []
         for j, (stage, time) in enumerate(zip(stages, times)):
             own: list[tuple[float, Keeping]] = []
@@ -146,7 +146,7 @@ class Search(Trials):
         self, setting: Setting, balance: Sequence[int], j: int
     ) -> Iterator[tuple[Keeping, Departure]]:
         """Yield the ways to send cells of a stage to the host that may pay."""
-        stages, times = self.each(balance, setting.schedule.chunks, setting.splits)
+        stages, times = self.each(balance, setting)
         placement = setting.schedule.placement
         slow = self.problem.slowness[placement[j]]
         if j not in self.leaving(setting):

@@ -122,15 +122,36 @@ class Trial:
         """The problem, with all that was measured."""
         return self._trials.problem
 
+    def _made(self) -> tuple[Schedule, Table, Rehearsal]:
+        trials, placement = self._trials, self.setting.schedule.placement
+        stages, times = trials.each(self.balance, self.setting)
+        costs = trials.costs(stages, times, placement, trials.sent(stages, placement, self.modes))
+        schedule, rehearsal, _ = self._rehearsal(stages)
+        return schedule, Table(costs, placement, schedule.skips), rehearsal
+
+    def _rehearsal(
+        self, stages: Sequence[Stage]
+    ) -> tuple[Schedule, Rehearsal, Sequence[Computation]]:
+        words = tuple(map(recomputed_by, self.modes))
+        # The pairs of stages, apart from each other, from and to which some values go.
+        skips = {(j, k) for k, own in enumerate(ways(stages)) for j, _ in own if k > j + 1}
+        return self._trials.rehearsal(self.setting, words, tuple(sorted(skips)))
+
     @cached_property
     def time(self) -> float:
         """The simulated time of a step, in milliseconds."""
-        return self._trials.time(self.setting, self.balance, self.modes)
+        _, table, rehearsal = self._made()
+        self._trials.effort += len(rehearsal.steps)
+        return rehearsal.makespan(table)
 
     @cached_property
     def memory(self) -> list[float]:
         """The most memory of each worker, in bytes."""
-        return self._trials.memory(self.setting, self.balance, self.modes)
+        trials, placement = self._trials, self.setting.schedule.placement
+        stages = trials.stages(self.balance, self.setting.schedule.chunks)
+        schedule, rehearsal, order = self._rehearsal(stages)
+        trials.effort += 3 * len(rehearsal.steps)
+        return trials.peaks(order, schedule.program, placement, stages, self.modes)
 
     @cached_property
     def excess(self) -> float:
@@ -163,12 +184,12 @@ class Trial:
     @cached_property
     def schedule(self) -> Schedule:
         """The schedule, with its recomputations."""
-        return self._trials.made(self.setting, self.balance, self.modes)[0]
+        return self._made()[0]
 
     @cached_property
     def costs(self) -> Costs:
         """The costs of its stages, in milliseconds."""
-        return self._trials.made(self.setting, self.balance, self.modes)[1].costs
+        return self._made()[1].costs
 
     @property
     def checkpoint(self) -> Keeping | list[Keeping]:
@@ -268,16 +289,20 @@ class Trials:
         """The rows of the largest micro-batch."""
         return -(-self.problem.batch // m)
 
-    def each(
-        self, balance: Sequence[int], m: int, splits: bool = False
-    ) -> tuple[list[Stage], list[Durations]]:
-        """The memory and the times of each partition, whose backward may be in halves."""
+    def stages(self, balance: Sequence[int], m: int) -> list[Stage]:
+        """The memory of each partition, the last of which has the loss."""
+        return [self.stage(*x, m) for x in self._ends(balance)]
+
+    def each(self, balance: Sequence[int], setting: Setting) -> tuple[list[Stage], list[Durations]]:
+        """The memory and the times of each partition under a setting."""
+        m = setting.schedule.chunks
+        times = [self.times(*x, m, setting.splits) for x in self._ends(balance)]
+        return self.stages(balance, m), times
+
+    def _ends(self, balance: Sequence[int]) -> Iterable[tuple[int, int]]:
         ends = [*accumulate(balance, initial=0)]
         ends[-1] += self.problem.has_loss
-        return (
-            [self.stage(*x, m) for x in pairwise(ends)],
-            [self.times(*x, m, splits) for x in pairwise(ends)],
-        )
+        return pairwise(ends)
 
     # What a setting takes.
 
@@ -298,47 +323,19 @@ class Trials:
 
     def _fastest(self, setting: Setting, balance: tuple[int, ...]) -> float:
         """The time of a setting if nothing is computed again."""
-        return self.time(setting, balance, ("never",) * len(balance))
-
-    def time(self, setting: Setting, balance: tuple[int, ...], modes: tuple[Keeping, ...]) -> float:
-        """The time of a step, in milliseconds."""
-        _, table, rehearsal = self.made(setting, balance, modes)
-        self.effort += len(rehearsal.steps)
-        return rehearsal.makespan(table)
-
-    def memory(
-        self, setting: Setting, balance: tuple[int, ...], modes: tuple[Keeping, ...]
-    ) -> list[float]:
-        """The most memory of each worker, in bytes."""
-        placement = setting.schedule.placement
-        stages, _ = self.each(balance, setting.schedule.chunks)
-        words = tuple(map(recomputed_by, modes))
-        schedule, rehearsal, order = self.rehearsal(setting, words, _skips(stages))
-        self.effort += 3 * len(rehearsal.steps)
-        return self.peaks(order, schedule.program, placement, balance, modes)
-
-    def made(
-        self, setting: Setting, balance: tuple[int, ...], modes: tuple[Keeping, ...]
-    ) -> tuple[Schedule, Table, Rehearsal]:
-        """The schedule, what its stages take, and what :meth:`_rehearsal` returns."""
-        placement = setting.schedule.placement
-        stages, times = self.each(balance, setting.schedule.chunks, setting.splits)
-        costs = self.costs(stages, times, placement, self.sent(stages, placement, modes))
-        words = tuple(map(recomputed_by, modes))
-        schedule, rehearsal, _ = self.rehearsal(setting, words, _skips(stages))
-        return schedule, Table(costs, placement, schedule.skips), rehearsal
+        self.effort += sum(map(len, setting.schedule.program))
+        return self.trial(setting, balance, ("never",) * len(balance)).time
 
     def peaks(
         self,
         order: Sequence[Computation],
         lines: Sequence[Sequence[Instruction]],
         placement: Sequence[int],
-        balance: Sequence[int],
+        stages: Sequence[Stage],
         modes: Sequence[Keeping],
     ) -> list[float]:
         """The most memory of each worker, with its line, if the host issues them in an order."""
-        problem, stages = self.problem, self.each(balance, 1 + max(i for *_, i in order))[0]
-        sent = self.sent(stages, placement, modes)
+        problem, sent = self.problem, self.sent(stages, placement, modes)
         ahead = [x.ahead if x.away else 0 for x in sent]
         return peaks(
             order,
@@ -399,9 +396,3 @@ class Trials:
             # Memory is counted elsewhere, but for that of the host.
             costs = replace(costs, activation=away, away=away, out=out, back=back, ahead=ahead)
         return costs
-
-
-def _skips(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:
-    """The pairs of stages, apart from each other, from and to which some values go."""
-    pairs = {(j, k) for k, own in enumerate(ways(stages)) for j, _ in own if k > j + 1}
-    return tuple(sorted(pairs))

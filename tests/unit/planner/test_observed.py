@@ -5,8 +5,7 @@ import torch
 
 from torchgpipe.devices.recorder import Mark
 from torchgpipe.devices.streams import CPU, current_stream
-from torchgpipe.planner.observed import Waits
-from torchgpipe.planner.replays import HostWait
+from torchgpipe.planner.observed import HostWait, Waits
 
 
 class Clock:
