@@ -221,12 +221,7 @@ def _candidate(trial: Trial, excess: float, loss: Callable[..., Any] | None) -> 
 
 
 class Proof(NamedTuple):
-    """The figures of a step that a candidate was trained for.
-
-    Attributes:
-        time: its milliseconds, without the optimizer; infinite if the memory was too small.
-        memory: the most bytes of each accelerator, with the state of the optimizer.
-    """
+    """The milliseconds of a step that a candidate was trained for, and its memory."""
 
     time: float
     memory: dict[torch.device, int]

@@ -97,12 +97,7 @@ def _found(model: nn.Module) -> Traceable:
 
 
 class Watch:
-    """A model whose layers are timed until :meth:`stop`.
-
-    Args:
-        model: a wrapper. Nobody advises on a :class:`~torchgpipe.distributed.Pipe`.
-        recording: takes the times of cells.
-    """
+    """A model whose layers are timed until :meth:`stop`; nobody advises on a ``Pipe``."""
 
     def __init__(self, model: Traceable, recording: Recording) -> None:
         self._recorder = recorder = recording.recorder
@@ -146,11 +141,7 @@ class Watch:
         self._rows = row_count((args, kwargs))
 
     def end(self, timeline: Timeline) -> Advisor | None:
-        """Make an advisor of what was seen, when the timeline has its spans.
-
-        Returns:
-            The advisor; None if there is no step to advise on.
-        """
+        """Make an advisor of what was seen, when the timeline has its spans, if there is a step."""
         if self._model is None or not timeline.spans:
             return None
         last = timeline.step()

@@ -195,9 +195,7 @@ def better(ranking: Sequence[Trial], chosen: Trial, memory: float) -> tuple[list
             kept = look.trial(setting, balance, every[0])
             if not kept.excess:
                 every = every[:1]
-            timed = sorted(
-                [(look.time(setting, balance, modes), k) for k, modes in enumerate(every)]
-            )
+            timed = sorted([(look.trial(setting, balance, x).time, k) for k, x in enumerate(every)])
             trials = (look.trial(setting, balance, every[k]) for time, k in timed if time < bound)
             best = next((x for x in trials if not x.excess), None)
             if best is not None:

@@ -251,12 +251,7 @@ def map_by_size(
 
 
 def _places(devices: Any, model: Any, no_split: Any) -> list[Device]:
-    """Check the arguments of a map, and return the devices.
-
-    Raises:
-        TypeError: one of them is of the wrong kind.
-        ValueError: there is no device.
-    """
+    """Check the arguments of a map, and return the devices."""
     rule, remedy = "devices must be a sequence of devices", "pass such as [0, 1], or ['cpu'] * 2"
     places = listed(devices, rule, "devices", remedy)
     for place in places:

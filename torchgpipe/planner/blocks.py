@@ -61,11 +61,7 @@ def timed(
     timeout: float = 1.0,
     **kwargs: Any,
 ) -> Times:
-    """Measure the time that each block takes, as :func:`map_by_time` says.
-
-    Raises:
-        ValueError: no block takes any time.
-    """
+    """Measure the time that each block takes, as :func:`map_by_time` says."""
     home = next((x.device for x in model.parameters()), CPU)
     watches = {
         name: Stopwatch(next((x.device for x in block.parameters()), home))
@@ -200,12 +196,7 @@ def recorded(
 
 
 class ModelRun(Run):
-    """The memory of one run of a model: of the calls of its blocks, and of the code after each.
-
-    Args:
-        model: the model.
-        blocks: the blocks by name.
-    """
+    """The memory of one run of a model: of the calls of its blocks, and of the code after each."""
 
     def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
         super().__init__(model, [Section(None, False, next_number())])

@@ -112,11 +112,7 @@ def problem_of(
 
 
 def rows_of(batch: int | None, input: Any) -> int:
-    """The rows of a mini-batch: those of the sample, if they are not given.
-
-    Raises:
-        ValueError: the number is not positive.
-    """
+    """The rows of a mini-batch: those of the sample, if they are not given."""
     rows = max(1, row_count(input)) if batch is None else positive_int(batch)
     if rows is None:
         raise ValueError(
@@ -234,11 +230,7 @@ def _search_of(problem: Problem, rows: int) -> Search:
 def placed(
     order: Sequence[Step], devices: Sequence[torch.device]
 ) -> tuple[list[Computation], list[int], list[torch.device]]:
-    """The computations that the host issues for partitions on devices, which these share.
-
-    Returns:
-        The computations, the number of the device of each partition, and the devices.
-    """
+    """The computations of partitions on devices, the number of each device, and the devices."""
     places = [*dict.fromkeys(devices)]
     placement = [places.index(device) for device in devices]
     steps = [(placement[operations(x)[0].stage], x, edges) for _, x, edges in order]

@@ -54,12 +54,7 @@ LOOKS = 5
 
 
 def places_of(devices: Iterable[Device] | None, *, are_one_each: bool = True) -> list[torch.device]:
-    """The devices to plan for: by default all accelerators.
-
-    Raises:
-        TypeError: the devices are no sequence.
-        ValueError: there are none, or an accelerator comes twice, if each may come once.
-    """
+    """The devices to plan for: by default all accelerators."""
     given: Any = accelerators() if devices is None else devices
     if not isinstance(given, str) and isinstance(given, Iterable):
         given = [*given]
@@ -76,11 +71,7 @@ def places_of(devices: Iterable[Device] | None, *, are_one_each: bool = True) ->
 
 
 def chunks_of(chunks: Iterable[int] | None, rows: int, *, has_norms: bool = False) -> list[int]:
-    """The numbers of micro-batches to try, given or not, of a mini-batch of some rows.
-
-    Raises:
-        ValueError: one of them is not positive, or more than the rows.
-    """
+    """The numbers of micro-batches to try, given or not, of a mini-batch of some rows."""
     if chunks is None and has_norms:
         warn(
             "batch normalisations see micro-batches, so their number is no matter of speed alone "
@@ -126,11 +117,7 @@ def looks_of(input: Any, have: int, rows: int) -> tuple[dict[int, Batch], dict[i
 def limits_of(
     memory: Memory | None, places: Sequence[torch.device], share: float = FILLED
 ) -> list[float]:
-    """The bytes that a plan may fill each device with: a share of those that it may use.
-
-    Raises:
-        ValueError: there are not as many as devices, one is not positive, or a device has none.
-    """
+    """The bytes that a plan may fill each device with: a share of those that it may use."""
     if memory is None:
         return [USABLE * memory_total(x) for x in places]
     given: Sequence[Any]
@@ -258,16 +245,7 @@ def input_of(sample: Any) -> Any:
 
 
 def arguments_of(sample: Any) -> Arguments:
-    """Return the arguments of a sample.
-
-    Args:
-        sample: a mapping of keyword arguments, a tuple of positional ones, a tensor that is the
-            only one, or what :func:`torchgpipe.arguments` returns.
-
-    Raises:
-        TypeError: the sample is of another kind.
-        ValueError: the sample is divided already.
-    """
+    """Return the arguments of a sample, whichever kind it is."""
     if has_chunks(sample):
         raise ValueError(
             "a sample has rows, which are divided in several ways and measured, so it must not be "

@@ -50,11 +50,10 @@ class Line:
 
 
 def through(first: tuple[int, float], second: tuple[int, float] | None = None) -> Line:
-    """The line through two points, of which the constant part is not negative.
+    """The line through two points, each of rows and the number there.
 
-    Args:
-        first: rows and the number there.
-        second: the same; without it, the number is taken to be proportional to the rows.
+    The constant part is not negative, as noise might have it. With one point, the number is taken
+    to be proportional to the rows.
     """
     rows, value = first
     others, other = second or (0, 0.0)
@@ -346,7 +345,7 @@ class Chain:
 
 
 def halved(sandbox: Sandbox) -> tuple[Halved, list[Tensor]]:
-    """Run the backward of a layer in halves: for its input, and then for its weights.
+    """Run the backward of a layer in halves, for its input and for its weights.
 
     Returns:
         The memory, and the tensors of the sandbox's input and output that W needs.

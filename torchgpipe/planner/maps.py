@@ -97,11 +97,7 @@ class Units:
         self.spreads = [hypot(*[spreads.get(name, 0.0) for name in names]) for names in units]
 
     def cut(self, devices: Sequence[Device]) -> list[int]:
-        """The number of units of each device, such that the slowest is as fast as can be.
-
-        Raises:
-            ValueError: there are fewer units than devices.
-        """
+        """The number of units of each device, such that the slowest is as fast as can be."""
         if len(self.costs) < len(devices):
             raise ValueError(
                 "there must be at least one block for each device (blocks: "
@@ -222,11 +218,7 @@ def _first_that_runs(
     maps: Iterator[dict[str, Device]],
     rehearse: Callable[[Mapping[str, Device]], None],
 ) -> Mapping[str, Device]:
-    """Run a model with one map after another, and return the first one with which it runs.
-
-    Raises:
-        Exception: what the model raises with the first map, if it runs with none.
-    """
+    """Run a model with one map after another, and return the first one with which it runs."""
     home, failure = _home(model), None
     while True:
         try:

@@ -56,10 +56,7 @@ def ways(stages: Sequence[Stage]) -> list[list[tuple[int, Arrival]]]:
 def may_leave(stages: Sequence[Stage], placement: Sequence[int], *, is_joined: bool) -> list[float]:
     """The bytes that a cell of each stage keeps for backward, and nobody else holds.
 
-    Args:
-        stages: the stages.
-        placement: the worker of each.
-        is_joined: whether outputs stay until all are joined.
+    Outputs may stay until all are joined.
     """
     found = [stage.held for stage in stages]
     #: What each stage keeps: of its own, and of what has arrived, which it may hand on.
@@ -369,11 +366,7 @@ class Footprint:
         return cache(lambda own: Stage(found, self._each, own, by_call=True))
 
     def peak(self, blocks: Collection[str | None]) -> float:
-        """Find the most bytes of a device that has some blocks.
-
-        Args:
-            blocks: their names, with None for the first device, which has all else.
-        """
+        """Find the most bytes of a device with some blocks, and with None for all else."""
         own = {k for x in blocks for k in self._own.get(x, ())}
         stages, placement = [], []
         for is_own, visit in groupby(range(len(self.found.sections)), own.__contains__):

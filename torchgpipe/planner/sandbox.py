@@ -84,11 +84,7 @@ def _quarter(times: Sequence[float]) -> int:
 
 
 def verify_timed(times: Sequence[float], device: object, what: str, elsewhere: str) -> None:
-    """Check that anything takes time, before it is balanced by it.
-
-    Raises:
-        ValueError: nothing does.
-    """
+    """Check that anything takes time, before it is balanced by it."""
     if not any(times):
         raise ValueError(
             f"{what} must take time to be balanced by it, and on virtual accelerators only what "
@@ -156,12 +152,7 @@ class Sandbox:
     """A copy of a layer that runs on one input, again and again.
 
     The first run is a warm-up: it may allocate memory that stays, such as the workspace of a
-    library, or compile the layer.
-
-    Args:
-        layer: the copy.
-        batch: its input, and all skips that were stashed before and not popped.
-        device: the device of both.
+    library, or compile the layer. With the input come all skips that were stashed and not popped.
     """
 
     def __init__(self, layer: nn.Module, batch: Batch, device: torch.device) -> None:
@@ -210,13 +201,7 @@ class Sandbox:
 
 
 class Sandboxes:
-    """The copies of all layers, each with its input: the output of the one before.
-
-    Args:
-        module: the layers.
-        batch: the input of the first one.
-        device: the device of the copies.
-    """
+    """The copies of all layers, each with its input: the output of the one before."""
 
     def __init__(self, module: nn.Sequential, batch: Batch, device: torch.device) -> None:
         self.titles = {

@@ -95,9 +95,7 @@ class Search(Trials):
     def lighter(self, trial: Trial, *, sends: bool = False) -> Trial:
         """Keep less until all fits, and first of what frees the most memory for its time.
 
-        Args:
-            trial: what does not fit.
-            sends: whether what cells keep may leave for the host, too.
+        What cells keep may leave for the host, too.
         """
         left = None
         count = 1
@@ -165,10 +163,7 @@ class Search(Trials):
     def improved(self, trial: Trial, *, closely: bool = False) -> Trial:
         """Change the balance as long as that helps.
 
-        Args:
-            trial: what is improved.
-            closely: whether each other balance is tried with all that cells may keep then, and not
-                with the modes of this one alone.
+        Closely, each balance is tried with all that cells may keep then, and not with these modes.
         """
         found: Trial | None = trial
         while found is not None:

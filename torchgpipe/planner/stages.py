@@ -223,11 +223,7 @@ class Stage:
         return [self._backward(x, holds=True) for x in ("first", "later")]
 
     def adding(self, *, again: bool) -> Sequence[float]:
-        """The same of autograd's backward: of the first, of the second, and of a later one.
-
-        Args:
-            again: whether the cell is computed again within it.
-        """
+        """The same of autograd's backward: of the first, of the second, and of a later one."""
         if again not in self._adding:
             ways = "first", "adding" if self._by_call else "summing", "adding"
             self._adding[again] = [self._backward(x, holds=False, again=again) for x in ways]
@@ -243,12 +239,7 @@ class Stage:
         return {**found}
 
     def _forward(self, *, keeps: bool = True, again: bool = False) -> float:
-        """The most memory during a forward, above that before.
-
-        Args:
-            keeps: whether something is kept for backward.
-            again: whether it is the recomputation, which ends at the last tensor that it saves.
-        """
+        """The most memory during a forward, above that before, or during a recomputation."""
         level = peak = 0.0
         for k in self.sections:
             section = self._sections[k]
@@ -293,10 +284,7 @@ class Stage:
     def _backward(self, way: str, *, holds: bool, again: bool = False) -> float:
         """The most memory during a backward, above that before, with the gradients of the output.
 
-        Args:
-            way: which of :class:`~torchgpipe.planner.record.Peaks`.
-            holds: whether the gradients of the output stay to the end.
-            again: whether sections are computed again as backward comes to them.
+        These may be held to the end, and sections may be computed again as backward comes to them.
         """
         made, gone, used = self._passed
         stay = {"first": "trainable", "later": "small"}.get(way)
@@ -352,12 +340,7 @@ class Stage:
 
 
 def known(held: Sequence[float], stored: Sequence[float]) -> list[Stage]:
-    """The partitions of which only what each cell keeps is known.
-
-    Args:
-        held: what it keeps from F, or from R, until its backward.
-        stored: what of it stays from F until R.
-    """
+    """The partitions of which is known what a cell keeps until its backward, and from F until R."""
     sections = []
     for whole, own in zip(held, stored):
         # What is no call is not computed again.

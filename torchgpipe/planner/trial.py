@@ -86,12 +86,7 @@ class Problem:
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """A schedule before it has modes of checkpointing.
-
-    Args:
-        name: its name; None for the order of :class:`~torchgpipe.GPipe`, under autograd.
-        schedule: the schedule.
-    """
+    """A schedule before it has modes; that of :class:`~torchgpipe.GPipe` has no name."""
 
     name: str | None
     schedule: Schedule
@@ -104,13 +99,7 @@ class Setting:
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """A setting with a balance and modes, which is simulated as soon as somebody asks.
-
-    Args:
-        setting: the setting.
-        balance: the number of layers of each partition, without the loss.
-        modes: the checkpoint mode of each partition.
-    """
+    """A setting with the layers and the mode of each partition, simulated when somebody asks."""
 
     _trials: Trials = field(repr=False)
     setting: Setting
