@@ -27,7 +27,7 @@ from torchgpipe.planner.choice import problem_of, rows_of, too_large
 from torchgpipe.planner.given import Memory, chunks_of, input_of, limits_of, places_of, state_of
 from torchgpipe.planner.layers import LayerCosts
 from torchgpipe.planner.search import search
-from torchgpipe.planner.trial import Trial
+from torchgpipe.planner.trial import Trial, by_device
 from torchgpipe.schedule.limits import bounds
 from torchgpipe.schedule.simulator import Report, simulate
 from torchgpipe.scheduled import ScheduledLoss
@@ -129,7 +129,7 @@ def plan(
         # What is proven needs no margin. Until it is, it has too little memory.
         full = replace(problem, memory=[x / problem.share for x in room])
         found += [(x, x.over(room)) for x in search(full, tried) if not x.excess and x.over(room)]
-    candidates, limits = [_candidate(*x, loss) for x in found], _by_device(places, room)
+    candidates, limits = [_candidate(*x, loss) for x in found], by_device(places, room)
     if prove:
         most = {place: size / problem.share for place, size in limits.items()}
         candidates = _proven(candidates, layers, input, targets, most, prove)
@@ -139,15 +139,6 @@ def plan(
         [*problem.layers],
         limits,
     )
-
-
-def _by_device(places: Sequence[torch.device], room: Sequence[float]) -> dict[torch.device, int]:
-    """The bytes of each device that has a limit; those of its workers add up."""
-    found = dict[torch.device, int]()
-    for place, size in zip(places, room):
-        if size < inf:
-            found[place] = found.get(place, 0) + round(size)
-    return found
 
 
 def _proven(

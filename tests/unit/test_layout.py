@@ -55,7 +55,6 @@ ELSEWHERE = {
     "testing/observe": "virtual/test_observe.py",
     "testing/settings": "virtual/test_clock.py",
     "show/perfetto": "virtual/test_clock.py",
-    "planner/advisor": "virtual/test_advice.py",
     "planner/record": "virtual/test_plans.py",
     "planner/search": "virtual/test_plans.py",
     "planner/trial": "virtual/test_plans_offload.py",

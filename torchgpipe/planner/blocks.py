@@ -32,13 +32,9 @@ __all__: list[str] = []
 
 
 class Times(NamedTuple):
-    """Times of the blocks of a model.
+    """The blocks of a model, the seconds of their forwards, and how far these may be off.
 
-    Attributes:
-        blocks: the blocks by name.
-        costs: the seconds of each forward, by name, in the order of the calls. A block that is not
-            called is left out.
-        spreads: how far these may be off.
+    They are by name, costs in the order of the calls. A block that is not called is left out.
     """
 
     blocks: dict[str, nn.Module]

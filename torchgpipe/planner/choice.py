@@ -178,13 +178,8 @@ def chosen(
                 "balance"
             )
         chunks = 1 if chunks is MISSING else chunks
-        return (
-            balance,
-            devices,
-            chunks,
-            "except_last" if checkpoint is MISSING else checkpoint,
-            None,
-        )
+        checkpoint = "except_last" if checkpoint is MISSING else checkpoint
+        return balance, devices, chunks, checkpoint, None
     if balance != "auto":
         raise ValueError(
             "balance is a list with the number of layers of each partition, or the word 'auto' "
@@ -249,17 +244,7 @@ def excess_of(
 ) -> float | None:
     """By how many bytes the fullest device has too little for a step of a model that was planned.
 
-    Args:
-        problem: what the plan had measured, if there was one.
-        order: the instructions as the host issues them.
-        balance: the layers of each partition.
-        devices: the device of each partition.
-        rows: the rows of the mini-batch.
-        modes: the checkpoint mode of each partition.
-        has_loss: whether the schedule has the loss in it.
-
-    Returns:
-        The bytes, 0 if all fit; None if the plan was for something else, so nobody knows.
+    It is 0 if all fit, and None if the plan was for something else, so nobody knows.
     """
     if problem is None or has_loss != problem.has_loss or not rows:
         return None

@@ -65,27 +65,21 @@ def through(first: tuple[int, float], second: tuple[int, float] | None = None) -
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """The times of a layer in milliseconds, by the rows of a micro-batch, and its weights.
-
-    Args:
-        name: the name of the layer, and its class.
-        forward: the time of the forward.
-        input: that of the backward for its input.
-        weight: that of the rest of its backward, if all of it runs at once.
-        again: that of a recomputation, up to the last tensor that it saves for backward, if this
-            layer is the last one of a partition.
-        weights: the memory of its weights.
-        adding: the time to add the gradients of its weights to those of another micro-batch.
-        late: the time of the rest by itself: more, where a node computes both halves at once.
-    """
+    """The times of a layer in milliseconds, by the rows of a micro-batch, and its weights."""
 
     name: str
     forward: Line
+    #: That of the backward for its input.
     input: Line
+    #: That of the rest of its backward, if all of it runs at once.
     weight: Line
+    #: That of a recomputation, up to the last tensor that it saves for backward, if this layer is
+    #: the last one of a partition.
     again: Line
     weights: Weights
+    #: The time to add the gradients of its weights to those of another micro-batch.
     adding: Line = Line()
+    #: The time of the rest by itself: more, where a node computes both halves at once.
     late: Line = Line()
 
     def time(self, rows: float) -> float:
@@ -102,19 +96,11 @@ def measured(
     timeout: float = 1.0,
     progress: bool = False,
 ) -> tuple[list[LayerCosts], Sizes]:
-    """Measure layers, one by one.
+    """Measure layers, one by one: the times and the memory that they take.
 
-    Args:
-        module: the layers.
-        batches: by its rows, a micro-batch of each of the one or two sizes to take times with.
-        others: the same of each size to look at the memory with, the largest first. What is too
-            large for the device is left out.
-        device: where to measure.
-        timeout: the seconds to measure.
-        progress: whether to show a progress bar.
-
-    Returns:
-        The layers, and the memory that they take.
+    The batches, by their rows, are of the one or two sizes to take times with. The others are of
+    each size to look at the memory with, the largest first; what is too large for the device is
+    left out.
     """
     looks: dict[int, tuple[Chain, Batch]] = {}
     weights: dict[str, Weights] = {}

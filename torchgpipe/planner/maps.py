@@ -52,7 +52,6 @@ class Units:
     several devices, but not those that share the statistics of a norm, which they change.
 
     Args:
-        blocks: the blocks by name.
         costs: what each costs, in the order of the calls.
         spreads: how far these may be off.
     """
@@ -140,15 +139,10 @@ def chosen_map(
 ) -> Mapping[str, Device]:
     """Return the device map of a model, which loses the hooks of Accelerate.
 
-    Args:
-        model: the model.
-        device_map: the map, ``"auto"`` to measure the model, or None to take that of Accelerate.
-        sample: the arguments of a call, if the model is measured.
-        devices: the devices then; by default all accelerators.
-        memory: the bytes that each device may use then; by default nine tenths of what it has.
-        chunks: the number of micro-batches, for the memory of a step.
-        checkpoint: the checkpoint mode in the same way.
-        rehearse: runs a model that was measured with the map, and raises what the model raises.
+    It is the user's own, for None that of Accelerate, or ``"auto"``, which measures the model with
+    a sample, for devices and limits of memory, chunks and a checkpoint mode. A map that was found
+    is rehearsed with the sample's arguments, and gives way to another one if the model raises
+    anything.
 
     Raises:
         TypeError: the sample or the devices are of the wrong kind.
@@ -268,9 +262,7 @@ def _maps(
         sizes: Sequence[int] = units.cut(places)
         peak = None if min(limits) == inf else _peaks(model, times, units, places, arguments, again)
         if peak is not None:
-            sizes = _fitted(units, sizes, limits, peak)
-            ends = pairwise(accumulate(sizes, initial=0))
-            over = [max(0.0, peak(*block) - limit) for block, limit in zip(ends, limits)]
+            sizes, over = _fitted(units, sizes, limits, peak)
             if any(over):
                 raise _too_large(places, limits, over, chunks, checkpoint)
         return units.placed(places, sizes)
@@ -329,12 +321,15 @@ def _fitted(
     sizes: Sequence[int],
     limits: Sequence[float],
     peak: Callable[[int, int], float],
-) -> Sequence[int]:
+) -> tuple[Sequence[int], Sequence[float]]:
     """Cut units into blocks that fit, of which the slowest is as fast as can be.
 
     Of the cuts that are as fast, but for what the spreads explain, it is the evenest. If nothing
     fits, it is the cut that needs the least beyond a device's memory. The sizes given are the best
     if all fit.
+
+    Returns:
+        The sizes, and the bytes that each block has too little.
     """
     costs, spreads, n = units.costs, units.spreads, len(units.costs)
     sums = [0.0, *accumulate(costs)]
@@ -342,9 +337,9 @@ def _fitted(
     def lacking(j: int, start: int, stop: int) -> float:
         return max(0.0, peak(start, stop) - limits[j])
 
-    def fits(sizes: Sequence[int]) -> bool:
+    def lacks(sizes: Sequence[int]) -> list[float]:
         ends = enumerate(pairwise(accumulate(sizes, initial=0)))
-        return not any(lacking(j, *block) for j, block in ends)
+        return [lacking(j, *block) for j, block in ends]
 
     def cost(j: int, start: int, stop: int) -> float:
         return inf if lacking(j, start, stop) else sums[stop] - sums[start]
@@ -352,9 +347,11 @@ def _fitted(
     def excuses(excess: float, start: int, stop: int) -> bool:
         return excess <= hypot(*map(min, spreads[start:stop], costs[start:stop]))
 
-    if not fits(sizes):
+    if any(lacks(sizes)):
         sizes = cut(n, len(limits), cost, excuses)
-    return sizes if fits(sizes) else cut(n, len(limits), lacking)
+    if any(lacks(sizes)):
+        sizes = cut(n, len(limits), lacking)
+    return sizes, lacks(sizes)
 
 
 def _too_large(

@@ -85,19 +85,12 @@ def peaks(
     leaving: Sequence[Sequence[Trip]] = (),
     away: Sequence[float] = (),
 ) -> list[float]:
-    """Find the most memory of each worker.
+    """Find the most memory of each worker, if the host issues computations in an order.
 
-    Args:
-        order: what the host issues.
-        placement: the worker of each stage.
-        stages: the stages.
-        state: memory of the optimizer, for each byte of a parameter that it changes.
-        given: memory of what the caller gives to the first stage.
-        targets: memory of what else the caller has where the last stage is.
-        is_summed: whether gradients are added up by a schedule, and not by autograd.
-        loss: what a loss takes between forward and backward; None if a stage is the loss.
-        leaving: the cells of each worker that are in the memory of the host for a while.
-        away: the bytes of a cell of each stage that leave.
+    Beside the stages there is the state of the optimizer, for each byte of a parameter that it
+    changes, what is given to the first stage, and the targets, where the last stage is. Gradients
+    are summed by a schedule, or else by autograd. A loss of None is a stage. Cells that are leaving
+    are in the memory of the host for a while, with so many bytes of each stage away.
     """
     come, gone = (defaultdict[tuple[int, int], float](float) for _ in range(2))
     for w, trips in enumerate(leaving):
@@ -323,20 +316,16 @@ class _Walk:
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory of a model, whichever blocks a device has.
+    """The memory of a model, whichever blocks a device has."""
 
-    Args:
-        found: the record of the model, for one micro-batch.
-        weights: the weights of each block; under None those that belong to no block.
-        chunks: the number of micro-batches.
-        again: how many of them, from the first, are computed again.
-        state: memory of the optimizer, for each byte of a parameter that it changes.
-    """
-
+    #: The record of the model, for one micro-batch.
     found: Record
+    #: The weights of each block; under None those that belong to no block.
     weights: Mapping[str | None, Weights]
     chunks: int
+    #: How many of them, from the first, are computed again.
     again: int
+    #: Memory of the optimizer, for each byte of a parameter that it changes.
     state: float
 
     @cached_property

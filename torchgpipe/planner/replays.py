@@ -66,13 +66,9 @@ def replayed(
 ) -> float:
     """Find the time of a step by the times of the devices, and of the host that issues it.
 
-    Args:
-        order: the instructions, as the host issues them.
-        table: the times of the devices.
-        host: the time to issue each kind of computation of each stage.
-        by_autograd: whether threads of autograd issue the backward, one for each worker.
-        threads: the number of threads that issue the forward, one micro-batch each.
-        tails: how long the device goes on after the last wait in the code of a stage.
+    Autograd's threads may issue the backward, one for each worker, and several threads the forward,
+    one micro-batch each. A tail is how long the device goes on after the last wait in the code of a
+    stage.
     """
     free: dict[int, float] = {}
     line_free: dict[Hashable, float] = {}
@@ -111,25 +107,18 @@ def replayed(
 
 @dataclass(frozen=True)
 class Wrapping:
-    """The way in which a model is wrapped.
-
-    Args:
-        balance: the layers of each partition.
-        placement: the worker of each partition.
-        chunks: the micro-batches of a step.
-        modes: the checkpoint mode of each partition.
-        schedule: None for the order of :class:`~torchgpipe.GPipe`.
-        skips: the partitions that each skip leads from and to.
-        threads: those of a :class:`~torchgpipe.MappedGPipe`, whose host issues the forward of one
-            micro-batch after another; 0 for other wrappers.
-    """
+    """The way in which a model is wrapped."""
 
     balance: tuple[int, ...]
     placement: tuple[int, ...]
     chunks: int
     modes: tuple[Keeping, ...]
+    #: None for the order of :class:`~torchgpipe.GPipe`.
     schedule: Choice | None
+    #: The partitions that each skip leads from and to.
     skips: tuple[tuple[int, int], ...]
+    #: Those of a :class:`~torchgpipe.MappedGPipe`, whose host issues the forward of one micro-batch
+    #: after another; 0 for other wrappers.
     threads: int = 0
 
     def made(self) -> Schedule | None:
@@ -161,7 +150,6 @@ class Modules:
     another balance is another map.
 
     Args:
-        device_map: the map.
         modules: the mapped modules, in the order of their calls.
     """
 
@@ -208,30 +196,23 @@ class Modules:
 
 @dataclass(frozen=True, eq=False)
 class TracedStep:
-    """The last step of a trace, and replays of it in other settings.
+    """The last step of a trace, and replays of it in other settings."""
 
-    Args:
-        setting: how the model is wrapped.
-        figures: what the parts of the step took.
-        shares: how much each device computed and waited.
-        makespan: the time of the step, in milliseconds.
-        devices: the device of each partition.
-        problem: what a plan of the model had measured; None if it was not planned.
-        kept: the bytes that a cell of each partition keeps for its backward, as far as known.
-        memory: the most bytes that each device has had in use, by its name.
-        modules: the modules of a device map; None for layers.
-        divisible: whether several threads may issue the forward.
-    """
-
+    #: How the model is wrapped.
     setting: Wrapping
     figures: Figures
     shares: Sequence[Shares]
     makespan: float
     devices: Sequence[torch.device]
+    #: What a plan of the model had measured; None if it was not planned.
     problem: Problem | None
+    #: The bytes that a cell of each partition keeps for its backward, as far as known.
     kept: Mapping[int, float]
+    #: The most bytes that each device has had in use, by its name.
     memory: Mapping[str, int]
+    #: The modules of a device map; None for layers.
     modules: Modules | None = None
+    #: Whether several threads may issue the forward.
     divisible: bool = False
 
     @property

@@ -100,14 +100,9 @@ def pooled(
     """Give layers of one kind one time, as far as the measurement cannot tell them apart.
 
     Equal blocks are the rule in large models, and the middle of several measurements is surer than
-    each. But a kind is only what can be seen from outside. So a layer keeps its own time if that
-    is farther from the middle one of its kind than :data:`NOISE` spreads: its own, or the usual
-    one, since of few rounds a layer's own spread may be small by chance.
-
-    Args:
-        kinds: the kind of each layer.
-        times: the time of each layer, in any unit.
-        spreads: how far each time varies, in the same unit.
+    each. But a kind is only what can be seen from outside. So a layer keeps its own time if that is
+    farther from the middle one of its kind than :data:`NOISE` spreads: its own, or the usual one,
+    since of few rounds a layer's own spread may be small by chance.
 
     Returns:
         The times and the spreads, the same for layers that are pooled: the median of each.
@@ -125,9 +120,6 @@ def pooled(
         for k in near:
             found[k], noise[k] = time, spread
     return found, noise
-
-
-# Sandboxes: copies of layers that run on a device again and again, to be measured there.
 
 
 Sample = TypeVar("Sample")
@@ -258,18 +250,8 @@ def in_rounds(
 ) -> list[dict[str, list[Sample]]]:
     """Run layers on a device: once to look at them, and then in rounds to take times.
 
-    Random numbers that the caller draws next stay as they are.
-
-    Args:
-        module: the layers.
-        batches: a micro-batch of each size.
-        see: looks at a layer, with the number of the size, and its title.
-        take: takes the times of a layer.
-        device: the device.
-
-    Keyword Args:
-        timeout: the seconds to take times; None takes none.
-        progress: whether to show a progress bar.
+    Random numbers that the caller draws next stay as they are. A layer is seen with the number of
+    the size, and its title. A timeout of None takes no times.
 
     Returns:
         For each size, what was taken in each round, by the titles.

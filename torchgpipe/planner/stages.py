@@ -20,68 +20,52 @@ __all__: list[str] = []
 
 
 class Weights(NamedTuple):
-    """The bytes of the weights of a layer or block.
-
-    Attributes:
-        all: of its parameters and buffers.
-        trainable: of the parameters that get a gradient.
-        small: of those whose gradients wait for the end of a backward, to be added.
-    """
+    """The bytes of the weights of a layer or block."""
 
     all: int = 0
+    #: Of the parameters that get a gradient.
     trainable: int = 0
+    #: Of those whose gradients wait for the end of a backward, to be added.
     small: int = 0
 
 
 class Arrival(NamedTuple):
-    """A value that a partition gets from another one.
-
-    Attributes:
-        value: the number of the value.
-        source: the section that it comes from.
-        is_skip: whether it comes as a skip.
-        size: its bytes.
-        gradient: the bytes of its gradient.
-        holds: the bytes that its gradient holds where it is made.
-        is_kept: whether cells keep it for backward.
-        is_pending: whether they keep it for W.
-    """
+    """A value that a partition gets from another one."""
 
     value: int
+    #: The section that it comes from.
     source: int
     is_skip: bool
     size: float
+    #: The bytes of its gradient.
     gradient: float
+    #: The bytes that its gradient holds where it is made.
     holds: float
+    #: Whether cells keep it for backward.
     is_kept: bool
+    #: Whether they keep it for W.
     is_pending: bool
 
 
 class _Value(NamedTuple):
-    """A value that a partition makes.
-
-    Attributes:
-        number: its number.
-        size: its bytes.
-        made: the section that makes it.
-        last: the last section that uses it here.
-        leaves: whether others, or the caller, get it.
-        output: the bytes of it that the caller gets.
-        first_saver: the first section here that keeps it for backward; None if there is none.
-        is_stored: whether it is kept where sections are computed again.
-        is_slot: whether it is made a second time then.
-        is_late: whether it is kept from I until W.
-    """
+    """A value that a partition makes."""
 
     number: int
     size: float
     made: int
+    #: The last section that uses it here.
     last: int
+    #: Whether others, or the caller, get it.
     leaves: bool
+    #: The bytes of it that the caller gets.
     output: float
+    #: The first section here that keeps it for backward; None if there is none.
     first_saver: int | None
+    #: Whether it is kept where sections are computed again.
     is_stored: bool
+    #: Whether it is made a second time then.
     is_slot: bool
+    #: Whether it is kept from I until W.
     is_late: bool
 
 
@@ -93,8 +77,6 @@ class Stage:
     """The memory of one partition for micro-batches of some rows, in bytes, arrivals aside.
 
     Args:
-        record: the record of the model.
-        weights: those of each section.
         sections: the numbers of its sections, which follow each other.
         by_call: whether each call is computed again by itself, and not the partition as a whole.
     """

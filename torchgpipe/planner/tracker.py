@@ -51,17 +51,13 @@ class Piece:
     def __init__(
         self, value: Value, tensor: Tensor, born: int = 0, *, is_root: bool = False
     ) -> None:
-        self.value, self.born, self.is_root = value, born, is_root
+        self.value, self.size = value, value.size
+        self.born, self.is_root = born, is_root
         self.reference = memory_of(tensor)
         #: Whether it is a value, and no memory of the section alone.
         self.is_shared = False
         #: The number of the first operator that finds it gone.
         self.gone: int | None = None
-
-    @property
-    def size(self) -> float:
-        """The bytes of the memory."""
-        return self.value.size
 
     @property
     def is_used(self) -> bool:

@@ -39,38 +39,31 @@ HOST = -1
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A model to plan, and the devices to plan it for.
-
-    Args:
-        layers: its layers; after them the loss, if the schedule has it inside.
-        sizes: the memory that these take.
-        has_loss: whether the last layer is the loss.
-        batch: the rows of a mini-batch.
-        places: the device of each worker.
-        memory: the bytes that each worker may use.
-        slowness: by which factor each worker is slower than the one that was measured.
-        links: the time of a copy between each pair of workers, by the bytes, and between each of
-            them and the host, if it has a memory of its own.
-        state: memory of the optimizer, for each byte of a parameter that it changes.
-        given: memory of the input of a mini-batch.
-        targets: memory of the targets of a mini-batch.
-        modes: the checkpoint modes, one for all partitions or one for each, if they are given; None
-            to search them.
-        ties: pairs of layers that share a weight, so they must be on one worker.
-    """
+    """A model to plan, and the devices to plan it for."""
 
     layers: Sequence[LayerCosts]
     sizes: Sizes
+    #: Whether the last layer is the loss.
     has_loss: bool
     batch: int
     places: Sequence[torch.device]
+    #: The bytes that each worker may use.
     memory: Sequence[float]
+    #: By which factor each worker is slower than the one that was measured.
     slowness: Sequence[float]
+    #: The time of a copy between each pair of workers, by the bytes, and between each of them and
+    #: the host, if it has a memory of its own.
     links: dict[tuple[int, int], Line]
+    #: Memory of the optimizer, for each byte of a parameter that it changes.
     state: float
+    #: Memory of the input of a mini-batch.
     given: float
+    #: Memory of the targets of a mini-batch.
     targets: float
+    #: The checkpoint modes, one for all partitions or one for each, if they are given; None to
+    #: search them.
     modes: Keeping | tuple[Keeping, ...] | None = None
+    #: Pairs of layers that share a weight, so they must be on one worker.
     ties: Sequence[tuple[int, int]] = ()
 
     @property
@@ -192,11 +185,17 @@ class Trial:
 
     @cached_property
     def by_device(self) -> dict[torch.device, int]:
-        """The most bytes of each device; workers of one device add up."""
-        found = dict.fromkeys(self.problem.places[: len(self.memory)], 0)
-        for place, size in zip(self.problem.places, self.memory):
-            found[place] += round(size)
-        return found
+        """The most bytes of each device."""
+        return by_device(self.problem.places, self.memory)
+
+
+def by_device(places: Iterable[torch.device], sizes: Iterable[float]) -> dict[torch.device, int]:
+    """The bytes of each device that are not infinite; those of workers of one device add up."""
+    found: dict[torch.device, int] = {}
+    for place, size in zip(places, sizes):
+        if size < inf:
+            found[place] = found.get(place, 0) + round(size)
+    return found
 
 
 def settings(problem: Problem, chunks: Iterable[int]) -> Iterator[Setting]:
@@ -206,11 +205,17 @@ def settings(problem: Problem, chunks: Iterable[int]) -> Iterator[Setting]:
         if not problem.has_loss:
             yield Setting(None, fill_drain(workers, m))
             continue
-        for name, schedule in built_in(workers, m):
-            # What two computations of one device gain side by side, nobody can tell beforehand.
-            overlaps = any(isinstance(x, Overlap) for line in schedule.program for x in line)
-            if len(schedule.placement) <= problem.count and not overlaps:
+        for name, schedule in simulated(workers, m):
+            if len(schedule.placement) <= problem.count:
                 yield Setting(name, schedule)
+
+
+def simulated(workers: int, m: int) -> Iterator[tuple[str, Schedule]]:
+    """Yield the built-in schedules whose time a simulation tells."""
+    for name, schedule in built_in(workers, m):
+        # What two computations of one device gain side by side, nobody can tell beforehand.
+        if not any(isinstance(x, Overlap) for line in schedule.program for x in line):
+            yield name, schedule
 
 
 class Durations(NamedTuple):
