@@ -2,7 +2,7 @@
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchgpipe.planner.tracker import strided, watching
+from torchgpipe.planner.memory_tracker import strided, watching
 
 
 class LiveStorages:

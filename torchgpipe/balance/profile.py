@@ -23,6 +23,7 @@ from torchgpipe.devices.streams import (
 )
 from torchgpipe.partition.arguments import MISSING, checked_chunks, checked_device, checked_timeout
 from torchgpipe.partition.split import verify_module
+from torchgpipe.planner.memory_tracker import Run
 from torchgpipe.planner.record import GIVEN, Section, Value
 from torchgpipe.planner.sandbox import (
     Sandbox,
@@ -34,7 +35,6 @@ from torchgpipe.planner.sandbox import (
     undisturbed,
     verify_timed,
 )
-from torchgpipe.planner.tracker import Run
 from torchgpipe.show.tables import aligned, in_bytes
 from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.values.microbatch import VALUE, Batch, scatter

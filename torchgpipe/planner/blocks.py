@@ -22,9 +22,9 @@ from torchgpipe.devices.recorder import Stopwatch
 from torchgpipe.devices.streams import CPU, has_streams, use_device
 from torchgpipe.mapped.device_map import Wholes
 from torchgpipe.mapped.on_demand import can_fill_itself
+from torchgpipe.planner.memory_tracker import Run, memory_of, size_of, strided
 from torchgpipe.planner.record import GIVEN, Record, Section, Value
 from torchgpipe.planner.sandbox import copied, pooled, rounds, spread, undisturbed, verify_timed
-from torchgpipe.planner.tracker import Run, memory_of, size_of, strided
 from torchgpipe.values import trees
 from torchgpipe.values.microbatch import Batch
 

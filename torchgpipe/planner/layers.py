@@ -24,10 +24,10 @@ from torchgpipe.devices.streams import CPU, has_streams, use_device
 from torchgpipe.engine.outcome import LARGE
 from torchgpipe.partition.placement import tensors
 from torchgpipe.planner.blocks import kind_of
+from torchgpipe.planner.memory_tracker import Run, highest, memory_of, size_of, sizes_of
 from torchgpipe.planner.record import GIVEN, Halved, Record, Section, Sizes, Value
 from torchgpipe.planner.sandbox import Sandbox, brought, in_rounds, pooled, spread, undisturbed
-from torchgpipe.planner.stages import Weights
-from torchgpipe.planner.tracker import Run, highest, memory_of, size_of, sizes_of
+from torchgpipe.planner.stage_memory import Weights
 from torchgpipe.values.microbatch import VALUE, Batch
 
 __all__: list[str] = []

@@ -17,7 +17,7 @@ from typing import TypeAlias
 from torch import Tensor, nn
 
 from torchgpipe.planner.record import Record
-from torchgpipe.planner.stages import Arrival, Stage, Weights
+from torchgpipe.planner.stage_memory import Arrival, Stage, Weights
 from torchgpipe.schedule.lifetimes import Trip
 from torchgpipe.schedule.program import operations
 from torchgpipe.schedule.simulator import Step

@@ -30,7 +30,7 @@ from torchgpipe.partition.keeping import Keeping, is_policy, offload_of, recompu
 from torchgpipe.planner.choice import excess_of, placed
 from torchgpipe.planner.memory import peaks
 from torchgpipe.planner.observed import Figures, thread_of
-from torchgpipe.planner.stages import known
+from torchgpipe.planner.stage_memory import known
 from torchgpipe.planner.trial import Problem
 from torchgpipe.schedule.built_in import fill_drain
 from torchgpipe.schedule.costs import Table

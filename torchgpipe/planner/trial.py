@@ -20,7 +20,7 @@ from torchgpipe.planner.given import (
 from torchgpipe.planner.layers import LayerCosts, Line
 from torchgpipe.planner.memory import UNKNOWN, Computation, issued, may_leave, peaks, ways
 from torchgpipe.planner.record import Sizes
-from torchgpipe.planner.stages import Stage
+from torchgpipe.planner.stage_memory import Stage
 from torchgpipe.schedule.built_in import fill_drain
 from torchgpipe.schedule.candidates import built_in
 from torchgpipe.schedule.costs import Costs, Table

@@ -15,7 +15,7 @@ from torchgpipe.planner import maps
 from torchgpipe.planner.blocks import Times
 from torchgpipe.planner.cuts import evenest
 from torchgpipe.planner.memory import weights_of
-from torchgpipe.planner.stages import Weights
+from torchgpipe.planner.stage_memory import Weights
 
 
 def every_cut(n, count):

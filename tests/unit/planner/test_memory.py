@@ -1,7 +1,7 @@
 """The most that cells keep, counted by hand."""
 
 from torchgpipe.planner.memory import issued, peaks
-from torchgpipe.planner.stages import known
+from torchgpipe.planner.stage_memory import known
 from torchgpipe.schedule import fill_drain, one_f_one_b
 from torchgpipe.schedule.rewrite import checkpointed
 from torchgpipe.schedule.simulator import in_order

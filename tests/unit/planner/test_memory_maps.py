@@ -4,7 +4,7 @@ import pytest
 
 from torchgpipe.planner.memory import Footprint
 from torchgpipe.planner.record import GIVEN, Hop, Peaks, Record, Section, Value
-from torchgpipe.planner.stages import Weights
+from torchgpipe.planner.stage_memory import Weights
 
 
 def footprint(chunks, again, state=0.0):
