@@ -34,11 +34,11 @@ from torchgpipe.planner.given import (
     with_loss,
 )
 from torchgpipe.planner.layers import measured, measured_links
-from torchgpipe.planner.memory import Computation, issued
+from torchgpipe.planner.memory import Computation
 from torchgpipe.planner.sandbox import verify_timed
 from torchgpipe.planner.search import Search, search
 from torchgpipe.planner.trial import HOST, Problem, Trial
-from torchgpipe.schedule.program import Instruction, operations
+from torchgpipe.schedule.program import operations
 from torchgpipe.schedule.simulator import Step
 from torchgpipe.values.division import row_count
 from torchgpipe.values.microbatch import scatter
@@ -195,15 +195,14 @@ def chosen(
     own = None if chunks is MISSING else checked_chunks(chunks)
     count = min(len(places), len(module))
     modes = None if checkpoint is MISSING else checked_keepings(checkpoint, count)
-    for mode in () if modes is None else keepings_of(modes, count):
-        verify(
-            not is_policy(mode),
-            "a plan knows what cells keep whole, and nothing of what a policy chooses",
-            "checkpoint",
-            "selective",
-            "pass 'always', whose balance serves as well, or leave checkpoint out, and assign "
-            "model.checkpoint when the model is wrapped",
-        )
+    verify(
+        modes is None or not any(map(is_policy, keepings_of(modes, count))),
+        "a plan knows what cells keep whole, and nothing of what a policy chooses",
+        "checkpoint",
+        "selective",
+        "pass 'always', whose balance serves as well, or leave checkpoint out, and assign "
+        "model.checkpoint when the model is wrapped",
+    )
     rows = rows_of(None, input)
     tried = chunks_of(
         None if own is None else [min(own, rows)], rows, has_norms=has_batch_norms(module)
@@ -228,8 +227,8 @@ def placed(
     """The computations of partitions on devices, the number of each device, and the devices."""
     places = [*dict.fromkeys(devices)]
     placement = [places.index(device) for device in devices]
-    steps = [(placement[operations(x)[0].stage], x, edges) for _, x, edges in order]
-    return issued(steps), placement, places
+    found = [(placement[op.stage], *op) for _, x, _ in order for op in operations(x)]
+    return found, placement, places
 
 
 def excess_of(
@@ -252,10 +251,5 @@ def excess_of(
     if sum(balance) != problem.count or not limits.keys() >= {*devices}:
         return None
     computations, placement, places = placed(order, devices)
-    found = _search_of(problem, rows)
-    lines: list[list[Instruction]] = [[] for _ in places]
-    for _, x, _ in order:
-        lines[placement[operations(x)[0].stage]].append(x)
-    stages = found.stages(balance, 1 + max(i for *_, i in computations))
-    memory = found.peaks(computations, lines, placement, stages, modes)
+    memory = _search_of(problem, rows).peaks(computations, placement, balance, modes)
     return max(0.0, *(x - limits[place] for x, place in zip(memory, places)))

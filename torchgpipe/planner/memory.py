@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from torchgpipe.planner.record import Record
 from torchgpipe.planner.stage_memory import Arrival, Stage, Weights
-from torchgpipe.schedule.lifetimes import Trip
-from torchgpipe.schedule.program import operations
+from torchgpipe.schedule.lifetimes import trips
+from torchgpipe.schedule.program import Op, operations
 from torchgpipe.schedule.simulator import Step
 
 __all__: list[str] = []
@@ -82,19 +82,21 @@ def peaks(
     targets: float = 0.0,
     is_summed: bool,
     loss: tuple[int, int] | None,
-    leaving: Sequence[Sequence[Trip]] = (),
     away: Sequence[float] = (),
+    ahead: Sequence[int] = (),
 ) -> list[float]:
     """Find the most memory of each worker, if the host issues computations in an order.
 
     Beside the stages there is the state of the optimizer, for each byte of a parameter that it
     changes, what is given to the first stage, and the targets, where the last stage is. Gradients
-    are summed by a schedule, or else by autograd. A loss of None is a stage. Cells that are leaving
-    are in the memory of the host for a while, with so many bytes of each stage away.
+    are summed by a schedule, or else by autograd. A loss of None is a stage. So many bytes of a
+    cell of each stage are away in the memory of the host for a while, and come back so many
+    computations ahead of its backward.
     """
     come, gone = (defaultdict[tuple[int, int], float](float) for _ in range(2))
-    for w, trips in enumerate(leaving):
-        for x in trips:
+    for w in {*placement} if any(ahead) else ():
+        line = [Op(j, kind, i) for v, j, kind, i in order if v == w]
+        for x in trips(line, ahead):
             come[w, x.back] += away[x.stage]
             gone[w, x.gone] += away[x.stage]
     place = [0] * (max(placement) + 1)

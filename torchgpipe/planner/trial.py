@@ -25,8 +25,7 @@ from torchgpipe.schedule.built_in import fill_drain
 from torchgpipe.schedule.candidates import built_in
 from torchgpipe.schedule.costs import Costs, Table
 from torchgpipe.schedule.language import Schedule
-from torchgpipe.schedule.lifetimes import trips
-from torchgpipe.schedule.program import Instruction, Overlap, Skips, operations_of
+from torchgpipe.schedule.program import Overlap, Skips, operations_of
 from torchgpipe.schedule.rewrite import checkpointed
 from torchgpipe.schedule.simulator import Rehearsal
 
@@ -131,9 +130,9 @@ class Trial:
         """The most memory of each worker, in bytes."""
         trials, placement = self._trials, self.setting.schedule.placement
         stages = trials.stages(self.balance, self.setting.schedule.chunks)
-        schedule, rehearsal, order = self._rehearsal(stages)
+        _, rehearsal, order = self._rehearsal(stages)
         trials.effort += 3 * len(rehearsal.steps)
-        return trials.peaks(order, schedule.program, placement, stages, self.modes)
+        return trials.peaks(order, placement, self.balance, self.modes)
 
     @cached_property
     def excess(self) -> float:
@@ -323,14 +322,13 @@ class Trials:
     def peaks(
         self,
         order: Sequence[Computation],
-        lines: Sequence[Sequence[Instruction]],
         placement: Sequence[int],
-        stages: Sequence[Stage],
+        balance: Sequence[int],
         modes: Sequence[Keeping],
     ) -> list[float]:
-        """The most memory of each worker, with its line, if the host issues them in an order."""
-        problem, sent = self.problem, self.sent(stages, placement, modes)
-        ahead = [x.ahead if x.away else 0 for x in sent]
+        """The most memory of each worker, if the host issues a step in an order."""
+        problem, stages = self.problem, self.stages(balance, 1 + max(i for *_, i in order))
+        sent = self.sent(stages, placement, modes)
         return peaks(
             order,
             placement,
@@ -340,8 +338,8 @@ class Trials:
             targets=problem.targets,
             is_summed=problem.has_loss,
             loss=None if problem.has_loss else UNKNOWN,
-            leaving=[trips(line, ahead) for line in lines],
             away=[x.away for x in sent],
+            ahead=[x.ahead if x.away else 0 for x in sent],
         )
 
     def sent(
