@@ -23,10 +23,17 @@ from torchgpipe.engine.stages import stages_of
 from torchgpipe.gpipe import GPipe
 from torchgpipe.partition.keeping import Keeping, Offload
 from torchgpipe.partition.split import verify_module
-from torchgpipe.planner.choice import problem_of, rows_of, too_large
-from torchgpipe.planner.given import Memory, chunks_of, input_of, limits_of, places_of, state_of
+from torchgpipe.planner.given import (
+    Memory,
+    chunks_of,
+    input_of,
+    limits_of,
+    places_of,
+    rows_of,
+    state_of,
+)
 from torchgpipe.planner.layers import LayerCosts
-from torchgpipe.planner.search import search
+from torchgpipe.planner.search import problem_of, search, too_large
 from torchgpipe.planner.trial import Trial, by_device
 from torchgpipe.schedule.limits import bounds
 from torchgpipe.schedule.simulator import Report, simulate

@@ -23,10 +23,9 @@ from torch import nn
 from benchmarks.simulate.choice_models import LLAMA, MODELS, Model, llama
 from torchgpipe import GPipe, MappedGPipe, ScheduledLoss
 from torchgpipe.partition.keeping import Keeping, words_of
-from torchgpipe.planner.choice import problem_of
 from torchgpipe.planner.cuts import others
 from torchgpipe.planner.given import limits_of
-from torchgpipe.planner.search import Search, search
+from torchgpipe.planner.search import Search, problem_of, search
 from torchgpipe.planner.trial import Trial
 from torchgpipe.testing import dry_run, observe
 from torchgpipe.testing.dry_run.run import weightless, without_values

@@ -56,7 +56,6 @@ ELSEWHERE = {
     "testing/settings": "virtual/test_clock.py",
     "show/perfetto": "virtual/test_clock.py",
     "planner/record": "virtual/test_plans.py",
-    "planner/search": "virtual/test_plans.py",
     "planner/trial": "virtual/test_plans_offload.py",
     "plans": "virtual/test_plans.py",
     "engine/recorded": "virtual/test_tracing.py",

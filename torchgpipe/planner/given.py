@@ -15,18 +15,22 @@ from torchgpipe.ambient.notes import warn
 from torchgpipe.checks import is_number, listed, shown, verify_kind
 from torchgpipe.devices.recorder import memory_total
 from torchgpipe.devices.streams import CPU, Device, accelerators
-from torchgpipe.partition.arguments import checked_device, checked_devices, positive_int
+from torchgpipe.partition.arguments import (
+    checked_device,
+    checked_devices,
+    positive_int,
+)
 from torchgpipe.values import trees
-from torchgpipe.values.division import divided, has_chunks
+from torchgpipe.values.division import divided, has_chunks, row_count
 from torchgpipe.values.marks import NoChunk
 from torchgpipe.values.microbatch import Batch, scatter
 from torchgpipe.values.structure import Arguments, arguments
 
 __all__: list[str] = []
 
-
 #: Bytes, or a text such as ``"10GiB"``.
 Size: TypeAlias = float | str
+
 #: Limits of memory: one for all devices, one for each, or by device.
 Memory: TypeAlias = Size | Sequence[Size] | Mapping[Device, Size]
 
@@ -38,10 +42,12 @@ UNITS = {f"{x}{i}B": (1024 if i else 1000) ** k for k, x in enumerate("KMGT", 1)
 #: as cuDNN's do, and to see it in the allocator's peak that would have to be reset, which is not
 #: this library's, but the process's.
 USABLE = 0.9
+
 #: The share of a limit that a plan fills. Of 114 steps under schedules on virtual accelerators none
 #: took more than 0.9 % above its prediction, which counts no small tensors, such as a loss, nor
 #: what allocators round up.
 FILLED = 0.99
+
 #: The same where autograd's threads decide which gradients come early, and values skip layers: such
 #: predictions were up to 3 % too low.
 FILLED_WITH_SKIPS = 0.95
@@ -235,9 +241,6 @@ class Loss(nn.Module):
         return total
 
 
-# Samples: the arguments of a call, which a plan, or ``"auto"``, measures a model with.
-
-
 def input_of(sample: Any) -> Any:
     """Return a sample as the input of a first layer, as a call of the model would make it."""
     given = arguments_of(sample)
@@ -264,3 +267,14 @@ def arguments_of(sample: Any) -> Arguments:
         "a sample is a dict of keyword arguments, a tuple of arguments, or a tensor (sample: "
         f"{type(sample).__name__}); pass a single argument of another kind as (argument,)"
     )
+
+
+def rows_of(batch: int | None, input: Any) -> int:
+    """The rows of a mini-batch: those of the sample, if they are not given."""
+    rows = max(1, row_count(input)) if batch is None else positive_int(batch)
+    if rows is None:
+        raise ValueError(
+            f"batch must be a positive number of rows (batch: {batch!r}); leave it out to plan for "
+            "the rows of the sample"
+        )
+    return rows

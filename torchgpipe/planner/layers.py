@@ -32,7 +32,6 @@ from torchgpipe.values.microbatch import VALUE, Batch
 
 __all__: list[str] = []
 
-
 #: Bytes that are copied to measure a link, and how often.
 SIZES, TIMES = (4 * 2**20, 2**16), 3
 

@@ -24,13 +24,11 @@ from torchgpipe.schedule.simulator import Step
 
 __all__: list[str] = []
 
-
 #: How many gradients may arrive before the one before them is used, where autograd orders backward:
 #: at the first stage, and at others. Autograd has a thread for each device, and the host's timing
 #: decides which one is ahead. Where the caller issues forward, these are the most that the fence
 #: allows for: it knows when a cell begins whose input needs no gradient, and when another one ends.
 EARLY_AT_FIRST, EARLY = 2, 1
-
 
 #: A computation: its worker, stage, kind and micro-batch.
 Computation: TypeAlias = tuple[int, int, str, int]

@@ -30,7 +30,6 @@ from torchgpipe.values.trees import leaves_of
 
 __all__: list[str] = []
 
-
 #: The milliseconds by which the second time has to be late, and how many times as late as a quarter
 #: of all are.
 APART, TIMES = 0.005, 5

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from itertools import accumulate, groupby
 from statistics import mean
 
@@ -26,12 +26,16 @@ import torch
 from torchgpipe.devices.recorder import memory_total
 from torchgpipe.engine.step_plan import Choice, chosen, completed
 from torchgpipe.mapped.device_map import Mapped
-from torchgpipe.partition.keeping import Keeping, is_policy, offload_of, recomputed_by
-from torchgpipe.planner.choice import excess_of, placed
-from torchgpipe.planner.memory import peaks
+from torchgpipe.partition.keeping import (
+    Keeping,
+    is_policy,
+    offload_of,
+    recomputed_by,
+)
+from torchgpipe.planner.memory import Computation, peaks
 from torchgpipe.planner.observed import Figures, thread_of
 from torchgpipe.planner.stage_memory import known
-from torchgpipe.planner.trial import Problem
+from torchgpipe.planner.trial import Problem, Trials
 from torchgpipe.schedule.built_in import fill_drain
 from torchgpipe.schedule.costs import Table
 from torchgpipe.schedule.language import Schedule
@@ -41,7 +45,6 @@ from torchgpipe.show.shares import Shares
 
 __all__: list[str] = []
 
-
 #: By which factor several threads take longer to issue, since they take the interpreter from each
 #: other. It was measured for small layers on four devices.
 THREADED = 2
@@ -49,7 +52,6 @@ THREADED = 2
 #: What a replay may be above the time that was measured, and below, as shares of it. What is below
 #: is taken for something that stays as it is, such as a loss after the layers.
 ABOVE, BELOW = 0.05, 0.3
-
 
 #: The most modules that a sentence names.
 FEW = 4
@@ -329,3 +331,44 @@ def _issued(schedule: Schedule, threads: int) -> Sequence[Step]:
         return (0, op.microbatch, op.stage) if op.kind == "F" else (1, 0, 0)
 
     return sorted(found, key=key)
+
+
+@lru_cache(8)
+def _trials_of(problem: Problem, rows: int) -> Trials:
+    share = rows / problem.batch
+    given, targets = share * problem.given, share * problem.targets
+    return Trials(replace(problem, batch=rows, given=given, targets=targets))
+
+
+def placed(
+    order: Sequence[Step], devices: Sequence[torch.device]
+) -> tuple[list[Computation], list[int], list[torch.device]]:
+    """The computations of partitions on devices, the number of each device, and the devices."""
+    places = [*dict.fromkeys(devices)]
+    placement = [places.index(device) for device in devices]
+    found = [(placement[op.stage], *op) for _, x, _ in order for op in operations(x)]
+    return found, placement, places
+
+
+def excess_of(
+    problem: Problem | None,
+    order: Sequence[Step],
+    balance: Sequence[int],
+    devices: Sequence[torch.device],
+    rows: int,
+    modes: Sequence[Keeping],
+    *,
+    has_loss: bool,
+) -> float | None:
+    """By how many bytes the fullest device has too little for a step of a model that was planned.
+
+    It is 0 if all fit, and None if the plan was for something else, so nobody knows.
+    """
+    if problem is None or has_loss != problem.has_loss or not rows:
+        return None
+    limits = dict(zip(problem.places, problem.memory))
+    if sum(balance) != problem.count or not limits.keys() >= {*devices}:
+        return None
+    computations, placement, places = placed(order, devices)
+    memory = _trials_of(problem, rows).peaks(computations, placement, balance, modes)
+    return max(0.0, *(x - limits[place] for x, place in zip(memory, places)))

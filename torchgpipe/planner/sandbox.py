@@ -26,14 +26,11 @@ from torchgpipe.values.microbatch import VALUE, Batch
 
 __all__: list[str] = []
 
-
 # Rounds: everything is measured once in each, so that noise falls on all alike.
 #
 # A busy neighbour, or a clock that slows down when it is warm, lasts for a while. Whatever is
 # measured in that while, one after the other, seems slower than the rest. In rounds all are
 # measured at nearly the same time, again and again.
-
-
 #: Half distances of quartiles that noise explains: 2.7 standard deviations, if it is normal.
 NOISE = 4
 

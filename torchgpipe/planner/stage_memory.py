@@ -47,32 +47,6 @@ class Arrival(NamedTuple):
     is_pending: bool
 
 
-class _Value(NamedTuple):
-    """A value that a partition makes."""
-
-    number: int
-    size: float
-    made: int
-    #: The last section that uses it here.
-    last: int
-    #: Whether others, or the caller, get it.
-    leaves: bool
-    #: The bytes of it that the caller gets.
-    output: float
-    #: The first section here that keeps it for backward; None if there is none.
-    first_saver: int | None
-    #: Whether it is kept where sections are computed again.
-    is_stored: bool
-    #: Whether it is made a second time then.
-    is_slot: bool
-    #: Whether it is kept from I until W.
-    is_late: bool
-
-
-#: The sections by which values are looked up.
-KEYS = ("made", "last", "first_saver")
-
-
 class Stage:
     """The memory of one partition for micro-batches of some rows, in bytes, arrivals aside.
 
@@ -107,19 +81,24 @@ class Stage:
         )
         #: By value, the bytes of what goes to others, if nothing keeps it.
         self.leaving = {n: v.size for n, v, _ in leaving if v.made in sections}
-        self._made = [self._made_one(n, v) for n, v in own if v.made in sections]
-        kept = [x for x in self._made if x.first_saver is not None]
         #: The numbers of the values that are kept for backward, and of those for W.
-        self.kept = {x.number for x in kept}
-        self.late = {x.number for x in self._made if x.is_late}
+        self.kept, self.late = set[int](), set[int]()
         #: The bytes that the caller gets of a micro-batch, and of what of it nothing keeps.
-        self.output = sum(x.output for x in self._made)
-        self.loose = sum(x.size for x in self._made if x.output and x.first_saver is None)
+        self.output = self.loose = 0.0
         #: The bytes that a cell keeps from F, or from R, until its backward; and from F until R.
-        self.held = sum(x.size for x in kept) + sum(self._sections[k].kept for k in sections)
-        self.stored = sum(x.size for x in self._made if x.is_stored) + sum(
-            self._sections[k].kept for k in sections if not self._repeats(k)
+        self.held = self.stored = 0.0
+        #: By the section, the bytes of values that it makes, that it uses last and that go then, if
+        #: something is kept for backward or not, that it is the first to keep, and that a
+        #: recomputation makes again.
+        self._makes, self._ends, self._drops, self._saves, self._remakes = (
+            defaultdict[int, float](float) for _ in range(5)
         )
+        self._pending = 0.0
+        for n, v in own:
+            if v.made in sections:
+                self._add(n, v)
+        self.held += sum(self._sections[k].kept for k in sections)
+        self.stored += sum(self._sections[k].kept for k in sections if not self._repeats(k))
         #: The gradients of what goes to others, or to the caller, by value and hop.
         self._out = {(n, x.source, x.is_skip): v.gradient for n, v, x in leaving}
         for n, v in () if record.has_loss else own:
@@ -130,17 +109,30 @@ class Stage:
         #: The gradients that a backward begins with.
         self.given = sum(self._out.values())
 
-    def _made_one(self, n: int, v: Value) -> _Value:
+    def _add(self, n: int, v: Value) -> None:
+        """Count a value that a section makes."""
         used, savers = ([k for k in x if k in self.sections] for x in (v.users, v.savers))
         # What takes no part in backward, as frozen blocks at the beginning, is not computed again.
         stored = any(self._sections[k].is_call and self._sections[k].free.first for k in used)
-        stored = stored or any(not self._repeats(k) for k in savers)
-        return _Value(
-            *(n, v.size, v.made, max([v.made, *used])),
-            *(bool(v.output) or n in self.leaving, v.output, min(savers, default=None)),
-            *(self._by_call and stored, self._repeats(v.made) and v.made in savers),
-            any(k in self.sections for k in v.late),
-        )
+        stored = self._by_call and (stored or any(not self._repeats(k) for k in savers))
+        last, leaves = max([v.made, *used]), bool(v.output) or n in self.leaving
+        self.output += v.output
+        self._makes[v.made] += v.size
+        self._ends[last] += 0.0 if leaves or savers else v.size
+        self._drops[last] += 0.0 if leaves or stored else v.size
+        self.stored += v.size if stored else 0.0
+        if savers:
+            self.kept.add(n)
+            self.held += v.size
+            self._saves[min(savers)] += v.size
+            # A slot is made a second time, whatever is stored.
+            is_slot = self._repeats(v.made) and v.made in savers
+            self._remakes[v.made] += v.size if is_slot or not stored else 0.0
+        elif v.output:
+            self.loose += v.size
+        if any(k in self.sections for k in v.late):
+            self.late.add(n)
+            self._pending += v.size
 
     def _repeats(self, k: int) -> bool:
         """Whether a section is computed again: a call, and the code after the last one."""
@@ -211,15 +203,6 @@ class Stage:
             self._adding[again] = [self._backward(x, holds=False, again=again) for x in ways]
         return self._adding[again]
 
-    @cached_property
-    def _at(self) -> dict[str, dict[int | None, list[_Value]]]:
-        """The values by the section that makes them, that uses them last, or that keeps them."""
-        found = {x: defaultdict[int | None, list[_Value]](list) for x in KEYS}
-        for x in self._made:
-            for key, own in found.items():
-                own[getattr(x, key)].append(x)
-        return {**found}
-
     def _forward(self, *, keeps: bool = True, again: bool = False) -> float:
         """The most memory during a forward, above that before, or during a recomputation."""
         level = peak = 0.0
@@ -228,10 +211,8 @@ class Stage:
             is_end = again and k == self.sections[-1]
             peak = max(peak, level + (section.again if is_end else section.forward))
             level += section.kept if keeps or not self._repeats(k) else 0.0
-            level += sum(x.size for x in self._at["made"][k])
-            for x in self._at["last"][k]:
-                stays = x.leaves or (x.first_saver is not None if keeps else x.is_stored)
-                level -= 0.0 if stays else x.size
+            level += self._makes[k]
+            level -= (self._ends if keeps else self._drops)[k]
         return peak
 
     @cached_property
@@ -276,16 +257,12 @@ class Stage:
             if again and self._repeats(k):
                 peak = max(peak, level + section.forward)
                 # What the recomputation leaves behind.
-                level += section.kept + sum(
-                    x.size
-                    for x in self._at["made"][k]
-                    if x.first_saver is not None and (not x.is_stored or x.is_slot)
-                )
+                level += section.kept + self._remakes[k]
             is_held = holds and outer > 0
             most = getattr(section.held if is_held else section.free, way)
             peak = max(peak, level - section.kept - used[k] - outer + most)
             level -= section.kept + gone[k] + (0.0 if is_held else outer)
-            level -= sum(x.size for x in self._at["first_saver"][k])
+            level -= self._saves[k]
             level += made[k] + (getattr(weights, stay) if stay else 0.0)
             peak = max(peak, level)
         return peak
@@ -304,7 +281,7 @@ class Stage:
             return self.given, self.held, [x - self.given for x in self.whole]
         made, gone, used = self._passed
         level = peak = self.given
-        pending = sum(x.size for x in self._made if x.is_late)
+        pending = self._pending
         for k, half in zip(reversed(self.sections), reversed(halves)):
             assert half is not None
             out, outer = used[k], self._gone_out[k]

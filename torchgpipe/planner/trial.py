@@ -31,7 +31,6 @@ from torchgpipe.schedule.simulator import Rehearsal
 
 __all__: list[str] = []
 
-
 #: The number of the host among workers, in the table of links.
 HOST = -1
 

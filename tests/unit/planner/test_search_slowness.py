@@ -2,7 +2,7 @@
 
 import torch
 
-from torchgpipe.planner import choice
+from torchgpipe.planner import search as choice
 
 
 def test_slowness(monkeypatch):
