@@ -83,13 +83,7 @@ def balance_by_time(
     partitions = _verified(partitions, module)
     checked_timeout(timeout)
     found = profile_layers(
-        module,
-        sample,
-        args=args,
-        kwargs=kwargs,
-        timeout=timeout,
-        device=device,
-        progress=progress,
+        module, sample, args=args, kwargs=kwargs, timeout=timeout, device=device, progress=progress
     )
     times, spreads = found.times()
     return evenest(times, partitions, spreads)

@@ -17,10 +17,7 @@ import torch
 from torch import nn
 
 from torchgpipe.checks import checked_flag, verify_kind
-from torchgpipe.devices.streams import (
-    Device,
-    accelerators,
-)
+from torchgpipe.devices.streams import Device, accelerators
 from torchgpipe.partition.arguments import MISSING, checked_chunks, checked_device, checked_timeout
 from torchgpipe.partition.split import verify_module
 from torchgpipe.planner.memory_tracker import Run

@@ -15,11 +15,7 @@ from torchgpipe.ambient.notes import warn
 from torchgpipe.checks import is_number, listed, shown, verify_kind
 from torchgpipe.devices.recorder import memory_total
 from torchgpipe.devices.streams import CPU, Device, accelerators
-from torchgpipe.partition.arguments import (
-    checked_device,
-    checked_devices,
-    positive_int,
-)
+from torchgpipe.partition.arguments import checked_device, checked_devices, positive_int
 from torchgpipe.values import trees
 from torchgpipe.values.division import divided, has_chunks, row_count
 from torchgpipe.values.marks import NoChunk

@@ -317,10 +317,7 @@ def _peaks(
 
 
 def _fitted(
-    units: Units,
-    sizes: Sequence[int],
-    limits: Sequence[float],
-    peak: Callable[[int, int], float],
+    units: Units, sizes: Sequence[int], limits: Sequence[float], peak: Callable[[int, int], float]
 ) -> tuple[Sequence[int], Sequence[float]]:
     """Cut units into blocks that fit, of which the slowest is as fast as can be.
 

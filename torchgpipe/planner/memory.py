@@ -392,9 +392,7 @@ class Footprint:
 
 
 def weights_of(
-    model: nn.Module,
-    blocks: Mapping[str, nn.Module],
-    own: Collection[str | None] | None = None,
+    model: nn.Module, blocks: Mapping[str, nn.Module], own: Collection[str | None] | None = None
 ) -> dict[str | None, Weights]:
     """The memory of the weights of each block, and under None of what belongs to none.
 

@@ -24,12 +24,7 @@ from torchgpipe.batchnorm import has_batch_norms
 from torchgpipe.checks import checked_flag, verify, verify_kind
 from torchgpipe.devices.recorder import model_of
 from torchgpipe.devices.streams import CPU, Device
-from torchgpipe.partition.arguments import (
-    MISSING,
-    checked_chunks,
-    checked_timeout,
-    verify_loss,
-)
+from torchgpipe.partition.arguments import MISSING, checked_chunks, checked_timeout, verify_loss
 from torchgpipe.partition.keeping import (
     Keeping,
     Offload,

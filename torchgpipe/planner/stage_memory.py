@@ -56,12 +56,7 @@ class Stage:
     """
 
     def __init__(
-        self,
-        record: Record,
-        weights: Sequence[Weights],
-        sections: range,
-        *,
-        by_call: bool = False,
+        self, record: Record, weights: Sequence[Weights], sections: range, *, by_call: bool = False
     ) -> None:
         self.sections, self._all, self._by_call = sections, record, by_call
         self._sections = record.sections

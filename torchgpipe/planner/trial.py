@@ -13,10 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchgpipe.partition.keeping import Keeping, offload_of, recomputed_by
-from torchgpipe.planner.given import (
-    FILLED,
-    FILLED_WITH_SKIPS,
-)
+from torchgpipe.planner.given import FILLED, FILLED_WITH_SKIPS
 from torchgpipe.planner.layers import LayerCosts, Line
 from torchgpipe.planner.memory import UNKNOWN, Computation, issued, may_leave, peaks, ways
 from torchgpipe.planner.record import Sizes
