@@ -275,14 +275,16 @@ class TracedStep:
 
     def excess(self, setting: Wrapping) -> float | None:
         """The bytes by which the memory is too small for a setting; None if nobody knows."""
-        schedule = setting.made()
-        if schedule is None:
+        if setting.made() is None:
             return None
-        order, has_loss = self._order(schedule, setting.threads), setting.schedule is not None
-        ways = setting.balance, self.devices, self.figures.rows
-        planned = excess_of(self.problem, order, *ways, setting.modes, has_loss=has_loss)
-        if planned is not None:
-            return planned
+        problem, rows, has_loss = self.problem, self.figures.rows, setting.schedule is not None
+        if problem is not None and problem.has_loss == has_loss and rows:
+            limits = dict(zip(problem.places, problem.memory))
+            if sum(setting.balance) == problem.count and limits.keys() >= {*self.devices}:
+                order, placement, places = self._placed(setting)
+                ways = placement, setting.balance, setting.modes
+                found = _trials_of(problem, rows).peaks(order, *ways)
+                return max(0.0, *(x - limits[place] for x, place in zip(found, places)))
         # An estimate is good enough to say no, but not to say yes, nor where cells leave.
         if (
             any(map(offload_of, (*setting.modes, *self.setting.modes)))
@@ -300,8 +302,6 @@ class TracedStep:
         Cells keep activations from F, or from R, until their backward, and only their input from F
         until R.
         """
-        schedule = setting.made()
-        assert schedule is not None
         scale = self.figures.chunks / setting.chunks
         ends = [0, *accumulate(setting.balance)]
         # Each module of a map keeps its arguments.
@@ -309,9 +309,19 @@ class TracedStep:
         given = [0, *(x.bytes for x in self.figures.layers)]
         inputs = [scale * sum(given[a:b]) for a, b in zip(ends, inner[: len(ends) - 1])]
         stages = known([scale * self.kept[j] for j in range(len(inputs))], inputs)
-        order, placement, places = placed(self._order(schedule, setting.threads), self.devices)
+        order, placement, places = self._placed(setting)
         found = peaks(order, placement, stages, state=0.0, given=0.0, is_summed=True, loss=None)
         return dict(zip(places, found))
+
+    def _placed(self, setting: Wrapping) -> tuple[list[Computation], list[int], list[torch.device]]:
+        """The computations as the host issues them, the number of each device, and the devices."""
+        schedule = setting.made()
+        assert schedule is not None
+        places = [*dict.fromkeys(self.devices)]
+        placement = [places.index(device) for device in self.devices]
+        order = self._order(schedule, setting.threads)
+        found = [(placement[op.stage], *op) for _, x, _ in order for op in operations(x)]
+        return found, placement, places
 
 
 def _issued(schedule: Schedule, threads: int) -> Sequence[Step]:
@@ -333,37 +343,3 @@ def _trials_of(problem: Problem, rows: int) -> Trials:
     share = rows / problem.batch
     given, targets = share * problem.given, share * problem.targets
     return Trials(replace(problem, batch=rows, given=given, targets=targets))
-
-
-def placed(
-    order: Sequence[Step], devices: Sequence[torch.device]
-) -> tuple[list[Computation], list[int], list[torch.device]]:
-    """The computations of partitions on devices, the number of each device, and the devices."""
-    places = [*dict.fromkeys(devices)]
-    placement = [places.index(device) for device in devices]
-    found = [(placement[op.stage], *op) for _, x, _ in order for op in operations(x)]
-    return found, placement, places
-
-
-def excess_of(
-    problem: Problem | None,
-    order: Sequence[Step],
-    balance: Sequence[int],
-    devices: Sequence[torch.device],
-    rows: int,
-    modes: Sequence[Keeping],
-    *,
-    has_loss: bool,
-) -> float | None:
-    """By how many bytes the fullest device has too little for a step of a model that was planned.
-
-    It is 0 if all fit, and None if the plan was for something else, so nobody knows.
-    """
-    if problem is None or has_loss != problem.has_loss or not rows:
-        return None
-    limits = dict(zip(problem.places, problem.memory))
-    if sum(balance) != problem.count or not limits.keys() >= {*devices}:
-        return None
-    computations, placement, places = placed(order, devices)
-    memory = _trials_of(problem, rows).peaks(computations, placement, balance, modes)
-    return max(0.0, *(x - limits[place] for x, place in zip(memory, places)))
