@@ -171,12 +171,7 @@ def _sample(sandbox: Sandbox) -> tuple[float, ...]:
             again = watch.stop()
         return x.detach()
 
-    batch = sandbox.input()
-    entries = sandbox.entries(batch)
-    entered, ends = enter(*entries) if entries else ((), [])
-    passed = dict(zip(map(id, entries), entered))
-    arriving = [VALUE, *[x for x in batch.skips if x not in sandbox.output.skips]]
-    batch = batch.map(lambda *xs: [passed.get(id(x), x) for x in xs], arriving)
+    batch, ends = _entered(sandbox, sandbox.input())
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         watch.start()
         output = sandbox.forward(batch)
@@ -185,7 +180,7 @@ def _sample(sandbox: Sandbox) -> tuple[float, ...]:
     if roots and ends:
         grads = [torch.ones_like(x) for x in roots]
         halves = Halves([get_gradient_edge(x) for x in roots], grads, ends, weights)
-        del batch, output, roots, entries, entered, passed, grads
+        del batch, output, roots, grads
         watch.start()
         halves.input()
         only_input = watch.stop()
@@ -194,7 +189,7 @@ def _sample(sandbox: Sandbox) -> tuple[float, ...]:
         late = watch.stop()
         del halves
     else:
-        del batch, output, roots, entries, entered, passed
+        del batch, output, roots
     adding = 0.0
     if weights:
         sums, terms = ([torch.zeros_like(x) for x in weights] for _ in range(2))
@@ -343,10 +338,7 @@ def halved(sandbox: Sandbox) -> tuple[Halved, list[Tensor]]:
         run.give(Value(GIVEN, 0), y)
     grad = torch.ones((), device=sandbox.device)
     with run.watching():
-        needing = sandbox.entries(batch)
-        entered, ends = enter(*needing) if needing else ((), [])
-        own = dict(zip(map(id, needing), entered))
-        batch = batch.replace([own.get(id(x), x) for x in batch])
+        batch, ends = _entered(sandbox, batch)
         output = sandbox.forward(batch)
         for x, y in _pairs(sandbox.output, output):
             values.setdefault(memory_of(y), x)
@@ -355,7 +347,7 @@ def halved(sandbox: Sandbox) -> tuple[Halved, list[Tensor]]:
         assert run.ticks is not None
         weights = [x for x in sandbox.layer.parameters() if x.requires_grad]
         halves = Halves([get_gradient_edge(root)], [grad], ends, weights)
-        del batch, needing, entered, own, output, root, x, y
+        del batch, output, root, x, y
         before = {*run.pieces}
         halves.input()
         middle, noted = len(run.ticks), {memory_of(x) for x in halves.noted}
@@ -381,6 +373,14 @@ def halved(sandbox: Sandbox) -> tuple[Halved, list[Tensor]]:
         ),
         late,
     )
+
+
+def _entered(sandbox: Sandbox, batch: Batch) -> tuple[Batch, list[GradientEdge]]:
+    """An input behind nodes at whose edges the backward for it ends, and these edges."""
+    entries = sandbox.entries(batch)
+    entered, ends = enter(*entries) if entries else ((), [])
+    own = dict(zip(map(id, entries), entered))
+    return batch.replace([own.get(id(x), x) for x in batch]), [*ends]
 
 
 def _pairs(batch: Batch, other: Batch) -> list[tuple[Tensor, Tensor]]:
