@@ -51,9 +51,7 @@ class Units:
     A block without parameters goes with the one before it. Blocks that share a parameter may be on
     several devices, but not those that share the statistics of a norm, which they change.
 
-    Args:
-        costs: what each costs, in the order of the calls.
-        spreads: how far these may be off.
+    Costs are in the order of the calls, and may be off by their spreads.
     """
 
     def __init__(

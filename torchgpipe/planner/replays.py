@@ -145,9 +145,6 @@ class Modules:
 
     A map that gives each device modules that follow each other is a balance of these modules. So
     another balance is another map.
-
-    Args:
-        modules: the mapped modules, in the order of their calls.
     """
 
     def __init__(self, device_map: dict[str, torch.device], modules: Sequence[Mapped]) -> None:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import accumulate, chain
 from math import inf
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -244,10 +245,6 @@ class Search(Trials):
                 yield found
 
 
-def _key(trial: Trial) -> tuple[float, float, float]:
-    return trial.key
-
-
 def search(problem: Problem, chunks: Iterable[int]) -> list[Trial]:
     """Find the fastest trials that fit, one for each schedule and number of micro-batches.
 
@@ -259,19 +256,19 @@ def search(problem: Problem, chunks: Iterable[int]) -> list[Trial]:
     """
     found = Search(problem)
     begun = [found.begun(x) for x in settings(problem, chunks)]
-    best = min(begun, key=_key)
+    best = min(begun, key=attrgetter("key"))
     ranked = []
     for trial in sorted(begun, key=lambda x: (x.excess > 0, x.time)):
         if best.excess or found.fastest(trial.setting, trial.balance) < HOPE * best.time:
             trial = found.improved(trial)
-            best = min(best, trial, key=_key)
+            best = min(best, trial, key=attrgetter("key"))
         ranked.append(trial)
     if problem.modes is None and not best.excess:
         ranked = [
             found.improved(x, closely=True) if x.time < NEAR * best.time and not x.excess else x
-            for x in sorted(ranked, key=_key)
+            for x in sorted(ranked, key=attrgetter("key"))
         ]
-    trials = sorted([x for x in ranked if x.excess < inf], key=_key)
+    trials = sorted([x for x in ranked if x.excess < inf], key=attrgetter("key"))
     if not trials:
         a, b = problem.ties[0]
         raise ValueError(
@@ -393,11 +390,6 @@ def chosen(
     Returns:
         The balance, devices, chunks and checkpoint modes, and the trial that has them, if they are
         planned.
-
-    Raises:
-        TypeError: ``"auto"`` has no sample, or one of the wrong kind.
-        ValueError: the word is another one, a sample is given beside a balance, the layers take no
-            time, or do not fit.
     """
     if not isinstance(balance, str):
         if sample is not None:
