@@ -29,11 +29,11 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from torchgpipe import _torch
 from torchgpipe._torch.dynamo import uncompiled
-from torchgpipe.ambient.nesting import is_within_cell
+from torchgpipe.ambient.generators import is_within_cell
 from torchgpipe.checks import verify, verify_number
 from torchgpipe.devices.streams import current_stream, record_stream
 from torchgpipe.partition.arguments import positive_int, verify_a_module
-from torchgpipe.recompute.phase import is_recomputing
+from torchgpipe.recompute.runs import is_recomputing
 from torchgpipe.recompute.selective import uncounted
 from torchgpipe.values.classes import picklable
 

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe._torch.dynamo import is_compiled, uncompiled
-from torchgpipe.ambient.nesting import holding
+from torchgpipe.ambient.generators import holding
 from torchgpipe.autograd.nodes import drain_after_failure
 from torchgpipe.batchnorm import defer
 from torchgpipe.checks import checked_flag
 from torchgpipe.devices.streams import Device, has_streams
 from torchgpipe.engine.wrapper import MiniBatch, Wrapper, compute
-from torchgpipe.mapped.body import current
-from torchgpipe.mapped.calls import Call, Signed, intercept, is_intercepted, let_go, signed
+from torchgpipe.mapped.calls import Call, Signed, current, intercept, is_intercepted, let_go, signed
 from torchgpipe.mapped.course import Course
 from torchgpipe.mapped.device_map import checked_map, mapped_modules, place, placed
 from torchgpipe.mapped.exchanged import Attributes

@@ -24,8 +24,8 @@ from torchgpipe.gpipe import GPipe
 from torchgpipe.graphs.cell import GraphCells
 from torchgpipe.graphs.estimates import costs_of, traced_all
 from torchgpipe.graphs.overlap import Overlaps
-from torchgpipe.graphs.passes import CHOICES, compiler
-from torchgpipe.graphs.slices import function_of
+from torchgpipe.graphs.parts import compiler
+from torchgpipe.graphs.slices import CHOICES, function_of
 from torchgpipe.graphs.stage import StageGraphs
 from torchgpipe.partition.arguments import verify_loss
 from torchgpipe.partition.keeping import keepings_of, verify_words

@@ -98,8 +98,9 @@ class Blocks:
         layers = nn.Sequential(*map(Block, zip(*forward), zip(*backward)))
         self.model = library.wrap(layers, [1] * n, devices=devices, chunks=m, checkpoint=mode)
         self.numbers = torch.arange(float(m), device=devices[0]).unsqueeze(1)
-        # These steps make threads and streams, allocate gradients, and show that layers block.
-        for _ in range(4):
+        # These steps make threads and streams, allocate gradients, and show that layers block. The
+        # one after them is no trial of the slower way to issue cells, as every power of two is.
+        for _ in range(5):
             self.model(torch.full_like(self.numbers, m)).sum().backward()
 
     def seconds(self) -> tuple[float, float]:

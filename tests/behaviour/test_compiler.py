@@ -17,7 +17,7 @@ from tests.support.helpers import Plain
 from tests.support.size import some
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe._torch.dynamo import VERSION
-from torchgpipe.recompute.phase import phase
+from torchgpipe.recompute.runs import phase
 from torchgpipe.skip import Namespace, pop, skippable, stash
 
 # The compiler reads the gradient of every input, also of one that is no leaf.

@@ -10,8 +10,8 @@ from tests.support.size import some
 from tests.support.writes import Writes
 from torchgpipe.graphs.cell import _as_traced, _of_its_own
 from torchgpipe.graphs.parts import Parts
-from torchgpipe.graphs.passes import CHOICES
 from torchgpipe.graphs.places import UntraceableError
+from torchgpipe.graphs.slices import CHOICES
 
 
 def copies(tensors):

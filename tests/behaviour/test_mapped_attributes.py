@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.support.helpers import plain
 from torchgpipe import MappedGPipe, is_recomputing
-from torchgpipe.mapped.changes import Contents
+from torchgpipe.mapped.containers import Contents
 
 M = 3
 

@@ -10,7 +10,7 @@ from torchgpipe.ambient import context as thread
 from torchgpipe.ambient.context import EnteredModes, Modes, autocast_nesting, current_hooks
 from torchgpipe.ambient.random_numbers import CellNumbers, RestoredNumbers
 from torchgpipe.devices.streams import current_streams, use_stream
-from torchgpipe.recompute.phase import checkpointing
+from torchgpipe.recompute.runs import checkpointing
 from torchgpipe.skip.tracker import use_skip_tracker
 
 

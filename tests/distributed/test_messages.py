@@ -13,6 +13,8 @@ from torch import nn
 
 from tests.distributed.test_schedules import beside, pipe_of
 from tests.support.schedules import linear, same
+from torchgpipe._torch.dynamo import is_alone
+from torchgpipe.distributed import mail
 from torchgpipe.distributed.messages import pack, unpack
 from torchgpipe.distributed.peers import Routes
 from torchgpipe.skip import pop, skippable, stash
@@ -193,6 +195,28 @@ def again(group, name):
 @pytest.mark.parametrize("name", ["fill_drain", "1f1b"])
 def test_memory_that_is_used_again(name, processes):
     processes.run(again, 4, name)
+
+
+def sent_as_it_is(group):
+    """Check that what only this process has made is sent without a copy."""
+    pipe = pipe_of([linear(), linear()], "1f1b", group, chunks=2, checkpoint="never")
+    x, y = torch.rand(2, 4, 6)
+    # With the first messages go their forms.
+    pipe.step(x, y)
+    found = []
+
+    def alone(x):
+        found.append(is_alone(x))
+        return found[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mail, "is_alone", alone)
+        pipe.step(x, y)
+    assert found == [True, True]
+
+
+def test_messages_are_not_copied(processes):
+    processes.run(sent_as_it_is, 2)
 
 
 class OneGradient(torch.autograd.Function):

@@ -9,8 +9,8 @@ from torch import nn
 
 from torchgpipe.graphs.overlap import communicates
 from torchgpipe.graphs.parts import Parts
-from torchgpipe.graphs.passes import CHOICES
 from torchgpipe.graphs.places import Places
+from torchgpipe.graphs.slices import CHOICES
 from torchgpipe.graphs.trace import Marks, chosen, trace
 from torchgpipe.testing.busy import _spend
 from torchgpipe.values.microbatch import Batch

@@ -308,7 +308,6 @@ def names_in(node):
 
 #: Stems of files that stand in several rooms, with the one thing that each means in all of them.
 STEMS = {
-    "body": "what a cell runs: the layers of a partition, or a mapped module",
     "cell": "a micro-batch in a stage, as each driver runs it",
     "step": "what the cells of one step have in common, for stages and for maps",
 }

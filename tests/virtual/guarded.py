@@ -145,7 +145,7 @@ TESTS = {
         {},
     ),
     "one at a generator": (
-        "unit.ambient.test_sources_defaults",
+        "unit.ambient.test_generators_defaults",
         "test_one_thread_at_a_time_uses_a_generator",
         {},
     ),
@@ -175,22 +175,22 @@ TESTS = {
         {"name": "random:drawn_late", "run": "GPipe", "mode": "never"},
     ),
     "one step at a time": (
-        "unit.ambient.test_nesting",
+        "unit.ambient.test_generators_nesting",
         "test_one_step_at_a_time",
         {"timeout": 0.2},
     ),
     "a step within a cell": (
-        "unit.ambient.test_nesting",
+        "unit.ambient.test_generators_nesting",
         "test_step_within_a_cell_does_not_wait",
         {"timeout": 0.2},
     ),
     "a recomputation within a cell": (
-        "unit.ambient.test_nesting",
+        "unit.ambient.test_generators_nesting",
         "test_recomputation_within_a_cell_does_not_wait",
         {"timeout": 0.2},
     ),
     "a step that does not begin": (
-        "unit.ambient.test_nesting",
+        "unit.ambient.test_generators_nesting",
         "test_step_that_does_not_begin_has_nobody_wait",
         {"timeout": 0.2},
     ),
@@ -235,7 +235,7 @@ TESTS = {
         {},
     ),
     "recomputation of a step": (
-        "unit.ambient.test_nesting",
+        "unit.ambient.test_generators_nesting",
         "test_recomputation_of_a_step_within_a_cell_holds_its_locks",
         {"timeout": 0.2},
     ),
@@ -281,7 +281,7 @@ TESTS = {
         "test_noise_of_rrelu",
         {"name": "module", "device": torch.device("cpu")},
     ),
-    "let go": ("unit.recompute.test_input", "test_input_is_let_go_by_the_recomputation", {}),
+    "let go": ("unit.recompute.test_runs_input", "test_input_is_let_go_by_the_recomputation", {}),
 }
 
 #: Guards: what is changed in the line below the marker `# guard: name` in the package's source,

@@ -34,21 +34,21 @@ TESTS = {
         "turns": ("engine.test_drawing", "numbers_are_those_of_gpipe", {}),
         "turns of backwards": ("engine.test_drawing", "backward_that_sets_the_generator", {}),
         "traced": (
-            "_torch.test_generators",
+            "_torch.test_draws",
             "what_is_traced_has_no_generator",
             {"tracing_mode": "fake"},
         ),
         "within a mode": (
-            "_torch.test_generators",
+            "_torch.test_draws",
             "numbers_of_a_generator_of_its_own",
             {"name": "rand", "within": True},
         ),
         "elsewhere": (
-            "_torch.test_generators",
+            "_torch.test_draws",
             "tensors_elsewhere_are_filled_by_a_generator_of_their_device",
             {},
         ),
-        "again": ("_torch.test_generators_checkpoints", "recomputations_begin_anew", {}),
+        "again": ("_torch.test_draws_checkpoints", "recomputations_begin_anew", {}),
     }.items()
 }
 

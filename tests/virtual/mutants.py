@@ -103,7 +103,7 @@ def _of_package(name):
 
 def forget_kernels():
     """Have PyTorch forget the kernels of the package, of which it takes one copy's."""
-    draws = sys.modules.get("torchgpipe._torch.generators")
+    draws = sys.modules.get("torchgpipe._torch.draws")
     if draws is not None:
         for library in draws._libraries:
             library._destroy()

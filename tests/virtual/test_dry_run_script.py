@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from torchgpipe.testing.dry_run.script import main
+from torchgpipe.testing.dry_run.__main__ import main
 
 SCRIPT = """
 import sys

@@ -4,7 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.dry import HARDWARE
 from tests.virtual.compare import verify
+from torchgpipe.testing import observe
 
 torch.manual_seed(0)  # For the tensors of the table.
 
@@ -39,6 +41,22 @@ FUNCTIONS = {
         lambda q, k: F.scaled_dot_product_attention(q, k, k, enable_gqa=True),
         [QUERY, KEY[:, :2]],
     ),
+    # What accelerators have a kernel for depends on the layouts, too.
+    "attention, heads last": (
+        lambda q, k: F.scaled_dot_product_attention(q, k, k),
+        [QUERY.movedim(1, -1).contiguous().movedim(-1, 1)] * 2,
+    ),
+    "attention, strided": (
+        lambda q, k: F.scaled_dot_product_attention(q.mT, k.mT, k.mT),
+        [QUERY.mT.contiguous(), KEY.mT.contiguous()],
+    ),
+    "attention, a mask for each head": (
+        F.scaled_dot_product_attention,
+        [QUERY, KEY, KEY, torch.ones(4, 5, 6).tril() > 0],
+    ),
+    "attention, one batch of keys": (F.scaled_dot_product_attention, [QUERY, KEY[:1], KEY[:1]]),
+    "attention, one head": (F.scaled_dot_product_attention, [QUERY[:, 0], KEY[:, 0], KEY[:, 0]]),
+    "attention, no keys": (F.scaled_dot_product_attention, [QUERY, KEY[:, :, :0], KEY[:, :, :0]]),
     "index": (
         lambda x, i: (x[i], x[:, 1], x[1:, ::2], x[..., None], x[i, i]),
         [torch.randn(5, 5), CLASSES],
@@ -148,6 +166,13 @@ FUNCTIONS = {
 @pytest.mark.parametrize(("function", "inputs"), FUNCTIONS.values(), ids=FUNCTIONS)
 def test_function(function, inputs, devices):
     verify(devices[1], function, *inputs)
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name.startswith("attention")])
+def test_kernels_of_described_devices(name, devices):
+    function, inputs = FUNCTIONS[name]
+    with observe(costs=HARDWARE):
+        verify(devices[1], function, *inputs)
 
 
 def test_outputs_that_are_given(devices):

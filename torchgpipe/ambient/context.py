@@ -34,7 +34,7 @@ __all__: list[str] = []
 # Thread-local attributes, registered so that they can be restored after Ctrl-C.
 #
 # Each room keeps its own: :mod:`torchgpipe.ambient.notes` the layer that runs,
-# :mod:`torchgpipe.ambient.nesting` how wrappers are nested, :mod:`torchgpipe.recompute.phase`
+# :mod:`torchgpipe.ambient.generators` how wrappers are nested, :mod:`torchgpipe.recompute.runs`
 # which run of a cell it is, and :mod:`torchgpipe.skip.tracker` where layers stash and pop.
 
 

@@ -1,4 +1,4 @@
-"""Notes on exceptions: partition, micro-batch and layer, in forward and in backward."""
+"""Exceptions on their way out: notes on them, in both directions, and blocks that let them pass."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, suppress
+from functools import wraps
 from types import TracebackType
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
@@ -219,3 +220,43 @@ def _noting(node: Callable[[], Any], text: str) -> Callable[..., Any]:
             raise
 
     return apply
+
+
+# Context managers made from generators, which let any exception pass unchanged.
+
+
+Given = ParamSpec("Given")
+Value = TypeVar("Value", covariant=True)
+
+
+class Block(AbstractContextManager[Value, None], Generic[Value]):
+    """A context manager around a generator with one ``yield``.
+
+    An exception of the block is not thrown into the generator. The generator is closed instead: its
+    ``finally`` clauses run, but not the code after its ``yield``. To throw it would set the
+    exception's traceback, which fails for an exception without settable attributes, and hides it.
+    """
+
+    def __init__(self, generator: Iterator[Value]) -> None:
+        self._generator = generator
+
+    def __enter__(self) -> Value:
+        return next(self._generator)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            next(self._generator, None)
+        else:
+            self._generator.close()  # type: ignore[attr-defined]
+
+
+def contextmanager(
+    function: Callable[Given, Iterator[Value]],
+) -> Callable[Given, Block[Value]]:
+    """Make context managers of a generator, as :func:`contextlib.contextmanager` does."""
+
+    @wraps(function)
+    def made(*args: Given.args, **kwargs: Given.kwargs) -> Block[Value]:
+        return Block(function(*args, **kwargs))
+
+    return made

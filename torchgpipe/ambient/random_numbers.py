@@ -16,7 +16,7 @@ micro-batch begins with a seed of its own, which is computed from the caller's s
 Backward does not set RNG states, but for that of a schedule on the CPU: to set one takes the host
 about 6 µs, more than 1 % of a small cell, and few functions draw random numbers in backward.
 
-:mod:`torchgpipe.ambient.nesting` has the locks, since all threads share a generator.
+:mod:`torchgpipe.ambient.generators` has the locks, since all threads share a generator.
 """
 
 from __future__ import annotations
@@ -29,22 +29,20 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from torchgpipe.ambient.nesting import (
+from torchgpipe.ambient.generators import (
     Around,
     Lock,
     Nest,
+    Source,
     begin_step,
+    content,
+    default_state,
     end_step,
     first_run,
+    generator_of,
     locks_of,
     nesting,
     recomputation,
-)
-from torchgpipe.ambient.sources import (
-    Source,
-    content,
-    default_state,
-    generator_of,
     set_default_state,
 )
 from torchgpipe.devices.streams import CPU

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from torchgpipe._torch import pipelining
 from torchgpipe._torch.dynamo import modules_of
+from torchgpipe.ambient.notes import contextmanager
 from torchgpipe.checks import is_number, verify
 from torchgpipe.devices.streams import CPU
 from torchgpipe.distributed.peers import Peers, Routes, digest
 from torchgpipe.engine.outcome import Sums
 from torchgpipe.partition.placement import is_shard, is_sharded, tables
-from torchgpipe.values.managers import contextmanager
 
 __all__: list[str] = []
 

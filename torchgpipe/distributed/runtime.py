@@ -27,8 +27,7 @@ from torchgpipe.distributed.peers import Peers, Routes
 from torchgpipe.engine.loop import Executor
 from torchgpipe.engine.step_plan import Choice, Plan, chosen, completed
 from torchgpipe.partition.keeping import Keepings, choosing, keepings_of, recomputed_by
-from torchgpipe.schedule.exchange import write_csv
-from torchgpipe.schedule.language import Schedule
+from torchgpipe.schedule.language import Schedule, write_csv
 from torchgpipe.schedule.program import Instruction, Op, operations, together
 from torchgpipe.schedule.rewrite import without_recomputation
 from torchgpipe.skip.layout import SkipLayout

@@ -19,7 +19,7 @@ from torchgpipe.recompute.buffers import Copy
 from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.recompute.layer_state import LayersState
 from torchgpipe.recompute.offload import NewCell, Offloading
-from torchgpipe.recompute.phase import is_recomputing
+from torchgpipe.recompute.runs import is_recomputing
 from torchgpipe.recompute.selective import Contexts, contexts_of, within
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 from torchgpipe.values.microbatch import VALUE, Batch

@@ -150,15 +150,17 @@ class Forward(Computation):
 
     def deliver(self) -> None:
         executor, i, j = self.executor, self.i, self.j
+        # Whoever held the output would keep it on the device, and have a message copy it.
+        output = self.output
+        del self.output
         if self.is_beside:
-            executor.links.give_back(self.output, self.w)
+            executor.links.give_back(output, self.w)
         if j < executor.plan.last:
-            executor.post.send(j, i, self.output)
+            executor.post.send(j, i, output)
         elif executor.links.is_outside[j]:
             executor.links.leave(executor.criterion.results(i), j)
+        del output
         if executor.windows:
-            # Whoever holds the output would keep it on the device.
-            del self.output
             self.cell.leave()
 
     def settle(self) -> None:
@@ -219,9 +221,11 @@ class BackwardInput(BackwardWeight):
         self.inputs = self.cell.backward_input(self.given)
 
     def deliver(self) -> None:
-        for grads in self.inputs.values() if self.is_beside else ():
+        inputs = self.inputs
+        del self.inputs
+        for grads in inputs.values() if self.is_beside else ():
             self.executor.links.give_back(grads, self.w)
-        self.executor.post.send_grads(self.j, self.i, self.inputs)
+        self.executor.post.send_grads(self.j, self.i, inputs)
 
 
 class Backward(BackwardInput):

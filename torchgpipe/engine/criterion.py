@@ -17,8 +17,8 @@ from torchgpipe.ambient.notes import add_note
 from torchgpipe.ambient.notes import layer as current
 from torchgpipe.devices.pool import StreamPool
 from torchgpipe.engine.links import fetched
-from torchgpipe.partition.traps import lists
-from torchgpipe.recompute.phase import is_recomputing
+from torchgpipe.partition.arguments import lists
+from torchgpipe.recompute.runs import is_recomputing
 from torchgpipe.values import trees
 from torchgpipe.values.division import Division, divided, leaves_in, rows_in, split
 from torchgpipe.values.marks import Chunks, is_of_input

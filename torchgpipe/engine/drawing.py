@@ -22,14 +22,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe._torch import generators
-from torchgpipe.ambient.nesting import can_see_draws, first_run, nesting, seeing_draws
+from torchgpipe._torch import draws
+from torchgpipe.ambient.generators import (
+    Own,
+    Watched,
+    can_see_draws,
+    content,
+    default_state,
+    first_run,
+    generator_of,
+    nesting,
+    seeing_draws,
+)
+from torchgpipe.ambient.notes import contextmanager
 from torchgpipe.ambient.random_numbers import CellNumbers, StepNumbers
-from torchgpipe.ambient.sources import Own, Watched, content, default_state, generator_of
 from torchgpipe.devices.streams import CPU
 from torchgpipe.engine.step import Step
 from torchgpipe.engine.step_plan import Plan
-from torchgpipe.values.managers import contextmanager
 
 __all__: list[str] = []
 
@@ -233,7 +242,7 @@ class _WatchedBackward(_Backward):
         self.watched = Watched()
 
     def begin(self) -> torch.Generator | None:
-        if generators.find()[1] is not None:
+        if draws.find()[1] is not None:
             return None
         self.watched.look()
         return None if self.watched.touched else super().begin()

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.ambient.context import is_in_checkpoint
-from torchgpipe.ambient.nesting import holding
+from torchgpipe.ambient.generators import holding
 from torchgpipe.devices.streams import use_stream, wait_stream
 from torchgpipe.engine.computation import KINDS, Computation
 from torchgpipe.engine.criterion import Criterion

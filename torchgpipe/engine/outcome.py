@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from torchgpipe import _torch
 from torchgpipe._torch.dynamo import is_alone, modules_of, parameters_of, uncompiled
+from torchgpipe.ambient.notes import contextmanager
 from torchgpipe.autograd.nodes import without_hooks
 from torchgpipe.devices.streams import (
     CPU,
@@ -26,7 +27,6 @@ from torchgpipe.devices.streams import (
 from torchgpipe.engine.links import Links, Post
 from torchgpipe.engine.stages import Stages
 from torchgpipe.engine.step_plan import Plan
-from torchgpipe.values.managers import contextmanager
 from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []

@@ -59,7 +59,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from torchgpipe.ambient import labels
-from torchgpipe.ambient.nesting import holding
+from torchgpipe.ambient.generators import holding
 from torchgpipe.ambient.notes import noted
 from torchgpipe.autograd.nodes import drain_after_failure
 from torchgpipe.engine.cell import Cell

@@ -29,7 +29,7 @@ from torch.autograd.graph import Node
 from torchgpipe.autograd.nodes import before_node, next_number, number_of
 from torchgpipe.devices.recorder import Mark, Recorder, copy_mark
 from torchgpipe.devices.streams import AbstractStream, has_streams
-from torchgpipe.recompute.phase import is_recomputing
+from torchgpipe.recompute.runs import is_recomputing
 from torchgpipe.show.describe import StepFigures
 
 __all__: list[str] = []

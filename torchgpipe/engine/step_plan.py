@@ -36,8 +36,7 @@ from torchgpipe.schedule.program import (
     operations_of,
 )
 from torchgpipe.schedule.rewrite import checkpointed
-from torchgpipe.schedule.simulator import in_order
-from torchgpipe.schedule.validator import validate
+from torchgpipe.schedule.simulator import in_order, validate
 
 __all__: list[str] = []
 

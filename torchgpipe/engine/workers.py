@@ -35,7 +35,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from torchgpipe.ambient.context import Context, SavedSettings
-from torchgpipe.ambient.nesting import nesting, seeing_draws
+from torchgpipe.ambient.generators import nesting, seeing_draws
 from torchgpipe.devices.streams import has_streams
 
 __all__: list[str] = []

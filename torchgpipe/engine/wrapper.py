@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from torchgpipe._torch.dynamo import mark_if_possible, prepare_if_compiled, watch
 from torchgpipe.ambient.context import Modes, SavedSettings
+from torchgpipe.ambient.generators import is_within_cell
 from torchgpipe.ambient.modes import verify_no_tangents, verify_no_transform
-from torchgpipe.ambient.nesting import is_within_cell
 from torchgpipe.autograd.versions import unchanged
 from torchgpipe.batchnorm import deferred_batch_norms, deferred_updates
 from torchgpipe.engine.recorded import Holder
-from torchgpipe.partition.arguments import checked_chunks
+from torchgpipe.partition.arguments import Traps, checked_chunks
 from torchgpipe.partition.keeping import (
     Keeping,
     Keepings,
@@ -26,7 +26,6 @@ from torchgpipe.partition.keeping import (
     keepings_of,
     recomputed_by,
 )
-from torchgpipe.partition.traps import Traps
 from torchgpipe.values.division import division_of, split
 from torchgpipe.values.microbatch import VALUE, Batch, in_all, joined
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchgpipe.ambient.generators import holding
 from torchgpipe.ambient.modes import without_autocast
-from torchgpipe.ambient.nesting import holding
 from torchgpipe.ambient.random_numbers import FirstNumbers
 from torchgpipe.autograd.versions import version_of
 from torchgpipe.devices.streams import get_device

@@ -1,8 +1,9 @@
-"""Slices of a joint graph, as functions: cut in halves, without what computes nothing."""
+"""Slices of a joint graph, as functions: halves, without idle operators, and what R computes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,15 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
 from torchgpipe._torch.dynamo import schema_of
-from torchgpipe.graphs.joint import Effects, Joint, is_item, is_random, is_void, tensors_of
+from torchgpipe.graphs.joint import (
+    Effects,
+    Joint,
+    bytes_of,
+    is_item,
+    is_random,
+    is_void,
+    tensors_of,
+)
 
 __all__: list[str] = []
 
@@ -277,8 +286,8 @@ def _fill(graph: Graph, part: Slice, known: dict[Node, Node], twins: Mapping[Nod
 #   W   the rest
 #
 # Values that both need are computed in I, and handed to W. Some operators compute gradients of
-# the input and of weights at once, and have a mask that says which:
-# :mod:`torchgpipe.graphs.slices` makes two of these first.
+# the input and of weights at once, and have a mask that says which: of these, the first pass above
+# makes two.
 #
 # Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), for the halves.
 
@@ -333,3 +342,89 @@ def _are_apart(effects: Effects, nodes: list[Node], first: set[Node]) -> bool:
                 ):
                     return False
     return True
+
+
+# The passes that choose what R computes again, and so what a cell keeps from F until then.
+#
+# ``everything``: the whole forward, from the input. ``min_cut``: only cheap operators, from the
+# values that take the fewest bytes. Matrix products and convolutions are not recomputed, nor are
+# operators that draw random numbers or change memory in place; norms, activations and other
+# elementwise operators are. The kept values are a minimum cut, by bytes, between the nodes that
+# cannot be recomputed, inputs included, and the nodes that backward needs.
+#
+# Sources: Chen et al., Training Deep Nets with Sublinear Memory Cost (arXiv 1604.06174), for the
+# first; He and Yang, Min-cut optimal (re)materialization (dev-discuss.pytorch.org, 2022), for the
+# second.
+
+
+class Again(NamedTuple):
+    """A choice of the nodes to recompute.
+
+    Args:
+        kept: the nodes whose values a cell keeps from F until R.
+        nodes: the nodes that R computes, in order.
+    """
+
+    kept: list[Node]
+    nodes: list[Node]
+
+
+#: Chooses what is computed again, to get the values of some nodes.
+Choice = Callable[[Joint, Effects, Sequence[Node]], Again]
+
+
+def everything(joint: Joint, effects: Effects, saved: Sequence[Node]) -> Again:
+    """Recompute everything that the backward needs, from the input and what layers keep."""
+    forward = joint.forward
+    # guard: random numbers in the same order
+    others = [x for x in forward if is_random(x) or is_void(x)]
+    # guard: what layers keep of a graph
+    region = {*forward} - joint.kept
+    nodes = effects.in_order(effects.needed([*saved, *others], region))
+    given = {*joint.inputs, *joint.more, *joint.kept.intersection(forward)}
+    taken = {*saved, *[x for node in nodes for x in node.all_input_nodes]}
+    return Again(effects.in_order(taken & given), nodes)
+
+
+def min_cut(joint: Joint, effects: Effects, saved: Sequence[Node]) -> Again:
+    """Recompute cheap operators only, from the values that take the fewest bytes."""
+    # A dependency of PyTorch.
+    import networkx  # type: ignore[import-untyped]
+
+    forward = joint.forward
+    region = effects.needed(saved, {*forward})
+    fixed = {x for x in forward if x in joint.kept or _is_fixed(effects, x)}
+    # The items of what a fixed operator returns are fixed, too.
+    fixed |= {x for x in forward if is_item(x) and x.args[0] in fixed}
+    given = {*joint.inputs, *joint.more}
+    graph: Any = networkx.DiGraph()
+    graph.add_node("source")
+    graph.add_node("sink")
+    for x in [*given, *region]:
+        whole = isinstance(x.meta.get("val"), tuple | list)
+        graph.add_edge((x, 0), (x, 1), capacity=inf if whole else bytes_of(tensors_of(x)))
+        if x in given or x in fixed:
+            graph.add_edge("source", (x, 0))
+        if x in region and x not in fixed:
+            for y in x.all_input_nodes:
+                if y in given or y in region:
+                    graph.add_edge((y, 1), (x, 0))
+    for x in saved:
+        graph.add_edge((x, 1), "sink")
+    _, (near, _) = networkx.minimum_cut(graph, "source", "sink")
+    kept = {x for x in [*given, *region] if (x, 0) in near and (x, 1) not in near}
+    nodes = effects.needed([x for x in saved if x not in kept], region - kept)
+    return Again(effects.in_order(kept), effects.in_order(nodes))
+
+
+def _is_fixed(effects: Effects, node: Node) -> bool:
+    """Whether a node must not be recomputed."""
+    packet: Any = getattr(node.target, "overloadpacket", None)
+    if packet in flop_registry or is_random(node) or is_void(node) or node in effects.written:
+        return True
+    # Memory that is changed in place has another value by then.
+    touched = effects.memory[node] | effects.reads(node)
+    return any(x in effects.writers for x in touched)
+
+
+CHOICES: dict[str, Choice] = {"everything": everything, "min-cut": min_cut}

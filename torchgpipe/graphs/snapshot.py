@@ -2,7 +2,7 @@
 
 A snapshot follows all references: containers, attributes, closures of functions, arrays, and the
 states of generators. Of a tensor it notes only that there is one: layers that read its values are
-not traced at all (:mod:`torchgpipe.graphs.reads`).
+not traced at all (:mod:`torchgpipe.graphs.places`).
 """
 
 from __future__ import annotations

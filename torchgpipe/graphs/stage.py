@@ -26,13 +26,12 @@ from torchgpipe.engine.computation import Forward
 from torchgpipe.engine.criterion import Criterion
 from torchgpipe.graphs.overlap import Overlaps
 from torchgpipe.graphs.parts import Maker, Parts
-from torchgpipe.graphs.passes import Choice, everything
 from torchgpipe.graphs.picture import text, write_svg
 from torchgpipe.graphs.places import UntraceableError, kinds
-from torchgpipe.graphs.slices import function_of
+from torchgpipe.graphs.slices import Choice, everything, function_of
 from torchgpipe.graphs.trace import Marks, OutputForm, chosen, trace
 from torchgpipe.graphs.traced import KINDS, Entry, Settings, StageState, Traced, gate
-from torchgpipe.recompute.phase import checkpointing
+from torchgpipe.recompute.runs import checkpointing
 from torchgpipe.values.division import Division
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import TUPLE, Structure, flatten

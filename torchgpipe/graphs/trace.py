@@ -9,7 +9,10 @@ not noted, so a stage that does such things is not made a graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -23,8 +26,7 @@ from torch.fx.traceback import preserve_node_meta
 from torchgpipe._torch.dynamo import keep_guard, storage_of
 from torchgpipe.ambient.modes import own_casts, without_autocast
 from torchgpipe.graphs.joint import Effects, Joint, is_random, tensors_of
-from torchgpipe.graphs.places import Places, UntraceableError, verify_plain
-from torchgpipe.graphs.reads import REASON, ReadingNothing, drawing_nothing
+from torchgpipe.graphs.places import REASON, Places, ReadingNothing, UntraceableError, verify_plain
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import Structure
 
@@ -328,3 +330,51 @@ def _reason(error: Exception) -> str:
         return REASON
     lines = [x.strip() for x in str(error).splitlines() if x.strip()]
     return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
+
+
+# Random numbers that a graph cannot draw: those of Python and NumPy, and seeds of PyTorch.
+
+
+@contextmanager
+def drawing_nothing() -> Iterator[None]:
+    """Check that a block leaves these generators alone, and restore them if it does not.
+
+    Draws from PyTorch's own generator are part of the graph. Other threads may draw from it at the
+    same time, so only a new seed counts. For the other generators it is unknown which thread has
+    drawn: if another one has, it may draw the same numbers again.
+
+    Raises:
+        UntraceableError: the block has drawn from the others, or seeded PyTorch's.
+    """
+    # If NumPy is not imported, nobody has drawn from its generator.
+    numpy: Any = sys.modules.get("numpy")
+    mine, state = random.getstate(), torch.get_rng_state()
+    other: Any = numpy.random.get_state() if numpy else None
+    seed = torch.initial_seed()
+    moved = False
+    try:
+        yield
+    finally:
+        if _is_seeded(seed, state):
+            moved = True
+            torch.set_rng_state(state)
+        if random.getstate() != mine:
+            moved = True
+            random.setstate(mine)
+        if numpy:
+            now = numpy.random.get_state()
+            if (now[1].tobytes(), *now[2:]) != (other[1].tobytes(), *other[2:]):
+                moved = True
+                numpy.random.set_state(other)
+    if moved:
+        raise UntraceableError("it draws random numbers of Python or NumPy, or seeds PyTorch's")
+
+
+def _is_seeded(seed: int, state: Tensor) -> bool:
+    """Whether PyTorch's generator was seeded since, maybe with the same seed."""
+    if torch.initial_seed() != seed:
+        return True
+    now = torch.get_rng_state()
+    if torch.equal(now, state):
+        return False
+    return torch.equal(now, torch.Generator().manual_seed(seed).get_state())

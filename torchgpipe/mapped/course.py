@@ -31,18 +31,17 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torchgpipe import _torch
 from torchgpipe.ambient import labels
 from torchgpipe.ambient.context import current_hooks, is_in_checkpoint
 from torchgpipe.ambient.modes import own_casts
 from torchgpipe.ambient.notes import add_note, noted
 from torchgpipe.devices.streams import has_streams, make_current, use_stream, wait_stream
-from torchgpipe.mapped.body import MappedBody
+from torchgpipe.mapped.calls import MappedBody
 from torchgpipe.mapped.cell import Cell
-from torchgpipe.mapped.changes import elsewhere_in
-from torchgpipe.mapped.containers import replaced, tensors_of, unfilled
+from torchgpipe.mapped.containers import elsewhere_in, replaced, tensors_of, unfilled
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.mapped.exchanged import Exchanged, mappings_of
+from torchgpipe.mapped.glue import paused
 from torchgpipe.mapped.numbers import CourseNumbers
 from torchgpipe.mapped.on_demand import omissible
 from torchgpipe.mapped.step import MappedStep
@@ -411,20 +410,3 @@ class Course:
             cell.before = before.stage.compute
             self.later[device] = cell
         return cell
-
-
-class paused:
-    """Leave a mode within a ``with`` block, if it is the innermost one."""
-
-    def __init__(self, mode: TorchFunctionMode | None) -> None:
-        self._mode = mode
-
-    def __enter__(self) -> None:
-        count = _torch.count_function_modes()
-        self._popped = bool(count) and _torch.function_mode_at(count - 1) is self._mode
-        if self._popped:
-            _torch.pop_function_mode()
-
-    def __exit__(self, *_: object) -> None:
-        if self._popped:
-            _torch.push_function_mode(self._mode)

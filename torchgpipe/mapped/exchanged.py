@@ -10,9 +10,17 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor, nn
 
 from torchgpipe.autograd.versions import version_of
-from torchgpipe.mapped.changes import COUNT, DEPTH, Contents, Replaced, attributes_of, fill
-from torchgpipe.mapped.containers import lists_and_dicts, tensors_of
-from torchgpipe.recompute.phase import is_recomputing
+from torchgpipe.mapped.containers import (
+    COUNT,
+    DEPTH,
+    Contents,
+    Replaced,
+    attributes_of,
+    fill,
+    lists_and_dicts,
+    tensors_of,
+)
+from torchgpipe.recompute.runs import is_recomputing
 from torchgpipe.values.structure import ATOMS, MISSING
 
 __all__: list[str] = []

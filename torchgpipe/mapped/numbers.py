@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from torchgpipe.ambient.generators import content, generator_of
+from torchgpipe.ambient.notes import contextmanager
 from torchgpipe.ambient.random_numbers import CellNumbers, StepNumbers, get_state, set_state
-from torchgpipe.ambient.sources import content, generator_of
-from torchgpipe.values.managers import contextmanager
 
 __all__: list[str] = []
 

@@ -33,11 +33,11 @@ from torchgpipe.devices.streams import (
 )
 from torchgpipe.engine.recorded import Recording
 from torchgpipe.engine.step import Fence, StepWeights
-from torchgpipe.mapped.body import MappedBody
-from torchgpipe.mapped.changes import Changes
+from torchgpipe.mapped.calls import MappedBody
+from torchgpipe.mapped.containers import Changes
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.mapped.exchanged import Attributes
-from torchgpipe.mapped.functions import watch
+from torchgpipe.mapped.glue import watch_functions
 from torchgpipe.mapped.on_demand import Omitted
 from torchgpipe.partition.keeping import (
     Keeping,
@@ -200,7 +200,7 @@ class MappedStep:
         A walk through a graph takes the host long, so most steps do without.
         """
         if self._lasting.functions is not False and torch.is_grad_enabled():
-            self._functions |= watch(outputs)
+            self._functions |= watch_functions(outputs)
 
     def outside(self, device: torch.device) -> AbstractStream:
         """The caller's stream on a device."""

@@ -35,7 +35,7 @@ from torchgpipe.autograd.versions import version_of
 from torchgpipe.devices.streams import get_device
 from torchgpipe.mapped.containers import replaced, tensors_of
 from torchgpipe.recompute.checkpoint import Checkpoint
-from torchgpipe.recompute.keep import Values
+from torchgpipe.recompute.runs import Values
 from torchgpipe.recompute.slots import Slot
 from torchgpipe.values.microbatch import VALUE, Batch
 

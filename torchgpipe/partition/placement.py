@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe._torch.dynamo import modules_of
+from torchgpipe.ambient.notes import contextmanager
 from torchgpipe.autograd.versions import version_of
 from torchgpipe.devices.streams import canonical_device
-from torchgpipe.values.managers import contextmanager
 
 __all__: list[str] = []
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from torchgpipe.ambient.generators import generator_of
 from torchgpipe.ambient.random_numbers import get_state, set_state
-from torchgpipe.ambient.sources import generator_of
 from torchgpipe.autograd.nodes import next_number
 from torchgpipe.devices.recorder import Stopwatch
 from torchgpipe.devices.streams import CPU, has_streams, use_device

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torchgpipe.devices.recorder import Mark, Recorder, WorkTimes
 from torchgpipe.devices.streams import current_stream
 from torchgpipe.partition.keeping import Keeping, offload_of
-from torchgpipe.recompute.phase import is_recomputing
+from torchgpipe.recompute.runs import is_recomputing
 from torchgpipe.schedule.costs import Costs
 from torchgpipe.show.span import TRIPS, Span
 from torchgpipe.values.trees import leaves_of

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.ambient.nesting import holding
+from torchgpipe.ambient.generators import holding
 from torchgpipe.ambient.notes import noted
 from torchgpipe.ambient.random_numbers import FirstNumbers
 from torchgpipe.devices.recorder import Stopwatch, memory_free

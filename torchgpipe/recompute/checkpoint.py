@@ -46,8 +46,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torchgpipe import _torch
 from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient.context import Context, Hooks, SavedSettings, current_hooks
+from torchgpipe.ambient.generators import holding
 from torchgpipe.ambient.modes import is_within_autocast, own_casts
-from torchgpipe.ambient.nesting import holding
 from torchgpipe.ambient.notes import layer as current
 from torchgpipe.ambient.random_numbers import FirstNumbers
 from torchgpipe.autograd.fork_join import Recompute, fork, needs_backward
@@ -62,9 +62,7 @@ from torchgpipe.devices.streams import (
     use_stream,
     wait_stream,
 )
-from torchgpipe.recompute.input import StoredInput
-from torchgpipe.recompute.keep import Values
-from torchgpipe.recompute.phase import checkpointing, recomputing
+from torchgpipe.recompute.runs import StoredInput, Values, checkpointing, recomputing
 from torchgpipe.recompute.slots import Enough, Filling, Kept, Saved, Slot, explain, modified
 from torchgpipe.recompute.verification import Compared, dropped, filling_memory, is_verifying
 from torchgpipe.values.microbatch import Batch

@@ -29,7 +29,7 @@ from torchgpipe.ambient.modes import own_casts
 from torchgpipe.devices.streams import get_device, is_current
 from torchgpipe.partition.keeping import Policy
 from torchgpipe.recompute.offload import NewCell, Offloaded
-from torchgpipe.recompute.phase import is_recomputing
+from torchgpipe.recompute.runs import is_recomputing
 from torchgpipe.recompute.storage import View
 from torchgpipe.values import trees
 

@@ -31,14 +31,12 @@ from torchgpipe.schedule.built_in import (
 )
 from torchgpipe.schedule.candidates import Candidate, best, named
 from torchgpipe.schedule.costs import Costs
-from torchgpipe.schedule.exchange import read_csv, write_csv
 from torchgpipe.schedule.greedy import greedy
-from torchgpipe.schedule.language import Schedule, parse
+from torchgpipe.schedule.language import Schedule, parse, read_csv, write_csv
 from torchgpipe.schedule.lifetimes import Lifetime, Lifetimes
 from torchgpipe.schedule.limits import Bounds, bounds
 from torchgpipe.schedule.program import Op, Overlap
-from torchgpipe.schedule.simulator import Report, simulate
-from torchgpipe.schedule.validator import validate
+from torchgpipe.schedule.simulator import Report, simulate, validate
 
 __all__ = ["Op", "Overlap", "Schedule", "Costs", "parse", "read_csv", "write_csv"]
 __all__ += ["validate", "simulate", "Report", "bounds", "Bounds", "best", "Candidate"]

@@ -28,8 +28,7 @@ from torchgpipe.schedule.built_in import (
 from torchgpipe.schedule.costs import Costs, Each, numbers
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.limits import bounds
-from torchgpipe.schedule.simulator import Report, simulate
-from torchgpipe.schedule.validator import validate
+from torchgpipe.schedule.simulator import Report, simulate, validate
 
 __all__: list[str] = ["Candidate", "best", "named"]
 

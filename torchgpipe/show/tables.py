@@ -28,3 +28,8 @@ def in_bytes(size: int) -> str:
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     unit = min(max(0, (size.bit_length() - 1) // 10), len(units) - 1)
     return f"{size / 1024**unit:.{min(unit, 1)}f} {units[unit]}"
+
+
+def in_gib(size: float) -> str:
+    """A number of bytes to a hundredth of a GiB, for lines that compare the memory of devices."""
+    return f"{size / 2**30:.2f} GiB"

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any, Protocol
 
 from torchgpipe.checks import checked_path, verify_kind
-from torchgpipe.show import perfetto
-from torchgpipe.show.bars import Panel, svg
-from torchgpipe.show.chart import characters, panel, png
-from torchgpipe.show.shares import Shares, shares, table
-from torchgpipe.show.span import Span
+from torchgpipe.show.bars import EDGES, KINDS, Bar, BarRow, Panel, lighter, svg
+from torchgpipe.show.shares import Shares, by_stream, labels, shares, table
+from torchgpipe.show.span import Span, Stream, order
 
-__all__: list[str] = ["Timeline", "Advice"]
+__all__ = ["Timeline", "Advice", "panel", "png", "characters"]
 
 
 # Advice: the one change of a model's settings that is expected to gain the most.
@@ -187,4 +186,217 @@ class Timeline:
 
     def save_trace(self, path: str | PathLike[str]) -> None:
         """Write all steps as a file that https://ui.perfetto.dev and chrome://tracing open."""
-        checked_path(path).write_text(perfetto.to_json(self.spans), encoding="utf-8")
+        checked_path(path).write_text(to_json(self.spans), encoding="utf-8")
+
+
+# The picture of a step: its rows of bars, as SVG draws them, or matplotlib.
+
+
+def panel(spans: Sequence[Span], unit: str) -> Panel:
+    """Arrange the spans of a step in rows, one for each stream that computes.
+
+    A copy is drawn at the lower edge of the first row of the device where it arrives, and one to
+    the memory of the host or back at the upper edge.
+
+    Args:
+        spans: those of one step, which begins at 0.
+        unit: the unit of time.
+    """
+    end = max(span.end for span in spans)
+    rows = by_stream(spans)
+    names = labels([*rows])
+    of_device: dict[str, list[Bar]] = {}
+    found = []
+    is_toned = False
+    for stream, own in rows.items():
+        stages = sorted({span.stage for span in own if span.stage is not None})
+        is_toned |= len(stages) > 1
+        bars = [
+            Bar(
+                span.start,
+                span.end,
+                span.kind,
+                str(span.microbatch),
+                _tip(span, unit),
+                stages.index(span.stage) / len(stages) if span.stage is not None else 0,
+                part,
+            )
+            for span, part in _parts([span for span in own if span.time])
+        ]
+        found.append(BarRow(names[stream], bars))
+        of_device.setdefault(stream.place, bars)
+    for span in spans:
+        if span.kind in EDGES and span.stream.place in of_device:
+            bar = Bar(span.start, span.end, span.kind, "", _tip(span, unit))
+            of_device[span.stream.place].append(bar)
+    return Panel(found, end, is_toned=is_toned)
+
+
+def _parts(spans: Sequence[Span]) -> Iterator[tuple[Span, tuple[int, int]]]:
+    """Yield spans by their starts, with the part of the row that each takes.
+
+    The two computations of an overlap share the height.
+    """
+    for k, span in enumerate(spans):
+        if k and spans[k - 1].end > span.start:
+            yield span, (1, 2)
+        elif k + 1 < len(spans) and span.end > spans[k + 1].start:
+            yield span, (0, 2)
+        else:
+            yield span, (0, 1)
+
+
+def _tip(span: Span, unit: str) -> str:
+    return f"{span.title} from {span.start:.6g} to {span.end:.6g} {unit}".rstrip()
+
+
+def png(path: str | PathLike[str], panels: Sequence[Panel]) -> None:
+    """Draw panels one below the other, on one scale, into a PNG file.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "a picture as PNG needs matplotlib (matplotlib: not installed); run `pip install "
+            "matplotlib`, or draw it with svg()"
+        ) from error
+    heights = [len(panel.rows) for panel in panels]
+    # A figure of its own: pyplot would keep it for the rest of the process.
+    figure = Figure(figsize=(14, 0.8 + 0.45 * sum(heights)), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)
+    shown: dict[str, Any] = {}
+    for axis, panel in zip(grid[:, 0], panels):
+        for k, row in enumerate(panel.rows):
+            for bar in row.bars:
+                color = lighter(KINDS[bar.kind][0], bar.tone)
+                height, top = 0.9, k + 0.0
+                if bar.kind in EDGES:
+                    height, top = 0.15, k + 0.38 * (2 * EDGES[bar.kind] - 1)
+                edge = {"edgecolor": "white", "linewidth": 0.4}
+                patch = axis.barh(top, bar.end - bar.start, height, bar.start, color=color, **edge)
+                name = f"{bar.kind} {KINDS[bar.kind][1]}".rstrip()
+                if not bar.tone:
+                    shown.setdefault(name, patch)
+                if bar.end - bar.start > panel.stop / 100 and bar.kind not in EDGES:
+                    middle = (bar.start + bar.end) / 2
+                    axis.text(middle, k, bar.label, ha="center", va="center", fontsize=7)
+        axis.set_yticks(range(len(panel.rows)), [row.name for row in panel.rows])
+        axis.set_xlim(0, max(panel.stop for panel in panels))
+        axis.set_ylim(len(panel.rows) - 0.5, -0.5)
+        axis.set_facecolor("#e8e8e8")
+        axis.set_title(panel.title, loc="left", fontsize=9)
+    figure.legend([*shown.values()], [*shown], loc="outside lower center", ncols=6, fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+# The picture of a step in characters, as wide as a terminal.
+
+
+#: The columns of the picture beside the names of its rows.
+WIDTH = 96
+
+
+def characters(spans: Sequence[Span]) -> str:
+    """Draw a row for each stream that computes: ``F3--`` is a forward, ``.`` is a wait.
+
+    A computation is as wide as its time, rounded to columns, and one column at least. Its kind is
+    repeated where there is no room for the number of its micro-batch. Of several that begin in one
+    column, the last one is seen.
+
+    Args:
+        spans: those of one step, which begins at 0.
+    """
+    end = max(span.end for span in spans) or 1.0
+    rows = by_stream(spans)
+    names = labels([*rows])
+    margin = max(map(len, names.values())) + 2
+    lines = ["time".ljust(margin) + _ruler(end)]
+    for stream, own in rows.items():
+        row = ["."] * WIDTH
+        for span in own:
+            start, stop = (round(x / end * WIDTH) for x in (span.start, span.end))
+            start = min(start, WIDTH - 1)
+            stop = max(stop, start + 1)
+            row[start:stop] = _word(span, stop - start)
+        lines.append(names[stream].ljust(margin) + "".join(row))
+    return "\n".join(lines)
+
+
+def _word(span: Span, width: int) -> str:
+    label = f"{span.kind}{span.microbatch}"
+    if width > len(label):
+        return label.ljust(width - 1, "-") + " "
+    return span.kind * width
+
+
+def _ruler(end: float) -> str:
+    """Write the time at every quarter of the picture."""
+    row = ""
+    for quarter in range(4):
+        row = row.ljust(quarter * WIDTH // 4) + f"{end * quarter / 4:.4g}"
+    return f"{row.ljust(WIDTH)}{end:.6g}"
+
+
+# The timeline in the format of Chrome's tracing tool, which Perfetto opens, too.
+#
+# Source: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+
+
+def to_json(spans: Sequence[Span]) -> str:
+    """Write spans as JSON: devices as processes, streams as threads, waits as arrows."""
+    return json.dumps({"traceEvents": _events(spans), "displayTimeUnit": "ms"})
+
+
+def _events(spans: Sequence[Span]) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = []
+    streams = dict.fromkeys(sorted([x.stream for x in spans], key=order))
+    numbers = {place: k for k, place in enumerate(dict.fromkeys(x.place for x in streams))}
+
+    def place(stream: Stream) -> dict[str, int]:
+        return {"pid": numbers[stream.place], "tid": stream.number}
+
+    for name, number in numbers.items():
+        events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}})
+    for stream in streams:
+        name_ = {"name": f"stream {stream.number}"}
+        events.append({"ph": "M", "name": "thread_name", **place(stream), "args": name_})
+    #: When each stream has done the work so far.
+    ends: dict[Stream, float] = {}
+    for index, span in enumerate(spans):
+        events.append(
+            {
+                "ph": "X",
+                "name": span.title,
+                "cat": span.kind or "work",
+                **place(span.stream),
+                "ts": _micro(span.start),
+                "dur": _micro(span.time),
+                "args": _arguments(span),
+            }
+        )
+        if span.after >= 0 and span.start > ends.get(span.stream, 0.0):
+            cause = spans[span.after]
+            arrow = {"name": "wait", "cat": "wait", "id": index}
+            # An arrow starts at a slice that lasts at that time, so a nanosecond before its end.
+            end = _micro(cause.end) - 0.001
+            events.append({"ph": "s", **arrow, **place(cause.stream), "ts": end})
+            here = {**place(span.stream), "ts": _micro(span.start)}
+            events.append({"ph": "f", "bp": "e", **arrow, **here})
+        ends[span.stream] = span.end
+    return events
+
+
+def _arguments(span: Span) -> dict[str, Any]:
+    if span.stage is None:
+        return {}
+    found = {"partition": span.stage, "micro-batch": span.microbatch, "step": span.step}
+    return found | ({"layer": span.layer, "class": span.layer_type} if span.layer else {})
+
+
+def _micro(milliseconds: float) -> float:
+    return milliseconds * 1000

@@ -19,10 +19,18 @@ import torch
 
 from torchgpipe.ambient import labels
 from torchgpipe.checks import checked_flag, checked_path, verify_kind
-from torchgpipe.show import perfetto
 from torchgpipe.show.span import Span, Stream, cells
-from torchgpipe.show.timeline import Timeline
-from torchgpipe.testing.hardware import Hardware
+from torchgpipe.show.timeline import Timeline, to_json
+from torchgpipe.testing.hardware import (
+    MEASURED,
+    Hardware,
+    Link,
+    name_of,
+    put_hardware,
+    put_links,
+    table_of,
+    verify_settings,
+)
 from torchgpipe.testing.loading import verify_loaded
 from torchgpipe.testing.report import (
     Access,
@@ -34,15 +42,6 @@ from torchgpipe.testing.report import (
     Wait,
     critical_path,
     waits_of,
-)
-from torchgpipe.testing.settings import (
-    MEASURED,
-    Link,
-    name_of,
-    put_hardware,
-    put_links,
-    table_of,
-    verify_settings,
 )
 
 __all__ = ["Observation", "observe"]
@@ -161,7 +160,7 @@ class Observation:
 
     def save_trace(self, path: str | PathLike[str]) -> None:
         """Write the timeline as a file that https://ui.perfetto.dev and chrome://tracing open."""
-        checked_path(path).write_text(perfetto.to_json(self.spans), encoding="utf-8")
+        checked_path(path).write_text(to_json(self.spans), encoding="utf-8")
 
     @property
     def parts(self) -> list[Part]:

@@ -11,6 +11,7 @@ import torch
 
 from torchgpipe.ambient.labels import Label
 from torchgpipe.show.span import Span, Stream
+from torchgpipe.show.tables import in_gib
 
 __all__: list[str] = [
     "Access",
@@ -159,7 +160,7 @@ class Place:
     detail: str = field(default="", repr=False)
 
     def __str__(self) -> str:
-        return f"{self.title} on virtual:{self.device}, {self.bytes / 2**30:.2f} GiB"
+        return f"{self.title} on virtual:{self.device}, {in_gib(self.bytes)}"
 
 
 def waits_of(spans: list[Span]) -> list[Wait]:

@@ -1,11 +1,11 @@
-"""Trainers for wrapped models: they see the model itself, and call the wrapper."""
+"""Trainers for wrapped models: they see the model itself, and call the wrapper, for one loss."""
 
 from __future__ import annotations
 
 import copyreg
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -18,10 +18,13 @@ except ImportError as error:
         "pip install torchgpipe[transformers]"
     ) from error
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from torchgpipe.mapped_gpipe import MappedGPipe
-from torchgpipe.transformers.model import PipelinedModel
+from torchgpipe.values import trees
+from torchgpipe.values.division import division_of
+from torchgpipe.values.marks import Chunks
 
 __all__: list[str] = []
 
@@ -36,8 +39,7 @@ def pipelined(trainer: type) -> Any:
 
     The Trainer sees the model itself: ``trainer.model`` is ``pipe.module``, and its class, its
     configuration, its labels and its files are the plain model's. Losses and predictions are
-    computed by the wrapper. The loss is that of the whole mini-batch (see
-    :mod:`torchgpipe.transformers.model`), on the device of the inputs.
+    computed by the wrapper. The loss is that of the whole mini-batch, on the device of the inputs.
 
     Args:
         trainer: :class:`transformers.Trainer`, or a class that inherits from it.
@@ -205,3 +207,215 @@ def verify(arguments: Any) -> None:
         value = getattr(arguments, name, None)
         if value:
             raise ValueError(f"a pipelined Trainer takes no {name} ({name}: {value}); {remedy}")
+
+
+# The loss of a mini-batch, from the losses that a model returns for its micro-batches.
+#
+# Models of Transformers return the mean over the labels that count: those that are not -100, and
+# in a causal model those that have a token in front of them. Trainer may tell a model how many
+# labels all mini-batches of a step have, *N*. Some models divide the sum of their losses by that
+# number, and others ignore it. The model does not show which of the two it does. So let micro-
+# batch *i* have :math:`c_i` labels that count, of *C* in the mini-batch. It is told :math:`N c_i
+# / C`, and its loss counts :math:`c_i / C`:
+#
+# - The sum over labels :math:`s_i` is divided by what the model was told. Then the whole is
+# :math:`\sum_i s_i / N`, as the model itself would return for the mini-batch.
+# - A mean over labels :math:`s_i / c_i` stays one. Then the whole is :math:`\sum_i s_i / C`, the
+# mean over the mini-batch.
+# - What a model adds to either, as routers of mixtures of experts do, becomes a mean.
+
+
+#: The label that counts nowhere, for PyTorch's losses and so for those of Transformers.
+IGNORED = -100
+
+
+def counts_of(labels: Sequence[Tensor], sizes: Sequence[int], shifted: bool) -> Tensor:
+    """Count the labels of each micro-batch.
+
+    Args:
+        labels: tensors of shape ``(rows, ...)``. All numbers of floating point count.
+        sizes: the number of rows of each micro-batch.
+        shifted: whether the first label in each row counts nowhere.
+
+    Returns:
+        A tensor of floating point, of shape ``(m,)``. Without labels these are the rows.
+    """
+    found = torch.tensor([float(size) for size in sizes])
+    if not labels:
+        return found
+    rows = torch.zeros(len(labels[0]), device=labels[0].device)
+    for x in labels:
+        if shifted and x.dim() > 1:
+            x = x[:, 1:]
+        counted = torch.ones_like(x) if x.is_floating_point() else x != IGNORED
+        rows += counted.reshape(len(x), -1).sum(1)
+    return torch.stack([part.sum() for part in rows.split([*sizes])])
+
+
+def shares_of(counts: Tensor, *, alone: bool = False) -> Tensor:
+    """The share of each micro-batch in the loss of the mini-batch, of shape ``(m,)``.
+
+    Args:
+        counts: the labels of each micro-batch.
+        alone: whether the loss of a mini-batch without labels is NaN, and not zero.
+    """
+    return counts / (counts.sum() if alone else counts.sum().clamp(min=1))
+
+
+def told(counts: Tensor, items: Tensor | float) -> list[Tensor]:
+    """The number of labels to pass to each micro-batch as ``num_items_in_batch``.
+
+    Args:
+        counts: the labels of each micro-batch.
+        items: the labels of all mini-batches of a step.
+    """
+    # At least one, since a micro-batch without labels divides by this, too.
+    return [*(counts.clamp(min=1) * items / counts.sum().clamp(min=1))]
+
+
+def whole(losses: Tensor, shares: Tensor) -> Tensor:
+    """The loss of the mini-batch, of shape ``()``.
+
+    Args:
+        losses: the losses of the micro-batches, of shape ``(m,)``.
+        shares: their shares. A mean over no label is NaN, and its share is zero.
+    """
+    shares = shares.to(losses.device, losses.dtype)
+    return torch.where(shares == 0, torch.zeros_like(losses), losses * shares).sum()
+
+
+# The model that a Trainer calls: calls go through the pipeline, all else is the model's.
+
+
+class PipelinedModel:
+    """A stand-in for the wrapped model: calls go to the wrapper, and return one loss.
+
+    Its class and its attributes are those of the model, since trainers look at both.
+
+    Args:
+        pipe: the wrapper.
+        names: the arguments that are labels.
+        shifted: whether the first label in each row counts nowhere.
+        device: where the loss goes to.
+        alone: whether the loss alone is used. Otherwise the other outputs go to ``device``, too.
+    """
+
+    _pipe: MappedGPipe
+    _names: Sequence[str]
+    _shifted: bool
+    _device: torch.device
+    _alone: bool
+
+    def __init__(
+        self,
+        pipe: MappedGPipe,
+        names: Sequence[str],
+        shifted: bool,
+        device: torch.device,
+        alone: bool,
+    ) -> None:
+        # Assigned attributes would be the model's.
+        self.__dict__.update(
+            _pipe=pipe, _names=names, _shifted=shifted, _device=device, _alone=alone
+        )
+
+    # The type checker does not allow a property for the class of an object.
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._pipe.module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pipe.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._pipe.module, name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model, micro-batch by micro-batch.
+
+        Args:
+            *args: the arguments of the model.
+            **kwargs: the same. ``num_items_in_batch`` is the number of labels in all mini-batches
+                of a step.
+
+        Returns:
+            The model's output, joined. What has no dimension, as the loss, is that of the
+            mini-batch.
+        """
+        pipe = self._pipe
+        # Trainer has set the mode of the model.
+        pipe.training = pipe.module.training
+        items = kwargs.pop("num_items_in_batch", None)
+        sizes = division_of((args, kwargs), pipe.chunks).sizes
+        counts = counts_of(self._labels(kwargs, sum(sizes)), sizes, self._shifts(kwargs))
+        if items is not None:
+            kwargs["num_items_in_batch"] = Chunks(told(counts, items))
+        with loss_alone(pipe.module) if self._alone else nullcontext():
+            output = pipe(*args, **kwargs)
+        return self._finished(output, sizes, shares_of(counts, alone=items is None))
+
+    def _finished(self, output: Any, sizes: Sequence[int], shares: Tensor) -> Any:
+        """Combine the losses of all micro-batches into one, and move it to its device."""
+        m, rows = len(sizes), sum(sizes)
+
+        def finished(name: str, value: Any) -> Any:
+            if isinstance(value, Tensor) and is_stacked(name, value, m, rows):
+                return whole(value, shares).to(self._device)
+            return value if self._alone else trees.map_leaves(self._arrived, value)
+
+        if isinstance(output, tuple):
+            return tuple([finished("" if k else "loss", x) for k, x in enumerate(output)])
+        if not isinstance(output, dict):
+            return finished("", output)
+        for name in [*output]:
+            output[name] = finished(name, output[name])
+        return output
+
+    def _labels(self, kwargs: dict[str, Any], rows: int) -> list[Tensor]:
+        if "shift_labels" in kwargs:
+            return [kwargs["shift_labels"]]
+        found = [kwargs.get(name) for name in self._names]
+        ids = kwargs.get("input_ids")
+        if isinstance(ids, Tensor) and any(name.endswith("_positions") for name in self._names):
+            # An answer after the end of its row counts nowhere.
+            found = [x if x is None else x.masked_fill(x >= ids.shape[1], IGNORED) for x in found]
+        return [x for x in found if isinstance(x, Tensor) and x.dim() and len(x) == rows]
+
+    def _shifts(self, kwargs: dict[str, Any]) -> bool:
+        return self._shifted and "shift_labels" not in kwargs
+
+    def _arrived(self, x: Any) -> Any:
+        return x.to(self._device) if isinstance(x, Tensor) else x
+
+
+def is_stacked(name: str, value: Tensor, m: int, rows: int) -> bool:
+    """Whether an output has a number for each micro-batch, where the model returns one.
+
+    Args:
+        name: the name of the output.
+        value: the output, joined.
+        m: the number of micro-batches.
+        rows: the number of rows, which an output of one dimension has otherwise.
+    """
+    one_each = value.shape == (m,) and value.is_floating_point()
+    # Where each micro-batch has one row, the shape says nothing.
+    return one_each and (m != rows or name.endswith("loss"))
+
+
+@contextmanager
+def loss_alone(model: nn.Module) -> Iterator[None]:
+    """Have a model return its loss alone within a ``with`` block.
+
+    The logits of all micro-batches, joined, would take more memory than anything else.
+    """
+
+    def alone(model: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, dict):
+            return {"loss": output["loss"]} if "loss" in output else output
+        return output[:1] if isinstance(output, tuple) else output
+
+    handle = model.register_forward_hook(alone)
+    try:
+        yield
+    finally:
+        handle.remove()

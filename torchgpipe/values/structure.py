@@ -20,8 +20,15 @@ from torchgpipe.values.marks import is_of_input
 
 __all__: list[str] = []
 
-#: A sentinel for a missing value, where None is a possible value.
-MISSING: Any = object()
+
+class Missing:
+    """A missing value, or argument, where None is a possible one."""
+
+    def __repr__(self) -> str:
+        return "..."
+
+
+MISSING: Any = Missing()
 
 Tensors: TypeAlias = tuple[Tensor, ...]
 

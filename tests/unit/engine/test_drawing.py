@@ -18,8 +18,8 @@ from tests.support.drawing import (
 )
 from tests.support.size import some
 from torchgpipe import GPipe, ScheduledLoss
-from torchgpipe._torch.generators import KEY
-from torchgpipe.ambient.nesting import nesting
+from torchgpipe._torch.draws import KEY
+from torchgpipe.ambient.generators import nesting
 from torchgpipe.engine import drawing as draws
 
 

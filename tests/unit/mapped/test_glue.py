@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchgpipe.mapped.changes import Changes
+from torchgpipe.mapped.containers import Changes
 from torchgpipe.mapped.course import paused
 from torchgpipe.mapped.glue import Glue
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchgpipe.show.tables import aligned, in_bytes
+from torchgpipe.show.tables import aligned, in_bytes, in_gib
 
 
 def test_columns():
@@ -32,3 +32,7 @@ def test_columns():
 )
 def test_bytes(size, text):
     assert in_bytes(size) == text
+
+
+def test_bytes_of_devices():
+    assert [in_gib(0), in_gib(3 * 2**29)] == ["0.00 GiB", "1.50 GiB"]

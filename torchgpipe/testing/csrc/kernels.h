@@ -2,6 +2,7 @@
 // has no kernel that would do.
 #pragma once
 #include <ATen/Context.h>
+#include <ATen/ops/_fused_sdp_choice_native.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/native/Resize.h>
 #include <ATen/native/transformers/attention.h>
@@ -145,16 +146,12 @@ inline std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input
   return {input.mul(mask).mul_(p == 1 ? 0.0 : 1.0 / (1 - p)), mask};
 }
 // Attention is computed by plain operators (0). A described device has a kernel for it, as GPUs have,
-// which never has the scores of all queries and keys in memory (1): that of the CPU, without dropout.
+// which never has the scores of all queries and keys in memory (1): that of the CPU, without dropout,
+// for the layouts that PyTorch gives it. GPUs have none for double precision.
 inline int64_t fused_sdp_choice(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& mask,
-                                double dropout, bool causal, std::optional<double>, bool) {
-  auto& settings = at::globalContext();
-  bool is_wanted = state().speed.described && (settings.userEnabledFlashSDP() || settings.userEnabledMemEfficientSDP());
-  bool is_half = q.scalar_type() == c10::kHalf || q.scalar_type() == c10::kBFloat16;
-  bool is_dense = q.dim() == 4 && k.dim() == 4 && v.dim() == 4 && q.size(3) == k.size(3) && k.size(3) == v.size(3);
-  bool is_masked = mask && mask->defined();
-  bool may_be = (is_half || q.scalar_type() == c10::kFloat) && dropout == 0 && !(is_masked && (causal || mask->requires_grad()));
-  return is_wanted && is_dense && may_be;
+                                double dropout, bool causal, std::optional<double> scale, bool grouped) {
+  bool is_wanted = state().speed.described && q.scalar_type() != c10::kDouble && dropout == 0;
+  return is_wanted ? at::native::_fused_sdp_choice_cpp(q, k, v, mask, dropout, causal, scale, grouped) : 0;
 }
 
 inline void register_kernels(torch::Library& all, torch::Library& aten, torch::Library& conjugate, torch::Library& negative) {

@@ -5,7 +5,6 @@ size runs in seconds, and its memory and its time are predicted: memory by the a
 caching allocator, time by a roofline of described hardware.
 """
 
-from torchgpipe.testing.dry_run.prediction import Prediction
-from torchgpipe.testing.dry_run.run import dry_run
+from torchgpipe.testing.dry_run.run import Prediction, dry_run
 
 __all__ = ["dry_run", "Prediction"]

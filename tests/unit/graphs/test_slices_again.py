@@ -9,7 +9,7 @@ from torch import nn
 from tests.support.graphs import Program, Stage
 from tests.support.size import some
 from torchgpipe.graphs.estimates import kept
-from torchgpipe.graphs.passes import CHOICES
+from torchgpipe.graphs.slices import CHOICES
 
 
 @pytest.mark.parametrize("choice", CHOICES)

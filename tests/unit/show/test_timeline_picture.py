@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from tests.unit.show.cases import A, step
-from torchgpipe.show.chart import panel, png
 from torchgpipe.show.span import computation
+from torchgpipe.show.timeline import panel, png
 
 
 def test_rows():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchgpipe.ambient.sources import Elsewhere, Own, Watched
+from torchgpipe.ambient.generators import Elsewhere, Own, Watched
 
 
 @pytest.fixture(autouse=True)

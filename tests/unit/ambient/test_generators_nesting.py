@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torchgpipe.ambient import random_numbers as rng
-from torchgpipe.ambient.nesting import holding
+from torchgpipe.ambient.generators import holding
 from torchgpipe.ambient.random_numbers import FirstNumbers, StepNumbers
 
 CPU = torch.device("cpu")

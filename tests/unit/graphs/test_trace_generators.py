@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torchgpipe.graphs.places import UntraceableError
-from torchgpipe.graphs.reads import drawing_nothing
+from torchgpipe.graphs.trace import drawing_nothing
 
 DRAWS = {
     "Python": random.random,

@@ -9,10 +9,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchgpipe._torch import generators as draws
-from torchgpipe._torch import names
-from torchgpipe.ambient import nesting
-from torchgpipe.ambient.sources import Own
+from torchgpipe._torch import draws, names
+from torchgpipe.ambient import generators
+from torchgpipe.ambient.generators import Own
 
 X = torch.rand(6, 8)
 
@@ -63,13 +62,13 @@ def default():
 
 def draw(function, own):
     """Call a function whose draws have a generator of their own."""
-    assert nesting.can_see_draws()
-    nesting.nesting.source = own
+    assert generators.can_see_draws()
+    generators.nesting.source = own
     try:
-        with nesting.seeing_draws(True):
+        with generators.seeing_draws(True):
             return function()
     finally:
-        nesting.nesting.source = None
+        generators.nesting.source = None
 
 
 def expected(function, seed):

@@ -1,8 +1,8 @@
 """The picture in characters."""
 
 from tests.unit.show.cases import A, B, step
-from torchgpipe.show.chart import WIDTH, characters
 from torchgpipe.show.span import computation
+from torchgpipe.show.timeline import WIDTH, characters
 
 
 def test_picture():

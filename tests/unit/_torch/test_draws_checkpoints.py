@@ -3,8 +3,8 @@
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from torchgpipe._torch import generators as checkpoints
-from torchgpipe._torch.generators import find, generator_again
+from torchgpipe._torch import draws as checkpoints
+from torchgpipe._torch.draws import find, generator_again
 
 
 def test_canary():

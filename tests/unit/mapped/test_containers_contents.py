@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchgpipe.mapped.changes import COUNT, DEPTH, Contents, fill
+from torchgpipe.mapped.containers import COUNT, DEPTH, Contents, fill
 
 a, b, c = object(), object(), object()
 

@@ -1,0 +1,295 @@
+"""The runs of a checkpointed cell: which one a thread is in, and what the second one is given."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchgpipe._torch.dynamo import uncompiled
+from torchgpipe.ambient.context import Hooks, registered
+from torchgpipe.ambient.notes import layer as current
+from torchgpipe.autograd.fork_join import Unpack, get_phony
+from torchgpipe.autograd.versions import version_of
+from torchgpipe.recompute.slots import described, mismatch, modified
+from torchgpipe.values import trees
+from torchgpipe.values.microbatch import Batch
+
+__all__ = ["is_checkpointing", "is_recomputing", "keep"]
+
+
+# The run that a thread is in: the first one of a checkpointed cell, or the second.
+
+
+class Phase(threading.local):
+    """The run of a checkpointed cell that a thread is in."""
+
+    #: Whether tensors that layers save for backward are dropped, to be computed again.
+    checkpointing = False
+    #: Whether layers run for the second time, within backward.
+    recomputing = False
+    #: What layers keep of the first run for the second, if there will be one.
+    values: Any = None
+
+
+phase = registered(Phase())
+
+
+@uncompiled
+def is_checkpointing() -> bool:
+    """Whether this thread runs a layer whose saved tensors are dropped, to be recomputed."""
+    return phase.checkpointing
+
+
+@uncompiled
+def is_recomputing() -> bool:
+    """Whether this thread runs a layer for the second time, within backward.
+
+    A layer that does something once per micro-batch, such as counting, asks this first::
+
+        class Counter(nn.Module):
+            count = 0
+
+            def forward(self, input):
+                if not is_recomputing():
+                    self.count += 1
+                return input
+    """
+    return phase.recomputing
+
+
+class checkpointing:
+    """Mark the first run of a checkpointed cell within a ``with`` block.
+
+    Args:
+        values: takes what layers keep.
+    """
+
+    def __init__(self, values: Any = None) -> None:
+        self.values = values
+
+    def __enter__(self) -> None:
+        self.outer = phase.checkpointing, phase.values
+        phase.checkpointing, phase.values = True, self.values
+
+    def __exit__(self, *_: object) -> None:
+        phase.checkpointing, phase.values = self.outer
+
+
+class recomputing:
+    """Mark the recomputation of a checkpointed cell within a ``with`` block.
+
+    Args:
+        values: has what layers have kept.
+    """
+
+    def __init__(self, values: Any = None) -> None:
+        self.values = values
+
+    def __enter__(self) -> None:
+        self.outer = phase.recomputing, phase.values
+        phase.recomputing, phase.values = True, self.values
+
+    def __exit__(self, *_: object) -> None:
+        phase.recomputing, phase.values = self.outer
+
+
+# The input of a checkpointed cell, which a step keeps for the recomputation.
+#
+# The caller's own hooks for saved tensors see this input, as if autograd had saved it, and may put
+# it somewhere else. They do not see tensors that a recomputation computes again.
+
+
+class StoredInput:
+    """The input of a cell, as it was before the cell was computed.
+
+    Args:
+        batch: the input.
+        hooks: the caller's hooks for saved tensors.
+    """
+
+    __slots__ = ("_batch", "_changed_by", "_packed", "_tensors", "_versions", "hooks")
+
+    def __init__(self, batch: Batch, hooks: Hooks | None) -> None:
+        self.hooks = hooks
+        self._batch = batch
+        # Each layer is watched: iterating over a list takes less time.
+        self._tensors = [*batch]
+        self._versions = [version_of(tensor) for tensor in self._tensors]
+        #: The name and the class of the layer that changed the input in place.
+        self._changed_by: tuple[str | None, str | None] | None = None
+        #: With hooks: for each tensor what they packed, and whether it required a gradient.
+        self._packed: Sequence[tuple[Any, bool]] = ()
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the tensors still have their first versions.
+
+        After :meth:`pack` has handed them to hooks, this compares placeholders.
+        """
+        return self._versions == [version_of(tensor) for tensor in self._tensors]
+
+    @uncompiled
+    def look(self) -> None:
+        """Take note of the layer that has just run, if it changed the input in place."""
+        if self._changed_by is None:
+            for tensor, version in zip(self._tensors, self._versions):
+                if version_of(tensor) != version:
+                    self._changed_by = current.name, current.kind
+
+    def verify(self) -> None:
+        """Check, after the first run, that the layers have left the input as it was.
+
+        Raises:
+            RuntimeError: a layer changed the input in place.
+        """
+        if self.unchanged:
+            return
+        # The note on the error names the layer, and in a device map the module.
+        current.name, current.kind = self._changed_by or (None, None)
+        layer = f" (layer: {current.name})" if current.name else ""
+        raise RuntimeError(
+            "under checkpointing, a partition must not change its input in place, nor what it "
+            f"pops, since it is computed again from these{layer}; have the layer "
+            "compute out of place, or clone the tensor there"
+        )
+
+    def pack(self) -> None:
+        """Hand the tensors to the caller's hooks, if there are any."""
+        if self.hooks is None:
+            return
+        pack, _ = self.hooks
+        with torch.no_grad():
+            self._packed = [(pack(x.detach()), x.requires_grad) for x in self._batch]
+        self._tensors = [torch.empty(0, device="meta") for _ in self._packed]
+        self._batch = self._batch.replace(self._tensors)
+        self._versions = [version_of(tensor) for tensor in self._tensors]
+
+    def unpack(self) -> Batch:
+        """Return the input once more, without what it was computed from.
+
+        Raises:
+            RuntimeError: it was changed in place since.
+            TypeError: the caller's hook returned something else than a tensor.
+        """
+        if not self.unchanged:
+            raise RuntimeError(
+                "under checkpointing, the input of a partition must not be changed in place "
+                "between a forward and its backward, which computes the forward again "
+                f"(versions: {[version_of(x) for x in self._tensors]}, expected versions: "
+                f"{self._versions}); change a clone of it, or change it after backward"
+            )
+        if self.hooks is None:
+            return self._again([(x, x.requires_grad) for x in self._batch])
+        _, unpack = self.hooks
+        again = []
+        for packed, needs_grad in self._packed:
+            tensor = unpack(packed)
+            if not isinstance(tensor, Tensor):
+                raise TypeError(
+                    "a hook that unpacks what was saved for backward must return a tensor "
+                    f"(returned: {type(tensor).__name__}); return what the pack hook was given"
+                )
+            again.append((tensor, needs_grad))
+        return self._again(again)
+
+    def _again(self, tensors: Sequence[tuple[Tensor, bool]]) -> Batch:
+        needing = [x for x, needs_grad in tensors if needs_grad]
+        if not needing or len(self._batch.parts) == 1:
+            # The callers of the layers hold the value all the while, and leaves take less time.
+            return self._batch.replace([x.detach().requires_grad_(need) for x, need in tensors])
+        phony = get_phony(needing[0].device, requires_grad=True)
+        with torch.enable_grad():
+            found = iter(Unpack.apply(phony, *needing))
+        # guard: no leaves
+        return self._batch.replace([next(found) if need else x.detach() for x, need in tensors])
+
+
+# Values of the first run of a cell that its recomputation gets, too, whatever that one computes.
+#
+# Recomputations find random numbers, modes and buffers as they were. But an operator that adds in
+# another order, as some do on accelerators, may break a tie the other way. A router that sends rows
+# to experts would send other rows then, and the gradients would be of another function.
+
+
+Value = TypeVar("Value")
+
+
+class Values(list[tuple[Any, int]]):
+    """The leaves of values that layers of one cell have kept, in order, each with its version.
+
+    The version counts for tensors. Each checkpointed cell has such a list, and few fill it.
+    """
+
+    __slots__ = ()
+
+    def put(self, leaf: Any) -> Any:
+        """Keep a leaf of the first run, and return it."""
+        if isinstance(leaf, Tensor):
+            # guard: kept values without their graph
+            self.append((leaf.detach(), version_of(leaf)))
+        else:
+            self.append((leaf, 0))
+        return leaf
+
+    def take(self, leaf: Any) -> Any:
+        """The leaf of the first run in place of the one of the second.
+
+        Raises:
+            RuntimeError: the recomputation keeps another kind of value, or more of them; or the
+                kept one was changed in place since.
+        """
+        if not self:
+            raise mismatch("a further value that is kept", "nothing more")
+        found, version = self.pop(0)
+        if not isinstance(leaf, Tensor):
+            return found
+        if not isinstance(found, Tensor) or (found.shape, found.dtype) != (leaf.shape, leaf.dtype):
+            kept = described(found, None) if isinstance(found, Tensor) else type(found).__name__
+            raise mismatch(described(leaf, None), kept)
+        # guard: versions of kept values
+        if version_of(found) != version:
+            raise modified(found, version, None)
+        if not leaf.requires_grad:
+            return found
+        # Operators save what they do for a tensor in the middle of a graph.
+        with torch.enable_grad():
+            (again,) = Unpack.apply(get_phony(found.device, requires_grad=True), found)
+        return again
+
+
+@uncompiled
+def keep(value: Value) -> Value:
+    """Keep a value for the recomputation of a checkpointed cell; a layer calls this in its forward.
+
+    ::
+
+        def forward(self, x):
+            scores = self.router(x)
+            experts = keep(scores.topk(2).indices)
+            weights = scores.gather(-1, experts)
+            ...
+
+    What the first run has computed is what the recomputation gets, even if it computes something
+    else.
+    So compute with what is returned: the operators before save what the recomputation computes, as
+    ``topk`` does for the gradient of its values. The layers must keep as many values in both runs,
+    in the same order. A kept value takes memory until its cell is computed again.
+
+    Where nothing is computed again, the value is returned as it is. That is also so within a
+    checkpoint of PyTorch, whose recomputations are its own.
+
+    Args:
+        value: any nested structure of tensors and other objects.
+
+    Returns:
+        The value, or that of the first run.
+    """
+    values = phase.values
+    if values is None:
+        return value
+    found: Value = trees.map_leaves(values.take if phase.recomputing else values.put, value)
+    return found
