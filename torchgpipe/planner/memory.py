@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import groupby
+from operator import itemgetter
 from typing import TypeAlias
 
 from torch import Tensor, nn
@@ -43,6 +44,12 @@ UNKNOWN, CROSS_ENTROPY, INSIDE = (2, 2), (3, 1), (0, 0)
 def issued(order: Sequence[Step]) -> list[Computation]:
     """The computations of instructions, as the host issues them: an R before what it is for."""
     return [(w, *op) for w, x, _ in order for op in operations(x)]
+
+
+def count(order: Sequence[Computation]) -> int:
+    """The number of micro-batches."""
+    last: int = max(map(itemgetter(3), order))
+    return 1 + last
 
 
 def ways(stages: Sequence[Stage]) -> list[list[tuple[int, Arrival]]]:
@@ -127,7 +134,7 @@ class _Walk:
     ) -> None:
         #: The cells that are computed again, and the number of micro-batches.
         self._again = {(j, i) for _, j, kind, i in order if kind == "R"}
-        self._m = 1 + max(i for *_, i in order)
+        self._m = count(order)
         self._placement, self._stages = placement, stages
         self._is_summed, self._loss = is_summed, loss
         self.now = [0.0] * (max(placement) + 1)

@@ -15,7 +15,7 @@ import torch
 from torchgpipe.partition.keeping import Keeping, offload_of, recomputed_by
 from torchgpipe.planner.given import FILLED, FILLED_WITH_SKIPS
 from torchgpipe.planner.layers import LayerCosts, Line
-from torchgpipe.planner.memory import UNKNOWN, Computation, issued, may_leave, peaks, ways
+from torchgpipe.planner.memory import UNKNOWN, Computation, count, issued, may_leave, peaks, ways
 from torchgpipe.planner.record import Sizes
 from torchgpipe.planner.stage_memory import Stage
 from torchgpipe.schedule.built_in import fill_drain
@@ -323,7 +323,7 @@ class Trials:
         modes: Sequence[Keeping],
     ) -> list[float]:
         """The most memory of each worker, if the host issues a step in an order."""
-        problem, stages = self.problem, self.stages(balance, 1 + max(i for *_, i in order))
+        problem, stages = self.problem, self.stages(balance, count(order))
         sent = self.sent(stages, placement, modes)
         return peaks(
             order,
