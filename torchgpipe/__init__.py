@@ -1,14 +1,14 @@
 """Pipeline parallelism with micro-batches and checkpointing (GPipe) for PyTorch."""
 
-from torchgpipe.advice.plans import plan
-from torchgpipe.advice.tracing import trace
 from torchgpipe.gpipe import GPipe
 from torchgpipe.mapped_gpipe import MappedGPipe
 from torchgpipe.partition.keeping import Offload
+from torchgpipe.plans import plan
 from torchgpipe.recompute.runs import is_checkpointing, is_recomputing, keep
 from torchgpipe.recompute.verification import verify_recomputation
 from torchgpipe.scheduled import ScheduledLoss, arguments
 from torchgpipe.show.timeline import Timeline
+from torchgpipe.tracing import trace
 from torchgpipe.values.marks import Chunk, Chunks, NoChunk, PerMicroBatch
 
 __all__ = [

@@ -25,8 +25,7 @@ from torchgpipe import GPipe, MappedGPipe, ScheduledLoss
 from torchgpipe.partition.keeping import Keeping, words_of
 from torchgpipe.planner.cuts import others
 from torchgpipe.planner.given import limits_of
-from torchgpipe.planner.problem import problem_of
-from torchgpipe.planner.search import Search, search
+from torchgpipe.planner.search import Search, problem_of, search
 from torchgpipe.planner.trial import Trial
 from torchgpipe.testing import dry_run, observe
 from torchgpipe.testing.dry_run.run import weightless, without_values
@@ -195,9 +194,7 @@ def better(ranking: Sequence[Trial], chosen: Trial, memory: float) -> tuple[list
             kept = look.trial(setting, balance, every[0])
             if not kept.excess:
                 every = every[:1]
-            timed = sorted(
-                [(look.time(setting, balance, modes), k) for k, modes in enumerate(every)]
-            )
+            timed = sorted([(look.trial(setting, balance, x).time, k) for k, x in enumerate(every)])
             trials = (look.trial(setting, balance, every[k]) for time, k in timed if time < bound)
             best = next((x for x in trials if not x.excess), None)
             if best is not None:

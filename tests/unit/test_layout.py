@@ -47,14 +47,11 @@ ELSEWHERE = {
     "testing/dry_run/__main__": "virtual/test_dry_run_script.py",
     "testing/report": "virtual/test_labels.py",
     "testing/observe": "virtual/test_observe.py",
-    "advice/advisor": "virtual/test_advice.py",
-    "advice/watch": "virtual/test_advice.py",
     "planner/record": "virtual/test_plans.py",
-    "planner/search": "virtual/test_plans.py",
     "planner/trial": "virtual/test_plans_offload.py",
-    "advice/plans": "virtual/test_plans.py",
+    "plans": "virtual/test_plans.py",
     "engine/recorded": "virtual/test_tracing.py",
-    "advice/tracing": "virtual/test_tracing.py",
+    "tracing": "virtual/test_tracing.py",
 }
 
 #: Modules as "room/name"; a package itself has the name of its room.

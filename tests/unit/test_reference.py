@@ -17,8 +17,8 @@ PUBLIC += ("transformers",)
 #: Classes that public functions return, which nobody makes by hand.
 RETURNED = {
     "torchgpipe.show.describe.Description",
-    "torchgpipe.advice.plans.Candidate",
-    "torchgpipe.advice.plans.Plans",
+    "torchgpipe.plans.Candidate",
+    "torchgpipe.plans.Plans",
     "torchgpipe.show.timeline.Advice",
     "torchgpipe.show.shares.Shares",
 }

@@ -103,7 +103,7 @@ def test_a_device_that_is_too_small(devices, loss, monkeypatch):
         return model if loss is None else ScheduledLoss(model, loss, "fill_drain")
 
     def limited(total):
-        monkeypatch.setattr("torchgpipe.advice.replays.memory_total", lambda _: total)
+        monkeypatch.setattr("torchgpipe.planner.replays.memory_total", lambda _: total)
         return advised(wrapped("always"), devices)
 
     advised(wrapped("never"), devices)

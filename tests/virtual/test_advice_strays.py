@@ -11,10 +11,10 @@ from torch.nn import functional as F
 from tests.support.planning import Timed
 from tests.support.size import some
 from torchgpipe import GPipe, ScheduledLoss, trace
-from torchgpipe.advice.observed import Strays
 from torchgpipe.devices.recorder import Recorder
 from torchgpipe.devices.streams import has_streams
 from torchgpipe.engine import workers
+from torchgpipe.planner.observed import Strays
 from torchgpipe.testing import observe
 
 ROWS = 32

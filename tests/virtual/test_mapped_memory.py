@@ -15,9 +15,10 @@ from torchgpipe import MappedGPipe
 from torchgpipe.mapped.device_map import Wholes
 from torchgpipe.partition.keeping import checkpointed
 from torchgpipe.planner import maps
-from torchgpipe.planner.blocks import Times, Units
+from torchgpipe.planner.blocks import Times, recorded
 from torchgpipe.planner.given import USABLE
-from torchgpipe.planner.map_memory import Footprint, recorded, weights_of
+from torchgpipe.planner.maps import Units
+from torchgpipe.planner.memory import Footprint, weights_of
 
 # Embedding and head are one weight, used on the streams of two visits.
 pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
@@ -294,6 +295,6 @@ def test_a_block_too_large_for_the_first_device(devices, monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr("torchgpipe.planner.map_memory.copied", full)
+    monkeypatch.setattr("torchgpipe.planner.blocks.copied", full)
     _, found = predicted(GPT(), [4, 5], devices[:2], (tokens(ROWS),), 4, "never")
     assert all(x > 0 for x in found)

@@ -13,7 +13,7 @@ from torchgpipe import plan
 from torchgpipe.planner.search import search
 from torchgpipe.testing import observe
 
-plans = import_module("torchgpipe.advice.plans")
+plans = import_module("torchgpipe.plans")
 ROWS, WIDTH = 512, 64
 
 

@@ -33,9 +33,9 @@ from torchgpipe.partition.arguments import (
     verify_scale,
 )
 from torchgpipe.partition.split import verify_module
-from torchgpipe.planner.blocks import Times, proposed, refined, timed
+from torchgpipe.planner.blocks import ModelRun, Times, refined, timed
 from torchgpipe.planner.cuts import evenest
-from torchgpipe.planner.map_memory import ModelRun
+from torchgpipe.planner.maps import proposed
 
 __all__ = ["balance_by_time", "balance_by_size", "map_by_time", "map_by_size"]
 
@@ -83,13 +83,7 @@ def balance_by_time(
     partitions = _verified(partitions, module)
     checked_timeout(timeout)
     found = profile_layers(
-        module,
-        sample,
-        args=args,
-        kwargs=kwargs,
-        timeout=timeout,
-        device=device,
-        progress=progress,
+        module, sample, args=args, kwargs=kwargs, timeout=timeout, device=device, progress=progress
     )
     times, spreads = found.times()
     return evenest(times, partitions, spreads)
@@ -251,12 +245,7 @@ def map_by_size(
 
 
 def _places(devices: Any, model: Any, no_split: Any) -> list[Device]:
-    """Check the arguments of a map, and return the devices.
-
-    Raises:
-        TypeError: one of them is of the wrong kind.
-        ValueError: there is no device.
-    """
+    """Check the arguments of a map, and return the devices."""
     rule, remedy = "devices must be a sequence of devices", "pass such as [0, 1], or ['cpu'] * 2"
     places = listed(devices, rule, "devices", remedy)
     for place in places:

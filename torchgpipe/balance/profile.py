@@ -17,10 +17,7 @@ import torch
 from torch import nn
 
 from torchgpipe.checks import checked_flag, verify_kind
-from torchgpipe.devices.streams import (
-    Device,
-    accelerators,
-)
+from torchgpipe.devices.streams import CPU, Device, accelerators
 from torchgpipe.partition.arguments import MISSING, checked_chunks, checked_device, checked_timeout
 from torchgpipe.partition.split import verify_module
 from torchgpipe.planner.memory_tracker import Run
@@ -176,7 +173,7 @@ def profile_layers(
             "there must be an input of the first layer to measure with (sample: missing, args: (), "
             "kwargs: None); pass a sample, or several arguments as args=(...) and kwargs={...}"
         )
-    where = checked_device(device) if device is not None else default_device()
+    where = [*accelerators(), CPU][0] if device is None else checked_device(device)
     memory: dict[str, tuple[int, int, int]] = {}
 
     def look(_: int, title: str, sandbox: Sandbox) -> None:
@@ -214,8 +211,3 @@ def _row(
     forward, backward = zip(*samples)
     noise = spread([*map(sum, samples)])
     return LayerProfile(title, undisturbed(forward), undisturbed(backward), *memory, noise)
-
-
-def default_device() -> torch.device:
-    """The device to measure on by default: the first accelerator, or the CPU."""
-    return [*accelerators(), torch.device("cpu")][0]

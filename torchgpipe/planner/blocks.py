@@ -6,34 +6,35 @@ model's own forward runs on a sample, and each of its blocks is measured there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from itertools import cycle
-from math import hypot
+from itertools import chain, cycle
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from torchgpipe.ambient.generators import generator_of
 from torchgpipe.ambient.random_numbers import get_state, set_state
+from torchgpipe.autograd.nodes import next_number
 from torchgpipe.devices.recorder import Stopwatch
-from torchgpipe.devices.streams import CPU, Device
+from torchgpipe.devices.streams import CPU, has_streams, use_device
 from torchgpipe.mapped.device_map import Wholes
-from torchgpipe.planner.cuts import evenest
-from torchgpipe.planner.sandbox import pooled, rounds, spread, undisturbed, verify_timed
+from torchgpipe.mapped.on_demand import can_fill_itself
+from torchgpipe.planner.memory_tracker import Run, memory_of, size_of, strided
+from torchgpipe.planner.record import GIVEN, Record, Section, Value
+from torchgpipe.planner.sandbox import copied, pooled, rounds, spread, undisturbed, verify_timed
+from torchgpipe.values import trees
+from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
 
 
 class Times(NamedTuple):
-    """Times of the blocks of a model.
+    """The blocks of a model, the seconds of their forwards, and how far these may be off.
 
-    Attributes:
-        blocks: the blocks by name.
-        costs: the seconds of each forward, by name, in the order of the calls. A block that is not
-            called is left out.
-        spreads: how far these may be off.
+    They are by name, costs in the order of the calls. A block that is not called is left out.
     """
 
     blocks: dict[str, nn.Module]
@@ -56,11 +57,7 @@ def timed(
     timeout: float = 1.0,
     **kwargs: Any,
 ) -> Times:
-    """Measure the time that each block takes, as :func:`map_by_time` says.
-
-    Raises:
-        ValueError: no block takes any time.
-    """
+    """Measure the time that each block takes, as :func:`map_by_time` says."""
     home = next((x.device for x in model.parameters()), CPU)
     watches = {
         name: Stopwatch(next((x.device for x in block.parameters()), home))
@@ -92,92 +89,6 @@ def timed(
     times, noise = pooled(kinds, [*map(undisturbed, samples)], [*map(spread, samples)])
     verify_timed(times, home, "blocks", "move the model to the CPU before, by model.cpu()")
     return Times({**blocks}, dict(zip(names, times)), dict(zip(names, noise)))
-
-
-class Units:
-    """The blocks of a model in the order of their calls.
-
-    A block without parameters goes with the one before it. Blocks that share a parameter may be on
-    several devices, but not those that share the statistics of a norm, which they change.
-
-    Args:
-        blocks: the blocks by name.
-        costs: what each costs, in the order of the calls.
-        spreads: how far these may be off.
-    """
-
-    def __init__(
-        self,
-        blocks: Mapping[str, nn.Module],
-        costs: Mapping[str, float],
-        spreads: Mapping[str, float] | None = None,
-    ) -> None:
-        self._order = [*costs, *[name for name in blocks if name not in costs]]
-        weights = {name: [*block.parameters()] for name, block in blocks.items()}
-        leader = {name: name for name in blocks}
-        #: For each parameter, the first block that is called with it.
-        called: dict[Tensor, str] = {}
-        norms: dict[Tensor, str] = {}
-        home = next((name for name in self._order if weights[name]), "")
-        for name in costs:
-            # An activation goes with the layer before it.
-            if not weights[name]:
-                leader[name] = leader.get(home, name)
-            home = name
-            for module in blocks[name].modules():
-                if isinstance(mean := getattr(module, "running_mean", None), Tensor):
-                    leader[name] = leader[norms.setdefault(mean, name)]
-            for x in weights[name]:
-                called.setdefault(x, name)
-        #: The names of the blocks of each unit, by the first one.
-        self.members: dict[str, list[str]] = {x: [] for x in costs if leader[x] == x}
-        home = next(iter(self.members), "")
-        for name in blocks:
-            # What was not called may have a weight that the code around uses, as a table of
-            # positions has. It goes with the block that is called with its weight, or else with
-            # the one that was made before it.
-            known = [name] if name in costs else [called[x] for x in weights[name] if x in called]
-            home = leader[known[0]] if known else home
-            self.members.setdefault(home, []).append(name)
-        units = self.members.values()
-        #: What each unit costs, and how far that may be off.
-        self.costs = [sum(costs.get(name, 0.0) for name in names) for names in units]
-        spreads = spreads or {}
-        self.spreads = [hypot(*[spreads.get(name, 0.0) for name in names]) for names in units]
-
-    def cut(self, devices: Sequence[Device]) -> list[int]:
-        """The number of units of each device, such that the slowest is as fast as can be.
-
-        Raises:
-            ValueError: there are fewer units than devices.
-        """
-        if len(self.costs) < len(devices):
-            raise ValueError(
-                "there must be at least one block for each device (blocks: "
-                f"{len(self.costs)}, devices: {len(devices)}); use fewer devices, or divide larger "
-                "modules with a device map of your own"
-            )
-        return evenest(self.costs, len(devices), self.spreads)
-
-    def placed(self, devices: Sequence[Device], sizes: Sequence[int]) -> dict[str, Device]:
-        """The device map that gives each device so many units, in order."""
-        places = [device for device, size in zip(devices, sizes) for _ in range(size)]
-        found = {
-            name: place for place, names in zip(places, self.members.values()) for name in names
-        }
-        # Parameters of modules that have blocks themselves are on the first device.
-        return {"": devices[0], **{name: found[name] for name in self._order}}
-
-
-def proposed(
-    devices: Sequence[Device],
-    blocks: Mapping[str, nn.Module],
-    costs: Mapping[str, float],
-    spreads: Mapping[str, float] | None = None,
-) -> dict[str, Device]:
-    """Spread blocks over devices in the order of their costs."""
-    units = Units(blocks, costs, spreads)
-    return units.placed(devices, units.cut(devices))
 
 
 def kind_of(block: nn.Module) -> tuple[object, ...]:
@@ -243,3 +154,158 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                 x.copy_(values)
         for generator, state in states.items():
             set_state(generator, state)
+
+
+def recorded(
+    model: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    args: Any,
+    kwargs: Any,
+    device: torch.device = CPU,
+) -> Record:
+    """Run a model forward and backward on a sample, and see what takes memory.
+
+    The model, its gradients and random numbers stay as they are. The CPU's kernels keep other
+    memory than those of accelerators. So if the model is on the CPU, and will be on an accelerator,
+    a copy of one block of each kind runs there, too.
+    """
+    run = ModelRun(model, blocks)
+    # The model may change its arguments in place.
+    found = run.record(*trees.map_leaves(cloned, (args, kwargs)))
+    if not has_streams(device):
+        return found
+    there: dict[object, Section | None] = {}
+    for k, section in enumerate(found.sections):
+        if section.block is None or not section.is_call:
+            continue
+        block, kind = blocks[section.block], run.kinds[k]
+        if next((x.device for x in chain(block.parameters(), model.parameters())), CPU) == CPU:
+            # Blocks that look alike may be frozen, or have settings that do less.
+            key = kind, section.kept, section.forward, section.free
+            if key not in there:
+                there[key] = _on(device, block, *run.arguments[kind])
+            other = there[key]
+            if other is not None:
+                section.kept, section.forward = other.kept, other.forward
+                section.free, section.held = other.free, other.held
+    return found
+
+
+class ModelRun(Run):
+    """The memory of one run of a model: of the calls of its blocks, and of the code after each."""
+
+    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+        super().__init__(model, [Section(None, False, next_number())])
+        self.calls, self._model, self._blocks = 0, model, blocks
+        #: The kind of each section that is a call, and the arguments of the first one of a kind.
+        self.kinds: dict[int, object] = {}
+        self.arguments: dict[object, tuple[Any, Any]] = {}
+
+    def record(self, args: Any, kwargs: Any) -> Record:
+        """Run the model forward and backward."""
+        given = strided((args, kwargs))
+        size = sum({memory_of(x): size_of(x) for x in given}.values())
+        weights = [x for x in self._model.parameters() if x.requires_grad]
+        ends = [get_gradient_edge(x) for x in given if x.requires_grad]
+        with self._running():
+            outputs, fills_itself = self._forward(args, kwargs)
+            roots = [x for x in outputs if x.requires_grad]
+            losses = [x for x in roots if not x.dim()]
+            shared = {*map(self._give_back, strided(outputs))}
+            self.settle(shared | {id(x.value) for x in self.pieces.values() if x.is_used})
+            root = self.turn(losses or roots)
+            del outputs, roots
+            self.backward(root, weights, ends)
+        values = [x.value for x in self.pieces.values() if x.is_used]
+        return Record(self.sections, values, size, bool(losses), fills_itself)
+
+    def kept(self, args: Any, kwargs: Any) -> dict[str, float]:
+        """Run the model forward, and see what the calls of each block keep for backward.
+
+        What several keep counts for the first of them.
+        """
+        with self._running():
+            # The output holds what was saved.
+            output = self._forward(args, kwargs)
+            self.settle({id(x.value) for x in self.pieces.values() if x.is_used})
+            del output
+        names = {k: str(x.block) for k, x in enumerate(self.sections) if x.is_call}
+        found = dict.fromkeys(names.values(), 0.0)
+        for k, name in names.items():
+            found[name] += self.sections[k].kept
+        for x in self.pieces.values():
+            savers = x.value.savers & names.keys()
+            if x.is_used and savers:
+                found[names[min(savers)]] += x.size
+        return found
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        with (
+            unchanged(self._model),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            self.watching(),
+        ):
+            yield
+
+    def _forward(self, args: Any, kwargs: Any) -> tuple[list[Tensor], bool]:
+        """Run the model, and return what it returns, and whether that fills itself."""
+        for x in strided((args, kwargs)):
+            self.give(Value(GIVEN, size_of(x)), x)
+        with hooked(self._blocks, self._enter, self._leave), self.saving:
+            output = self._model(*args, **kwargs)
+            found = [*Batch(output)], can_fill_itself(output)
+            del output
+        self.begin(Section(None, False, next_number()))
+        self.sections.pop()
+        # From here on no section uses anything.
+        self.calls += 1
+        return found
+
+    def _give_back(self, x: Tensor) -> int:
+        """Take note that the caller gets a tensor; the identity of its value."""
+        piece = self.pieces.get(memory_of(x))
+        if piece is not None:
+            piece.value.give(x)
+        return id(piece and piece.value)
+
+    def _enter(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
+        self.calls += 1
+        if self.calls > 1:
+            return
+        self.begin(Section(name, True, next_number()))
+        self.use((args, kwargs))
+        sizes = [(x.shape, x.dtype, x.requires_grad) for x in strided((args, kwargs))]
+        kind = kind_of(block), *sizes
+        self.kinds[len(self.sections) - 1] = kind
+        self.arguments.setdefault(kind, trees.map_leaves(_detached, (args, kwargs)))
+
+    def _leave(self, name: str, *_: Any) -> None:
+        self.calls -= 1
+        if not self.calls:
+            self.begin(Section(name, False, next_number()))
+
+
+def _on(device: torch.device, block: nn.Module, args: Any, kwargs: Any) -> Section | None:
+    """Record the call of a copy of a block on a device; None if the device is too small for it."""
+
+    def brought(x: Any) -> Any:
+        return cloned(x.to(device)) if isinstance(x, Tensor) else x
+
+    with use_device(device), torch.inference_mode(False), torch.enable_grad():
+        try:
+            copy = copied(block, device)
+            args, kwargs = trees.map_leaves(brought, (args, kwargs))
+            return ModelRun(copy, {"": copy}).record(args, kwargs).sections[1]
+        except torch.OutOfMemoryError:
+            return None
+
+
+def cloned(x: Any) -> Any:
+    """A copy of a tensor, which is no leaf, so that it may be changed in place."""
+    return x.detach().requires_grad_(x.requires_grad).clone() if isinstance(x, Tensor) else x
+
+
+def _detached(x: Any) -> Any:
+    return x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x

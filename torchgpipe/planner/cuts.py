@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from itertools import accumulate, combinations, pairwise
-from math import comb, inf, isfinite, isqrt, lcm
+from math import comb, inf, isqrt, lcm
 from numbers import Integral
 
 from torchgpipe.checks import finite, is_number, listed, verify
@@ -151,28 +151,18 @@ def evenest(
             "there must be at least one layer for each partition "
             f"(layers: {n}, partitions: {partitions}); use fewer partitions"
         )
-    for k, cost in enumerate(costs):
-        verify(
-            is_number(cost) and finite(cost) and cost >= 0,
-            "costs must be finite and not negative",
-            f"costs[{k}]",
-            cost,
-            "measure the layer again, or estimate its cost",
-        )
-
     spreads = [0.0] * n if spreads is None else spreads
     if len(spreads) != n:
         raise ValueError(
             "there must be a spread for each cost "
             f"(costs: {n}, spreads: {len(spreads)}); give 0 for a cost that is certain"
         )
-    for k, spread in enumerate(spreads):
-        if not (isfinite(spread) and spread >= 0):
-            raise ValueError(
-                f"spreads must be finite and not negative (spreads[{k}]: {spread}); "
-                "give 0 for a cost that is certain"
-            )
-
+    remedy = "measure the layer again, or estimate its cost"
+    for name, numbers in (("costs", costs), ("spreads", spreads)):
+        rule = f"{name} must be finite and not negative"
+        for k, x in enumerate(numbers):
+            verify(is_number(x) and finite(x) and x >= 0, rule, f"{name}[{k}]", x, remedy)
+        remedy = "give 0 for a cost that is certain"
     # Costs are counted in whole units, so that sums are exact.
     exact = [Fraction(cost) for cost in costs]
     # A block of more layers must not seem smaller, as it would if noise grew faster than costs.

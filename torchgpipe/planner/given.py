@@ -17,16 +17,16 @@ from torchgpipe.devices.recorder import memory_total
 from torchgpipe.devices.streams import CPU, Device, accelerators
 from torchgpipe.partition.arguments import checked_device, checked_devices, positive_int
 from torchgpipe.values import trees
-from torchgpipe.values.division import divided, has_chunks
+from torchgpipe.values.division import divided, has_chunks, row_count
 from torchgpipe.values.marks import NoChunk
 from torchgpipe.values.microbatch import Batch, scatter
 from torchgpipe.values.structure import Arguments, arguments
 
 __all__: list[str] = []
 
-
 #: Bytes, or a text such as ``"10GiB"``.
 Size: TypeAlias = float | str
+
 #: Limits of memory: one for all devices, one for each, or by device.
 Memory: TypeAlias = Size | Sequence[Size] | Mapping[Device, Size]
 
@@ -38,10 +38,12 @@ UNITS = {f"{x}{i}B": (1024 if i else 1000) ** k for k, x in enumerate("KMGT", 1)
 #: as cuDNN's do, and to see it in the allocator's peak that would have to be reset, which is not
 #: this library's, but the process's.
 USABLE = 0.9
+
 #: The share of a limit that a plan fills. Of 114 steps under schedules on virtual accelerators none
 #: took more than 0.9 % above its prediction, which counts no small tensors, such as a loss, nor
 #: what allocators round up.
 FILLED = 0.99
+
 #: The same where autograd's threads decide which gradients come early, and values skip layers: such
 #: predictions were up to 3 % too low.
 FILLED_WITH_SKIPS = 0.95
@@ -54,12 +56,7 @@ LOOKS = 5
 
 
 def places_of(devices: Iterable[Device] | None, *, are_one_each: bool = True) -> list[torch.device]:
-    """The devices to plan for: by default all accelerators.
-
-    Raises:
-        TypeError: the devices are no sequence.
-        ValueError: there are none, or an accelerator comes twice, if each may come once.
-    """
+    """The devices to plan for: by default all accelerators."""
     given: Any = accelerators() if devices is None else devices
     if not isinstance(given, str) and isinstance(given, Iterable):
         given = [*given]
@@ -76,11 +73,7 @@ def places_of(devices: Iterable[Device] | None, *, are_one_each: bool = True) ->
 
 
 def chunks_of(chunks: Iterable[int] | None, rows: int, *, has_norms: bool = False) -> list[int]:
-    """The numbers of micro-batches to try, given or not, of a mini-batch of some rows.
-
-    Raises:
-        ValueError: one of them is not positive, or more than the rows.
-    """
+    """The numbers of micro-batches to try, given or not, of a mini-batch of some rows."""
     if chunks is None and has_norms:
         warn(
             "batch normalisations see micro-batches, so their number is no matter of speed alone "
@@ -126,11 +119,7 @@ def looks_of(input: Any, have: int, rows: int) -> tuple[dict[int, Batch], dict[i
 def limits_of(
     memory: Memory | None, places: Sequence[torch.device], share: float = FILLED
 ) -> list[float]:
-    """The bytes that a plan may fill each device with: a share of those that it may use.
-
-    Raises:
-        ValueError: there are not as many as devices, one is not positive, or a device has none.
-    """
+    """The bytes that a plan may fill each device with: a share of those that it may use."""
     if memory is None:
         return [USABLE * memory_total(x) for x in places]
     given: Sequence[Any]
@@ -248,9 +237,6 @@ class Loss(nn.Module):
         return total
 
 
-# Samples: the arguments of a call, which a plan, or ``"auto"``, measures a model with.
-
-
 def input_of(sample: Any) -> Any:
     """Return a sample as the input of a first layer, as a call of the model would make it."""
     given = arguments_of(sample)
@@ -258,16 +244,7 @@ def input_of(sample: Any) -> Any:
 
 
 def arguments_of(sample: Any) -> Arguments:
-    """Return the arguments of a sample.
-
-    Args:
-        sample: a mapping of keyword arguments, a tuple of positional ones, a tensor that is the
-            only one, or what :func:`torchgpipe.arguments` returns.
-
-    Raises:
-        TypeError: the sample is of another kind.
-        ValueError: the sample is divided already.
-    """
+    """Return the arguments of a sample, whichever kind it is."""
     if has_chunks(sample):
         raise ValueError(
             "a sample has rows, which are divided in several ways and measured, so it must not be "
@@ -286,3 +263,14 @@ def arguments_of(sample: Any) -> Arguments:
         "a sample is a dict of keyword arguments, a tuple of arguments, or a tensor (sample: "
         f"{type(sample).__name__}); pass a single argument of another kind as (argument,)"
     )
+
+
+def rows_of(batch: int | None, input: Any) -> int:
+    """The rows of a mini-batch: those of the sample, if they are not given."""
+    rows = max(1, row_count(input)) if batch is None else positive_int(batch)
+    if rows is None:
+        raise ValueError(
+            f"batch must be a positive number of rows (batch: {batch!r}); leave it out to plan for "
+            "the rows of the sample"
+        )
+    return rows

@@ -15,7 +15,7 @@ from math import hypot, inf
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchgpipe.ambient.notes import add_note, noted, warn
 from torchgpipe.devices.streams import CPU, Device, has_streams
@@ -28,8 +28,8 @@ from torchgpipe.mapped.hugging_face import (
     without_cache,
 )
 from torchgpipe.partition.keeping import checkpointed
-from torchgpipe.planner.blocks import Times, Units, refined, timed
-from torchgpipe.planner.cuts import cut
+from torchgpipe.planner.blocks import Times, recorded, refined, timed
+from torchgpipe.planner.cuts import cut, evenest
 from torchgpipe.planner.given import (
     FILLED_WITH_SKIPS,
     Memory,
@@ -38,11 +38,90 @@ from torchgpipe.planner.given import (
     places_of,
     state_of,
 )
-from torchgpipe.planner.map_memory import Footprint, recorded, weights_of
+from torchgpipe.planner.memory import Footprint, weights_of
 from torchgpipe.values.microbatch import scatter
 from torchgpipe.values.structure import Arguments
 
-__all__ = ["chosen_map"]
+__all__: list[str] = []
+
+
+class Units:
+    """The blocks of a model in the order of their calls.
+
+    A block without parameters goes with the one before it. Blocks that share a parameter may be on
+    several devices, but not those that share the statistics of a norm, which they change.
+
+    Costs are in the order of the calls, and may be off by their spreads.
+    """
+
+    def __init__(
+        self,
+        blocks: Mapping[str, nn.Module],
+        costs: Mapping[str, float],
+        spreads: Mapping[str, float] | None = None,
+    ) -> None:
+        self._order = [*costs, *[name for name in blocks if name not in costs]]
+        weights = {name: [*block.parameters()] for name, block in blocks.items()}
+        leader = {name: name for name in blocks}
+        #: For each parameter, the first block that is called with it.
+        called: dict[Tensor, str] = {}
+        norms: dict[Tensor, str] = {}
+        home = next((name for name in self._order if weights[name]), "")
+        for name in costs:
+            # An activation goes with the layer before it.
+            if not weights[name]:
+                leader[name] = leader.get(home, name)
+            home = name
+            for module in blocks[name].modules():
+                if isinstance(mean := getattr(module, "running_mean", None), Tensor):
+                    leader[name] = leader[norms.setdefault(mean, name)]
+            for x in weights[name]:
+                called.setdefault(x, name)
+        #: The names of the blocks of each unit, by the first one.
+        self.members: dict[str, list[str]] = {x: [] for x in costs if leader[x] == x}
+        home = next(iter(self.members), "")
+        for name in blocks:
+            # What was not called may have a weight that the code around uses, as a table of
+            # positions has. It goes with the block that is called with its weight, or else with
+            # the one that was made before it.
+            known = [name] if name in costs else [called[x] for x in weights[name] if x in called]
+            home = leader[known[0]] if known else home
+            self.members.setdefault(home, []).append(name)
+        units = self.members.values()
+        #: What each unit costs, and how far that may be off.
+        self.costs = [sum(costs.get(name, 0.0) for name in names) for names in units]
+        spreads = spreads or {}
+        self.spreads = [hypot(*[spreads.get(name, 0.0) for name in names]) for names in units]
+
+    def cut(self, devices: Sequence[Device]) -> list[int]:
+        """The number of units of each device, such that the slowest is as fast as can be."""
+        if len(self.costs) < len(devices):
+            raise ValueError(
+                "there must be at least one block for each device (blocks: "
+                f"{len(self.costs)}, devices: {len(devices)}); use fewer devices, or divide larger "
+                "modules with a device map of your own"
+            )
+        return evenest(self.costs, len(devices), self.spreads)
+
+    def placed(self, devices: Sequence[Device], sizes: Sequence[int]) -> dict[str, Device]:
+        """The device map that gives each device so many units, in order."""
+        places = [device for device, size in zip(devices, sizes) for _ in range(size)]
+        found = {
+            name: place for place, names in zip(places, self.members.values()) for name in names
+        }
+        # Parameters of modules that have blocks themselves are on the first device.
+        return {"": devices[0], **{name: found[name] for name in self._order}}
+
+
+def proposed(
+    devices: Sequence[Device],
+    blocks: Mapping[str, nn.Module],
+    costs: Mapping[str, float],
+    spreads: Mapping[str, float] | None = None,
+) -> dict[str, Device]:
+    """Spread blocks over devices in the order of their costs."""
+    units = Units(blocks, costs, spreads)
+    return units.placed(devices, units.cut(devices))
 
 
 def chosen_map(
@@ -58,15 +137,10 @@ def chosen_map(
 ) -> Mapping[str, Device]:
     """Return the device map of a model, which loses the hooks of Accelerate.
 
-    Args:
-        model: the model.
-        device_map: the map, ``"auto"`` to measure the model, or None to take that of Accelerate.
-        sample: the arguments of a call, if the model is measured.
-        devices: the devices then; by default all accelerators.
-        memory: the bytes that each device may use then; by default nine tenths of what it has.
-        chunks: the number of micro-batches, for the memory of a step.
-        checkpoint: the checkpoint mode in the same way.
-        rehearse: runs a model that was measured with the map, and raises what the model raises.
+    It is the user's own, for None that of Accelerate, or ``"auto"``, which measures the model with
+    a sample, for devices and limits of memory, chunks and a checkpoint mode. A map that was found
+    is rehearsed with the sample's arguments, and gives way to another one if the model raises
+    anything.
 
     Raises:
         TypeError: the sample or the devices are of the wrong kind.
@@ -136,11 +210,7 @@ def _first_that_runs(
     maps: Iterator[dict[str, Device]],
     rehearse: Callable[[Mapping[str, Device]], None],
 ) -> Mapping[str, Device]:
-    """Run a model with one map after another, and return the first one with which it runs.
-
-    Raises:
-        Exception: what the model raises with the first map, if it runs with none.
-    """
+    """Run a model with one map after another, and return the first one with which it runs."""
     home, failure = _home(model), None
     while True:
         try:
@@ -190,9 +260,7 @@ def _maps(
         sizes: Sequence[int] = units.cut(places)
         peak = None if min(limits) == inf else _peaks(model, times, units, places, arguments, again)
         if peak is not None:
-            sizes = _fitted(units, sizes, limits, peak)
-            ends = pairwise(accumulate(sizes, initial=0))
-            over = [max(0.0, peak(*block) - limit) for block, limit in zip(ends, limits)]
+            sizes, over = _fitted(units, sizes, limits, peak)
             if any(over):
                 raise _too_large(places, limits, over, chunks, checkpoint)
         return units.placed(places, sizes)
@@ -247,16 +315,16 @@ def _peaks(
 
 
 def _fitted(
-    units: Units,
-    sizes: Sequence[int],
-    limits: Sequence[float],
-    peak: Callable[[int, int], float],
-) -> Sequence[int]:
+    units: Units, sizes: Sequence[int], limits: Sequence[float], peak: Callable[[int, int], float]
+) -> tuple[Sequence[int], Sequence[float]]:
     """Cut units into blocks that fit, of which the slowest is as fast as can be.
 
     Of the cuts that are as fast, but for what the spreads explain, it is the evenest. If nothing
     fits, it is the cut that needs the least beyond a device's memory. The sizes given are the best
     if all fit.
+
+    Returns:
+        The sizes, and the bytes that each block has too little.
     """
     costs, spreads, n = units.costs, units.spreads, len(units.costs)
     sums = [0.0, *accumulate(costs)]
@@ -264,9 +332,9 @@ def _fitted(
     def lacking(j: int, start: int, stop: int) -> float:
         return max(0.0, peak(start, stop) - limits[j])
 
-    def fits(sizes: Sequence[int]) -> bool:
+    def lacks(sizes: Sequence[int]) -> list[float]:
         ends = enumerate(pairwise(accumulate(sizes, initial=0)))
-        return not any(lacking(j, *block) for j, block in ends)
+        return [lacking(j, *block) for j, block in ends]
 
     def cost(j: int, start: int, stop: int) -> float:
         return inf if lacking(j, start, stop) else sums[stop] - sums[start]
@@ -274,9 +342,11 @@ def _fitted(
     def excuses(excess: float, start: int, stop: int) -> bool:
         return excess <= hypot(*map(min, spreads[start:stop], costs[start:stop]))
 
-    if not fits(sizes):
+    if any(lacks(sizes)):
         sizes = cut(n, len(limits), cost, excuses)
-    return sizes if fits(sizes) else cut(n, len(limits), lacking)
+    if any(lacks(sizes)):
+        sizes = cut(n, len(limits), lacking)
+    return sizes, lacks(sizes)
 
 
 def _too_large(

@@ -8,15 +8,22 @@ computation needs while it runs are counted.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from itertools import groupby
+from operator import itemgetter
+from typing import TypeAlias
 
-from torchgpipe.planner.stage_memory import Arrival, Stage
-from torchgpipe.schedule.lifetimes import Trip
-from torchgpipe.schedule.program import operations
+from torch import Tensor, nn
+
+from torchgpipe.planner.record import Record
+from torchgpipe.planner.stage_memory import Arrival, Stage, Weights
+from torchgpipe.schedule.lifetimes import trips
+from torchgpipe.schedule.program import Op, operations
 from torchgpipe.schedule.simulator import Step
 
-__all__ = ["Issued", "LossMemory", "issued", "may_leave", "peaks", "ways"]
+__all__: list[str] = []
 
 #: How many gradients may arrive before the one before them is used, where autograd orders backward:
 #: at the first stage, and at others. Autograd has a thread for each device, and the host's timing
@@ -24,39 +31,25 @@ __all__ = ["Issued", "LossMemory", "issued", "may_leave", "peaks", "ways"]
 #: allows for: it knows when a cell begins whose input needs no gradient, and when another one ends.
 EARLY_AT_FIRST, EARLY = 2, 1
 
+#: A computation: its worker, stage, kind and micro-batch.
+Computation: TypeAlias = tuple[int, int, str, int]
 
-class LossMemory(NamedTuple):
-    """The memory of a loss outside, as multiples of the joined outputs.
-
-    Attributes:
-        most: the most of what it keeps, and of gradients.
-        stays: what is there for the whole of backward.
-    """
-
-    most: float
-    stays: float
+#: The memory of a loss outside, as multiples of the joined outputs: the most of what it keeps, and
+#: of gradients; and what is there for the whole of backward. One that is not known keeps as much as
+#: its input, as differences, and a gradient. A cross entropy keeps logarithms, and two gradients at
+#: a time, of which one stays. Inside, a loss takes nothing more.
+UNKNOWN, CROSS_ENTROPY, INSIDE = (2, 2), (3, 1), (0, 0)
 
 
-class Issued(NamedTuple):
-    """The computations of a step in the order in which the host issues them.
-
-    Args:
-        computations: for each its worker, stage, kind and micro-batch. There is an R for each cell
-            that is computed again.
-        again: the stages and micro-batches of these cells.
-        microbatches: the number of micro-batches.
-    """
-
-    computations: Sequence[tuple[int, int, str, int]]
-    again: frozenset[tuple[int, int]]
-    microbatches: int
+def issued(order: Sequence[Step]) -> list[Computation]:
+    """The computations of instructions, as the host issues them: an R before what it is for."""
+    return [(w, *op) for w, x, _ in order for op in operations(x)]
 
 
-def issued(order: Sequence[Step]) -> Issued:
-    """The computations of the instructions that the host issues."""
-    found = [(w, *op) for w, x, _ in order for op in operations(x)]
-    again = frozenset((j, i) for _, j, kind, i in found if kind == "R")
-    return Issued(found, again, 1 + max(i for *_, i in found))
+def count(order: Sequence[Computation]) -> int:
+    """The number of micro-batches."""
+    last: int = max(map(itemgetter(3), order))
+    return 1 + last
 
 
 def ways(stages: Sequence[Stage]) -> list[list[tuple[int, Arrival]]]:
@@ -68,10 +61,7 @@ def ways(stages: Sequence[Stage]) -> list[list[tuple[int, Arrival]]]:
 def may_leave(stages: Sequence[Stage], placement: Sequence[int], *, is_joined: bool) -> list[float]:
     """The bytes that a cell of each stage keeps for backward, and nobody else holds.
 
-    Args:
-        stages: the stages.
-        placement: the worker of each.
-        is_joined: whether outputs stay until all are joined.
+    Outputs may stay until all are joined.
     """
     found = [stage.held for stage in stages]
     #: What each stage keeps: of its own, and of what has arrived, which it may hand on.
@@ -88,7 +78,7 @@ def may_leave(stages: Sequence[Stage], placement: Sequence[int], *, is_joined: b
 
 
 def peaks(
-    order: Issued,
+    order: Sequence[Computation],
     placement: Sequence[int],
     stages: Sequence[Stage],
     *,
@@ -96,30 +86,22 @@ def peaks(
     given: float,
     targets: float = 0.0,
     is_summed: bool,
-    loss: LossMemory | None,
-    leaving: Sequence[Sequence[Trip]] = (),
+    loss: tuple[int, int] | None,
     away: Sequence[float] = (),
+    ahead: Sequence[int] = (),
 ) -> list[float]:
-    """Find the most memory of each worker.
+    """Find the most memory of each worker, if the host issues computations in an order.
 
-    Args:
-        order: what the host issues.
-        placement: the worker of each stage.
-        stages: the stages.
-        state: memory of the optimizer, for each byte of a parameter that it changes.
-        given: memory of what the caller gives to the first stage.
-        targets: memory of what else the caller has where the last stage is.
-        is_summed: whether gradients are added up by a schedule, and not by autograd.
-        loss: what a loss takes between forward and backward; None if it is within.
-        leaving: the cells of each worker that are in the memory of the host for a while.
-        away: the bytes of a cell of each stage that leave.
+    Beside the stages there is the state of the optimizer, for each byte of a parameter that it
+    changes, what is given to the first stage, and the targets, where the last stage is. Gradients
+    are summed by a schedule, or else by autograd. A loss of None is a stage. So many bytes of a
+    cell of each stage are away in the memory of the host for a while, and come back so many
+    computations ahead of its backward.
     """
-    come, gone = (
-        defaultdict[tuple[int, int], float](float),
-        defaultdict[tuple[int, int], float](float),
-    )
-    for w, trips in enumerate(leaving):
-        for x in trips:
+    come, gone = (defaultdict[tuple[int, int], float](float) for _ in range(2))
+    for w in {*placement} if any(ahead) else ():
+        line = [Op(j, kind, i) for v, j, kind, i in order if v == w]
+        for x in trips(line, ahead):
             come[w, x.back] += away[x.stage]
             gone[w, x.gone] += away[x.stage]
     place = [0] * (max(placement) + 1)
@@ -130,7 +112,7 @@ def peaks(
     walk.now[placement[-1]] += targets
     walk.peak = [*walk.now]
     is_due = loss is not None
-    for w, j, kind, i in order.computations:
+    for w, j, kind, i in order:
         if is_due and kind != "F":
             walk.loss()
             is_due = False
@@ -144,15 +126,17 @@ def peaks(
 class _Walk:
     def __init__(
         self,
-        order: Issued,
+        order: Sequence[Computation],
         placement: Sequence[int],
         stages: Sequence[Stage],
         is_summed: bool,
-        loss: LossMemory | None,
+        loss: tuple[int, int] | None,
     ) -> None:
-        self._again, self._m = order.again, order.microbatches
-        self._placement, self._stages, self._is_summed = placement, stages, is_summed
-        self._loss = loss
+        #: The cells that are computed again, and the number of micro-batches.
+        self._again = {(j, i) for _, j, kind, i in order if kind == "R"}
+        self._m = count(order)
+        self._placement, self._stages = placement, stages
+        self._is_summed, self._loss = is_summed, loss
         self.now = [0.0] * (max(placement) + 1)
         self.peak: list[float] = []
         #: What each stage gets, and what it gives to others.
@@ -241,8 +225,8 @@ class _Walk:
             again = sum((len(self._stages) - 1, i) in self._again for i in range(m))
             self.now[w] -= again * stage.output + (m - again) * stage.loose
         assert self._loss is not None
-        self._during(w, self._loss.most * whole)
-        self.now[w] += self._loss.stays * whole
+        self._during(w, self._loss[0] * whole)
+        self.now[w] += self._loss[1] * whole
 
     def _r(self, w: int, j: int, i: int) -> None:
         stage = self._stages[j]
@@ -263,7 +247,7 @@ class _Walk:
         if self._is_summed:
             most = stage.whole[min(number, 1)]
         else:
-            most = (stage.adding_again if is_within else stage.adding)[min(number, 2)]
+            most = stage.adding(again=is_within)[min(number, 2)]
             most += self._early(j)
         arrived = self._arrived(w, j, i)
         # A gradient that is a view holds more than the backward begins with.
@@ -332,3 +316,110 @@ class _Walk:
                 self.now[there] += size
                 self._grads[source, i] = self._grads.get((source, i), 0.0) + size
                 self._during(there, 0.0)
+
+
+# Any model under a device map.
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The memory of a model, whichever blocks a device has."""
+
+    #: The record of the model, for one micro-batch.
+    found: Record
+    #: The weights of each block; under None those that belong to no block.
+    weights: Mapping[str | None, Weights]
+    chunks: int
+    #: How many of them, from the first, are computed again.
+    again: int
+    #: Memory of the optimizer, for each byte of a parameter that it changes.
+    state: float
+
+    @cached_property
+    def _own(self) -> dict[str | None, list[int]]:
+        """The numbers of the sections of each block."""
+        found: dict[str | None, list[int]] = {}
+        for k, section in enumerate(self.found.sections):
+            found.setdefault(section.block, []).append(k)
+        return found
+
+    @cached_property
+    def _each(self) -> list[Weights]:
+        """The weights of each section: those of a block are with its first one."""
+        firsts = {own[0]: block for block, own in self._own.items()}
+        nothing = Weights()
+        return [
+            self.weights.get(firsts[k], nothing) if k in firsts else nothing
+            for k in range(len(self.found.sections))
+        ]
+
+    @cached_property
+    def _stage(self) -> Callable[[range], Stage]:
+        found = self.found
+        if found.has_loss and found.fills_itself and self.again == self.chunks:
+            # What the model returns beside its loss is not there.
+            found = replace(found, values=[replace(x, output=0) for x in found.values])
+        return cache(lambda own: Stage(found, self._each, own, by_call=True))
+
+    def peak(self, blocks: Collection[str | None]) -> float:
+        """Find the most bytes of a device with some blocks, and with None for all else."""
+        own = {k for x in blocks for k in self._own.get(x, ())}
+        stages, placement = [], []
+        for is_own, visit in groupby(range(len(self.found.sections)), own.__contains__):
+            numbers = [*visit]
+            stages.append(self._stage(range(numbers[0], numbers[-1] + 1)))
+            placement.append(0 if is_own else len(stages))
+        # Blocks that are not called have weights all the same.
+        idle = [self.weights[x] for x in blocks if x not in self._own and x in self.weights]
+        return (
+            sum(x.all + self.state * x.trainable for x in idle)
+            + peaks(
+                self._order(placement),
+                placement,
+                stages,
+                state=self.state,
+                given=self.chunks * self.found.given,
+                is_summed=False,
+                loss=INSIDE if self.found.has_loss else CROSS_ENTROPY,
+            )[0]
+        )
+
+    def _order(self, placement: Sequence[int]) -> list[Computation]:
+        """The order of the host, of whose threads each takes the backward that was recorded last.
+
+        Autograd has a thread for each device, and one with little to do gets ahead. That changes
+        peaks by less than 1 %, so it is not counted.
+        """
+        places = [*enumerate(placement)]
+        order = [(w, j, "F", i) for i in range(self.chunks) for j, w in places]
+        for i in reversed(range(self.chunks)):
+            kinds = "RB" if i < self.again else "B"
+            order += [(w, j, kind, i) for j, w in reversed(places) for kind in kinds]
+        return order
+
+
+def weights_of(
+    model: nn.Module, blocks: Mapping[str, nn.Module], own: Collection[str | None] | None = None
+) -> dict[str | None, Weights]:
+    """The memory of the weights of each block, and under None of what belongs to none.
+
+    A weight that several blocks share counts for the last one of them, the first in backward. Of
+    the blocks of one device, a weight whose home is another device comes as a copy, whose gradient
+    leaves.
+    """
+    users: dict[Tensor, list[str | None]] = {}
+    for name, module in (*blocks.items(), (None, model)):
+        for x in {*module.parameters(), *module.buffers()}:
+            users.setdefault(x, []).append(name)
+    found: dict[str | None, Weights] = {}
+    for x, names in users.items():
+        # The home is the first of the deepest ones.
+        home = max(names, key=lambda name: 0 if name is None else 1 + name.count("."))
+        here = [name for name in names[:-1] if own is None or name in own]
+        last, changed = here[-1] if here else None, x.nbytes if x.requires_grad else 0
+        before = found.get(last, Weights())
+        if own is None or home in own:
+            found[last] = Weights(before.all + x.nbytes, before.trainable + changed)
+        elif here:
+            found[last] = Weights(before.all + x.nbytes + changed, before.trainable)
+    return found

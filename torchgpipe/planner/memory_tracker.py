@@ -46,29 +46,18 @@ class Root(torch.autograd.Function):
 
 
 class Piece:
-    """Memory, from the operator that makes it until nobody holds it.
-
-    Args:
-        value: its sizes and users.
-        tensor: a tensor in it.
-        born: the number of the operator.
-        is_root: whether it is the gradient of an output.
-    """
+    """Memory, from the operator that makes it until nobody holds it."""
 
     def __init__(
         self, value: Value, tensor: Tensor, born: int = 0, *, is_root: bool = False
     ) -> None:
-        self.value, self.born, self.is_root = value, born, is_root
+        self.value, self.size = value, value.size
+        self.born, self.is_root = born, is_root
         self.reference = memory_of(tensor)
         #: Whether it is a value, and no memory of the section alone.
         self.is_shared = False
         #: The number of the first operator that finds it gone.
         self.gone: int | None = None
-
-    @property
-    def size(self) -> float:
-        """The bytes of the memory."""
-        return self.value.size
 
     @property
     def is_used(self) -> bool:
@@ -83,12 +72,7 @@ class Piece:
 
 
 class Run:
-    """The memory of one run of a module, whose weights are counted elsewhere.
-
-    Args:
-        module: the module.
-        sections: the sections, to which those of the run are added.
-    """
+    """The memory of one run of a module, whose weights are counted elsewhere."""
 
     def __init__(self, module: nn.Module, sections: list[Section]) -> None:
         self.sections = sections
@@ -168,11 +152,7 @@ class Run:
     def backward(
         self, root: Tensor | None, weights: Sequence[Tensor], ends: Sequence[GradientEdge]
     ) -> list[dict[int, int]]:
-        """Run backward, and see the most memory of each section's part of it.
-
-        Returns:
-            The memory of the gradients of ends.
-        """
+        """Run backward; see the most memory of each section, and that of the gradients of ends."""
         kept = [x for pieces in self._kept.values() for x in pieces]
         self._live, before = [], {*self.pieces}
         if root is None or not (weights or ends):

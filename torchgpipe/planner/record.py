@@ -1,4 +1,8 @@
-"""A record of a model: the memory that its sections take in forward, and in halves of backward."""
+"""A record of a model: the memory that its sections take in forward, and in halves of backward.
+
+A section is a layer of a sequential module, or in any other model a call of a block, or the code
+after it up to the next call. What one section makes and others use is a value.
+"""
 
 from __future__ import annotations
 
@@ -11,46 +15,24 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__: list[str] = [
-    "GIVEN",
-    "Hop",
-    "Peaks",
-    "Record",
-    "Section",
-    "Sizes",
-    "Value",
-    "Halved",
-]
-
-
-# The memory of a layer's backward in halves: for its input, and for its weights.
+__all__: list[str] = []
 
 
 class Halved(NamedTuple):
-    """The memory of a backward in halves, in bytes.
+    """The bytes of a layer's backward in halves: for its input, and for its weights."""
 
-    Attributes:
-        held: the most during I, above what was kept for it, with the gradients of the outputs,
-            which stay.
-        free: the same if these go with their last use.
-        weight: the most during W, above that before.
-        pending: what is kept from I until W, values and gradients of the outputs aside.
-        noted: the other gradients among it.
-        notes_output: whether those of the outputs are kept until W, too.
-    """
-
+    #: The most during I, above what was kept for it, with the gradients of the outputs, which stay.
     held: float = 0
+    #: The same if these go with their last use.
     free: float = 0
+    #: The most during W, above that before.
     weight: float = 0
+    #: What is kept from I until W, values and gradients of the outputs aside.
     pending: float = 0
+    #: The other gradients among it.
     noted: float = 0
+    #: Whether those of the outputs are kept until W, too.
     notes_output: bool = False
-
-
-# A record of a model: what each of its sections takes of memory, in one forward and backward.
-#
-# A section is a layer of a sequential module, or in any other model a call of a block, or the
-# code after it up to the next call. What one section makes and others use is a value.
 
 
 #: The section of what the caller gives to the model.
@@ -58,19 +40,16 @@ GIVEN = -1
 
 
 class Peaks(NamedTuple):
-    """The most bytes during a backward: of what was kept for it, and all that it makes or uses up.
+    """The most bytes during a backward: of what was kept for it, and of all that it makes."""
 
-    Attributes:
-        first: of the first micro-batch, whose gradients of weights stay.
-        later: of a later one under a schedule, whose large gradients are added at once. Small ones
-            wait for the end.
-        summing: of the second one under autograd, whose sums are new, and made at once.
-        adding: of a later one under autograd, which adds all gradients at once.
-    """
-
+    #: Of the first micro-batch, whose gradients of weights stay.
     first: float = 0
+    #: Of a later one under a schedule, whose large gradients are added at once. Small ones wait for
+    #: the end.
     later: float = 0
+    #: Of the second one under autograd, whose sums are new, and made at once.
     summing: float = 0
+    #: Of a later one under autograd, which adds all gradients at once.
     adding: float = 0
 
 
@@ -79,32 +58,28 @@ NO_PEAKS = Peaks()
 
 @dataclass
 class Section:
-    """A layer, or the call of a block, or the code after it.
+    """A layer, or the call of a block, or the code after it."""
 
-    Args:
-        block: the name of the block; None in front of the first one.
-        is_call: whether it is a layer or the call of a block, which can be computed again.
-        first: the number of its first node of autograd.
-        kept: the bytes that it keeps for backward, values aside.
-        forward: the most bytes of what it makes at a time.
-        again: the same up to the last tensor that it saves.
-        free: the most bytes during its backward, if the gradients of its outputs go with their last
-            use.
-        held: the same if these stay to the end, as those of a partition do under a schedule.
-        halves: the memory of backward in halves; None where nobody asked for it.
-        rest: the bytes of the gradients of the input, beside what those of skips hold; None if they
-            are tensors of their own.
-    """
-
+    #: The name of the block; None in front of the first one.
     block: str | None
+    #: Whether it is a layer or the call of a block, which can be computed again.
     is_call: bool
+    #: The number of its first node of autograd.
     first: int = 0
+    #: The bytes that it keeps for backward, values aside.
     kept: float = 0
+    #: The most bytes of what it makes at a time.
     forward: float = 0
+    #: The same up to the last tensor that it saves.
     again: float = 0
+    #: The most bytes during its backward, if the gradients of its outputs go with their last use.
     free: Peaks = NO_PEAKS
+    #: The same if these stay to the end, as those of a partition do under a schedule.
     held: Peaks = NO_PEAKS
+    #: The memory of backward in halves; None where nobody asked for it.
     halves: Halved | None = None
+    #: The bytes of the gradients of the input, beside what those of skips hold; None if they are
+    #: tensors of their own.
     rest: float | None = None
 
 
@@ -118,29 +93,25 @@ class Hop(NamedTuple):
 
 @dataclass(eq=False)
 class Value:
-    """Memory that one section makes, and others use or keep, or the caller gets.
+    """Memory that one section makes, and others use or keep, or the caller gets."""
 
-    Args:
-        made: the number of the section that makes it, or :data:`GIVEN`.
-        size: its bytes.
-        users: for each other section that uses it, the bytes of what it uses.
-        hops: the ways to them: from which section, to which, and whether as a skip.
-        savers: the sections that keep it for backward.
-        late: those of them that keep it from I until W.
-        gradient: the bytes of its gradient.
-        holds: for sections that get it as a skip, the bytes that its gradient holds there: more
-            where that is a view, as that of what is concatenated.
-        output: the bytes of the tensors in it that the model returns.
-    """
-
+    #: The number of the section that makes it, or :data:`GIVEN`.
     made: int
     size: float
+    #: For each other section that uses it, the bytes of what it uses.
     users: dict[int, float] = field(default_factory=dict)
+    #: The ways to them: from which section, to which, and whether as a skip.
     hops: set[Hop] = field(default_factory=set)
+    #: The sections that keep it for backward.
     savers: set[int] = field(default_factory=set)
+    #: Those of them that keep it from I until W.
     late: set[int] = field(default_factory=set)
+    #: The bytes of its gradient.
     gradient: float = 0
+    #: For sections that get it as a skip, the bytes that its gradient holds there: more where that
+    #: is a view, as that of what is concatenated.
     holds: dict[int, float] = field(default_factory=dict)
+    #: The bytes of the tensors in it that the model returns.
     output: float = 0
 
     def use(self, section: int, tensor: Tensor, source: int, *, is_skip: bool = False) -> None:
@@ -159,20 +130,16 @@ class Value:
 
 @dataclass(frozen=True)
 class Record:
-    """The sections of a model and what they share, for one micro-batch.
-
-    Args:
-        sections: the sections, in their order.
-        values: what several of them use.
-        given: the bytes that the caller gives.
-        has_loss: whether the model returns a loss.
-        fills_itself: whether an output is of a kind that is computed when somebody looks at it.
-    """
+    """The sections of a model and what they share, for one micro-batch."""
 
     sections: Sequence[Section]
+    #: What several of them use.
     values: Sequence[Value]
+    #: The bytes that the caller gives.
     given: float = 0
+    #: Whether the model returns a loss.
     has_loss: bool = False
+    #: Whether an output is of a kind that is computed when somebody looks at it.
     fills_itself: bool = False
 
     @cached_property

@@ -26,14 +26,11 @@ from torchgpipe.values.microbatch import VALUE, Batch
 
 __all__: list[str] = []
 
-
 # Rounds: everything is measured once in each, so that noise falls on all alike.
 #
 # A busy neighbour, or a clock that slows down when it is warm, lasts for a while. Whatever is
 # measured in that while, one after the other, seems slower than the rest. In rounds all are
 # measured at nearly the same time, again and again.
-
-
 #: Half distances of quartiles that noise explains: 2.7 standard deviations, if it is normal.
 NOISE = 4
 
@@ -84,11 +81,7 @@ def _quarter(times: Sequence[float]) -> int:
 
 
 def verify_timed(times: Sequence[float], device: object, what: str, elsewhere: str) -> None:
-    """Check that anything takes time, before it is balanced by it.
-
-    Raises:
-        ValueError: nothing does.
-    """
+    """Check that anything takes time, before it is balanced by it."""
     if not any(times):
         raise ValueError(
             f"{what} must take time to be balanced by it, and on virtual accelerators only what "
@@ -104,14 +97,9 @@ def pooled(
     """Give layers of one kind one time, as far as the measurement cannot tell them apart.
 
     Equal blocks are the rule in large models, and the middle of several measurements is surer than
-    each. But a kind is only what can be seen from outside. So a layer keeps its own time if that
-    is farther from the middle one of its kind than :data:`NOISE` spreads: its own, or the usual
-    one, since of few rounds a layer's own spread may be small by chance.
-
-    Args:
-        kinds: the kind of each layer.
-        times: the time of each layer, in any unit.
-        spreads: how far each time varies, in the same unit.
+    each. But a kind is only what can be seen from outside. So a layer keeps its own time if that is
+    farther from the middle one of its kind than :data:`NOISE` spreads: its own, or the usual one,
+    since of few rounds a layer's own spread may be small by chance.
 
     Returns:
         The times and the spreads, the same for layers that are pooled: the median of each.
@@ -129,9 +117,6 @@ def pooled(
         for k in near:
             found[k], noise[k] = time, spread
     return found, noise
-
-
-# Sandboxes: copies of layers that run on a device again and again, to be measured there.
 
 
 Sample = TypeVar("Sample")
@@ -156,12 +141,7 @@ class Sandbox:
     """A copy of a layer that runs on one input, again and again.
 
     The first run is a warm-up: it may allocate memory that stays, such as the workspace of a
-    library, or compile the layer.
-
-    Args:
-        layer: the copy.
-        batch: its input, and all skips that were stashed before and not popped.
-        device: the device of both.
+    library, or compile the layer. With the input come all skips that were stashed and not popped.
     """
 
     def __init__(self, layer: nn.Module, batch: Batch, device: torch.device) -> None:
@@ -210,13 +190,7 @@ class Sandbox:
 
 
 class Sandboxes:
-    """The copies of all layers, each with its input: the output of the one before.
-
-    Args:
-        module: the layers.
-        batch: the input of the first one.
-        device: the device of the copies.
-    """
+    """The copies of all layers, each with its input: the output of the one before."""
 
     def __init__(self, module: nn.Sequential, batch: Batch, device: torch.device) -> None:
         self.titles = {
@@ -273,18 +247,8 @@ def in_rounds(
 ) -> list[dict[str, list[Sample]]]:
     """Run layers on a device: once to look at them, and then in rounds to take times.
 
-    Random numbers that the caller draws next stay as they are.
-
-    Args:
-        module: the layers.
-        batches: a micro-batch of each size.
-        see: looks at a layer, with the number of the size, and its title.
-        take: takes the times of a layer.
-        device: the device.
-
-    Keyword Args:
-        timeout: the seconds to take times; None takes none.
-        progress: whether to show a progress bar.
+    Random numbers that the caller draws next stay as they are. A layer is seen with the number of
+    the size, and its title. A timeout of None takes no times.
 
     Returns:
         For each size, what was taken in each round, by the titles.

@@ -13,33 +13,68 @@ from typing import Any, NamedTuple
 import torch
 
 from torchgpipe.partition.keeping import Keeping, offload_of, recomputed_by
-from torchgpipe.planner.layers import Line
-from torchgpipe.planner.memory import Issued, LossMemory, issued, may_leave, peaks, ways
-from torchgpipe.planner.problem import HOST, Problem
+from torchgpipe.planner.given import FILLED, FILLED_WITH_SKIPS
+from torchgpipe.planner.layers import LayerCosts, Line
+from torchgpipe.planner.memory import UNKNOWN, Computation, count, issued, may_leave, peaks, ways
+from torchgpipe.planner.record import Sizes
 from torchgpipe.planner.stage_memory import Stage
 from torchgpipe.schedule.built_in import fill_drain
 from torchgpipe.schedule.candidates import built_in
 from torchgpipe.schedule.costs import Costs, Table
 from torchgpipe.schedule.language import Schedule
-from torchgpipe.schedule.lifetimes import trips
-from torchgpipe.schedule.program import Instruction, Overlap, Skips, operations_of
+from torchgpipe.schedule.program import Overlap, Skips, operations_of
 from torchgpipe.schedule.rewrite import checkpointed
 from torchgpipe.schedule.simulator import Rehearsal
 
-__all__ = ["Setting", "Trial", "Trials", "settings"]
+__all__: list[str] = []
 
-#: A loss that is not known keeps as much as its input, as differences, and a gradient.
-LOSS = LossMemory(2, 2)
+#: The number of the host among workers, in the table of links.
+HOST = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A model to plan, and the devices to plan it for."""
+
+    layers: Sequence[LayerCosts]
+    sizes: Sizes
+    #: Whether the last layer is the loss.
+    has_loss: bool
+    batch: int
+    places: Sequence[torch.device]
+    #: The bytes that each worker may use.
+    memory: Sequence[float]
+    #: By which factor each worker is slower than the one that was measured.
+    slowness: Sequence[float]
+    #: The time of a copy between each pair of workers, by the bytes, and between each of them and
+    #: the host, if it has a memory of its own.
+    links: dict[tuple[int, int], Line]
+    #: Memory of the optimizer, for each byte of a parameter that it changes.
+    state: float
+    #: Memory of the input of a mini-batch.
+    given: float
+    #: Memory of the targets of a mini-batch.
+    targets: float
+    #: The checkpoint modes, one for all partitions or one for each, if they are given; None to
+    #: search them.
+    modes: Keeping | tuple[Keeping, ...] | None = None
+    #: Pairs of layers that share a weight, so they must be on one worker.
+    ties: Sequence[tuple[int, int]] = ()
+
+    @property
+    def share(self) -> float:
+        """The share of a limit that a plan fills. Without a loss, autograd runs backward."""
+        return FILLED if self.has_loss or not self.sizes.has_skips else FILLED_WITH_SKIPS
+
+    @property
+    def count(self) -> int:
+        """The number of layers, without the loss."""
+        return len(self.layers) - self.has_loss
 
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """A schedule before it has modes of checkpointing.
-
-    Args:
-        name: its name; None for the order of :class:`~torchgpipe.GPipe`, under autograd.
-        schedule: the schedule.
-    """
+    """A schedule before it has modes; that of :class:`~torchgpipe.GPipe` has no name."""
 
     name: str | None
     schedule: Schedule
@@ -52,13 +87,7 @@ class Setting:
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """A setting with a balance and modes, which is simulated as soon as somebody asks.
-
-    Args:
-        setting: the setting.
-        balance: the number of layers of each partition, without the loss.
-        modes: the checkpoint mode of each partition.
-    """
+    """A setting with the layers and the mode of each partition, simulated when somebody asks."""
 
     _trials: Trials = field(repr=False)
     setting: Setting
@@ -70,15 +99,36 @@ class Trial:
         """The problem, with all that was measured."""
         return self._trials.problem
 
+    def _made(self) -> tuple[Schedule, Table, Rehearsal]:
+        trials, placement = self._trials, self.setting.schedule.placement
+        stages, times = trials.each(self.balance, self.setting)
+        costs = trials.costs(stages, times, placement, trials.sent(stages, placement, self.modes))
+        schedule, rehearsal, _ = self._rehearsal(stages)
+        return schedule, Table(costs, placement, schedule.skips), rehearsal
+
+    def _rehearsal(
+        self, stages: Sequence[Stage]
+    ) -> tuple[Schedule, Rehearsal, Sequence[Computation]]:
+        words = tuple(map(recomputed_by, self.modes))
+        # The pairs of stages, apart from each other, from and to which some values go.
+        skips = {(j, k) for k, own in enumerate(ways(stages)) for j, _ in own if k > j + 1}
+        return self._trials.rehearsal(self.setting, words, tuple(sorted(skips)))
+
     @cached_property
     def time(self) -> float:
         """The simulated time of a step, in milliseconds."""
-        return self._trials.time(self.setting, self.balance, self.modes)
+        _, table, rehearsal = self._made()
+        self._trials.effort += len(rehearsal.steps)
+        return rehearsal.makespan(table)
 
     @cached_property
     def memory(self) -> list[float]:
         """The most memory of each worker, in bytes."""
-        return self._trials.memory(self.setting, self.balance, self.modes)
+        trials, placement = self._trials, self.setting.schedule.placement
+        stages = trials.stages(self.balance, self.setting.schedule.chunks)
+        _, rehearsal, order = self._rehearsal(stages)
+        trials.effort += 3 * len(rehearsal.steps)
+        return trials.peaks(order, placement, self.balance, self.modes)
 
     @cached_property
     def excess(self) -> float:
@@ -111,12 +161,12 @@ class Trial:
     @cached_property
     def schedule(self) -> Schedule:
         """The schedule, with its recomputations."""
-        return self._trials.made(self.setting, self.balance, self.modes)[0]
+        return self._made()[0]
 
     @cached_property
     def costs(self) -> Costs:
         """The costs of its stages, in milliseconds."""
-        return self._trials.made(self.setting, self.balance, self.modes)[1].costs
+        return self._made()[1].costs
 
     @property
     def checkpoint(self) -> Keeping | list[Keeping]:
@@ -130,11 +180,17 @@ class Trial:
 
     @cached_property
     def by_device(self) -> dict[torch.device, int]:
-        """The most bytes of each device; workers of one device add up."""
-        found = dict.fromkeys(self.problem.places[: len(self.memory)], 0)
-        for place, size in zip(self.problem.places, self.memory):
-            found[place] += round(size)
-        return found
+        """The most bytes of each device."""
+        return by_device(self.problem.places, self.memory)
+
+
+def by_device(places: Iterable[torch.device], sizes: Iterable[float]) -> dict[torch.device, int]:
+    """The bytes of each device that are not infinite; those of workers of one device add up."""
+    found: dict[torch.device, int] = {}
+    for place, size in zip(places, sizes):
+        if size < inf:
+            found[place] = found.get(place, 0) + round(size)
+    return found
 
 
 def settings(problem: Problem, chunks: Iterable[int]) -> Iterator[Setting]:
@@ -144,11 +200,17 @@ def settings(problem: Problem, chunks: Iterable[int]) -> Iterator[Setting]:
         if not problem.has_loss:
             yield Setting(None, fill_drain(workers, m))
             continue
-        for name, schedule in built_in(workers, m):
-            # What two computations of one device gain side by side, nobody can tell beforehand.
-            overlaps = any(isinstance(x, Overlap) for line in schedule.program for x in line)
-            if len(schedule.placement) <= problem.count and not overlaps:
+        for name, schedule in simulated(workers, m):
+            if len(schedule.placement) <= problem.count:
                 yield Setting(name, schedule)
+
+
+def simulated(workers: int, m: int) -> Iterator[tuple[str, Schedule]]:
+    """Yield the built-in schedules whose time a simulation tells."""
+    for name, schedule in built_in(workers, m):
+        # What two computations of one device gain side by side, nobody can tell beforehand.
+        if not any(isinstance(x, Overlap) for line in schedule.program for x in line):
+            yield name, schedule
 
 
 class Durations(NamedTuple):
@@ -216,22 +278,26 @@ class Trials:
         """The rows of the largest micro-batch."""
         return -(-self.problem.batch // m)
 
-    def each(
-        self, balance: Sequence[int], m: int, splits: bool = False
-    ) -> tuple[list[Stage], list[Durations]]:
-        """The memory and the times of each partition, whose backward may be in halves."""
+    def stages(self, balance: Sequence[int], m: int) -> list[Stage]:
+        """The memory of each partition, the last of which has the loss."""
+        return [self.stage(*x, m) for x in self._ends(balance)]
+
+    def each(self, balance: Sequence[int], setting: Setting) -> tuple[list[Stage], list[Durations]]:
+        """The memory and the times of each partition under a setting."""
+        m = setting.schedule.chunks
+        times = [self.times(*x, m, setting.splits) for x in self._ends(balance)]
+        return self.stages(balance, m), times
+
+    def _ends(self, balance: Sequence[int]) -> Iterable[tuple[int, int]]:
         ends = [*accumulate(balance, initial=0)]
         ends[-1] += self.problem.has_loss
-        return (
-            [self.stage(*x, m) for x in pairwise(ends)],
-            [self.times(*x, m, splits) for x in pairwise(ends)],
-        )
+        return pairwise(ends)
 
     # What a setting takes.
 
     def _rehearsal(
         self, setting: Setting, modes: tuple[str, ...], skips: Skips
-    ) -> tuple[Schedule, Rehearsal, Issued]:
+    ) -> tuple[Schedule, Rehearsal, Sequence[Computation]]:
         """The schedule of a setting with modes of checkpointing, ready to be timed.
 
         The last item is what the host issues, in an order that does not depend on what the layers
@@ -246,48 +312,19 @@ class Trials:
 
     def _fastest(self, setting: Setting, balance: tuple[int, ...]) -> float:
         """The time of a setting if nothing is computed again."""
-        return self.time(setting, balance, ("never",) * len(balance))
-
-    def time(self, setting: Setting, balance: tuple[int, ...], modes: tuple[Keeping, ...]) -> float:
-        """The time of a step, in milliseconds."""
-        _, table, rehearsal = self.made(setting, balance, modes)
-        self.effort += len(rehearsal.steps)
-        return rehearsal.makespan(table)
-
-    def memory(
-        self, setting: Setting, balance: tuple[int, ...], modes: tuple[Keeping, ...]
-    ) -> list[float]:
-        """The most memory of each worker, in bytes."""
-        placement = setting.schedule.placement
-        stages, _ = self.each(balance, setting.schedule.chunks)
-        words = tuple(map(recomputed_by, modes))
-        schedule, rehearsal, order = self.rehearsal(setting, words, _skips(stages))
-        self.effort += 3 * len(rehearsal.steps)
-        return self.peaks(order, schedule.program, placement, balance, modes)
-
-    def made(
-        self, setting: Setting, balance: tuple[int, ...], modes: tuple[Keeping, ...]
-    ) -> tuple[Schedule, Table, Rehearsal]:
-        """The schedule, what its stages take, and what :meth:`_rehearsal` returns."""
-        placement = setting.schedule.placement
-        stages, times = self.each(balance, setting.schedule.chunks, setting.splits)
-        costs = self.costs(stages, times, placement, self.sent(stages, placement, modes))
-        words = tuple(map(recomputed_by, modes))
-        schedule, rehearsal, _ = self.rehearsal(setting, words, _skips(stages))
-        return schedule, Table(costs, placement, schedule.skips), rehearsal
+        self.effort += sum(map(len, setting.schedule.program))
+        return self.trial(setting, balance, ("never",) * len(balance)).time
 
     def peaks(
         self,
-        order: Issued,
-        lines: Sequence[Sequence[Instruction]],
+        order: Sequence[Computation],
         placement: Sequence[int],
         balance: Sequence[int],
         modes: Sequence[Keeping],
     ) -> list[float]:
-        """The most memory of each worker, with its line, if the host issues them in an order."""
-        problem, stages = self.problem, self.each(balance, order.microbatches)[0]
+        """The most memory of each worker, if the host issues a step in an order."""
+        problem, stages = self.problem, self.stages(balance, count(order))
         sent = self.sent(stages, placement, modes)
-        ahead = [x.ahead if x.away else 0 for x in sent]
         return peaks(
             order,
             placement,
@@ -296,9 +333,9 @@ class Trials:
             given=problem.given,
             targets=problem.targets,
             is_summed=problem.has_loss,
-            loss=None if problem.has_loss else LOSS,
-            leaving=[trips(line, ahead) for line in lines],
+            loss=None if problem.has_loss else UNKNOWN,
             away=[x.away for x in sent],
+            ahead=[x.ahead if x.away else 0 for x in sent],
         )
 
     def sent(
@@ -347,9 +384,3 @@ class Trials:
             # Memory is counted elsewhere, but for that of the host.
             costs = replace(costs, activation=away, away=away, out=out, back=back, ahead=ahead)
         return costs
-
-
-def _skips(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:
-    """The pairs of stages, apart from each other, from and to which some values go."""
-    pairs = {(j, k) for k, own in enumerate(ways(stages)) for j, _ in own if k > j + 1}
-    return tuple(sorted(pairs))

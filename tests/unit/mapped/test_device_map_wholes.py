@@ -7,7 +7,7 @@ from torch import nn
 from torchgpipe import MappedGPipe
 from torchgpipe.balance import map_by_size
 from torchgpipe.mapped.device_map import Wholes
-from torchgpipe.planner.blocks import Units
+from torchgpipe.planner.maps import Units
 
 
 class Block(nn.Module):

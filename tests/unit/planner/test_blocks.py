@@ -12,7 +12,8 @@ from tests.support.architectures import build
 from torchgpipe import MappedGPipe
 from torchgpipe.balance import map_by_size, map_by_time
 from torchgpipe.mapped.device_map import Wholes
-from torchgpipe.planner.blocks import hooked, proposed
+from torchgpipe.planner.blocks import hooked
+from torchgpipe.planner.maps import proposed
 
 
 class Block(nn.Module):

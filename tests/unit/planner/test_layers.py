@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from torchgpipe.planner import layers
-from torchgpipe.planner.layer_memory import Chain
-from torchgpipe.planner.layers import measured
+from torchgpipe.planner.layers import Chain, measured
 from torchgpipe.values.microbatch import scatter
 
 CPU = torch.device("cpu")

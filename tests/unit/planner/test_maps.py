@@ -14,7 +14,7 @@ from torchgpipe.mapped.device_map import Wholes
 from torchgpipe.planner import maps
 from torchgpipe.planner.blocks import Times
 from torchgpipe.planner.cuts import evenest
-from torchgpipe.planner.map_memory import weights_of
+from torchgpipe.planner.memory import weights_of
 from torchgpipe.planner.stage_memory import Weights
 
 
@@ -25,7 +25,7 @@ def every_cut(n, count):
 
 def fitted(costs, spreads, limits, peak):
     units = SimpleNamespace(costs=costs, spreads=spreads)
-    return maps._fitted(units, evenest(costs, len(limits), spreads), limits, peak)
+    return maps._fitted(units, evenest(costs, len(limits), spreads), limits, peak)[0]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -106,7 +106,9 @@ def test_entries_of_one_device_share_its_memory(monkeypatch):
 
     seen = []
     monkeypatch.setattr(maps, "timed", equal)
-    monkeypatch.setattr(maps, "_fitted", lambda _, sizes, limits, __: seen.append(limits) or sizes)
+    monkeypatch.setattr(
+        maps, "_fitted", lambda _, sizes, limits, __: seen.append(limits) or (sizes, [])
+    )
     monkeypatch.setattr("torchgpipe.planner.given.memory_total", lambda _: 10**6)
     MappedGPipe(Model(), "auto", sample=torch.rand(2, 8), devices=["cpu"] * 3)
     assert seen[0] == pytest.approx([3e5] * 3)

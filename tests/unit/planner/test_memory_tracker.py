@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from torchgpipe.mapped.device_map import Wholes
-from torchgpipe.planner.map_memory import recorded
+from torchgpipe.planner.blocks import recorded
 from torchgpipe.planner.record import GIVEN
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchgpipe.advice.tracing import trace
 from torchgpipe.ambient.generators import generator_of
 from torchgpipe.ambient.random_numbers import get_state, set_state
 from torchgpipe.batchnorm import has_batch_norms
@@ -30,18 +29,18 @@ from torchgpipe.planner.given import (
     input_of,
     limits_of,
     places_of,
+    rows_of,
     state_of,
 )
 from torchgpipe.planner.layers import LayerCosts
-from torchgpipe.planner.plan import too_large
-from torchgpipe.planner.problem import problem_of, rows_of
-from torchgpipe.planner.search import search
-from torchgpipe.planner.trial import Trial
+from torchgpipe.planner.search import problem_of, search, too_large
+from torchgpipe.planner.trial import Trial, by_device
 from torchgpipe.schedule.limits import bounds
 from torchgpipe.schedule.simulator import Report, simulate
 from torchgpipe.scheduled import ScheduledLoss
 from torchgpipe.show.tables import aligned, in_bytes
 from torchgpipe.skip.layout import verify_skippables
+from torchgpipe.tracing import trace
 from torchgpipe.values import trees
 from torchgpipe.values.division import row_count
 from torchgpipe.values.microbatch import scatter
@@ -137,7 +136,7 @@ def plan(
         # What is proven needs no margin. Until it is, it has too little memory.
         full = replace(problem, memory=[x / problem.share for x in room])
         found += [(x, x.over(room)) for x in search(full, tried) if not x.excess and x.over(room)]
-    candidates, limits = [_candidate(*x, loss) for x in found], _by_device(places, room)
+    candidates, limits = [_candidate(*x, loss) for x in found], by_device(places, room)
     if prove:
         most = {place: size / problem.share for place, size in limits.items()}
         candidates = _proven(candidates, layers, input, targets, most, prove)
@@ -147,15 +146,6 @@ def plan(
         [*problem.layers],
         limits,
     )
-
-
-def _by_device(places: Sequence[torch.device], room: Sequence[float]) -> dict[torch.device, int]:
-    """The bytes of each device that has a limit; those of its workers add up."""
-    found = dict[torch.device, int]()
-    for place, size in zip(places, room):
-        if size < inf:
-            found[place] = found.get(place, 0) + round(size)
-    return found
 
 
 def _proven(
@@ -229,12 +219,7 @@ def _candidate(trial: Trial, excess: float, loss: Callable[..., Any] | None) -> 
 
 
 class Proof(NamedTuple):
-    """The figures of a step that a candidate was trained for.
-
-    Attributes:
-        time: its milliseconds, without the optimizer; infinite if the memory was too small.
-        memory: the most bytes of each accelerator, with the state of the optimizer.
-    """
+    """The milliseconds of a step that a candidate was trained for, and its memory."""
 
     time: float
     memory: dict[torch.device, int]

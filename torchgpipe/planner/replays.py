@@ -14,25 +14,23 @@ that the replay knows nothing of, and no advice is better than a wrong one.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property, lru_cache
 from itertools import accumulate, groupby
 from statistics import mean
-from typing import NamedTuple
 
 import torch
 
-from torchgpipe.advice.figures import Figures, thread_of
 from torchgpipe.devices.recorder import memory_total
 from torchgpipe.engine.step_plan import Choice, chosen, completed
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.partition.keeping import Keeping, is_policy, offload_of, recomputed_by
-from torchgpipe.planner.memory import peaks
-from torchgpipe.planner.plan import excess_of, placed
-from torchgpipe.planner.problem import Problem
+from torchgpipe.planner.memory import Computation, peaks
+from torchgpipe.planner.observed import Figures, thread_of
 from torchgpipe.planner.stage_memory import known
+from torchgpipe.planner.trial import Problem, Trials
 from torchgpipe.schedule.built_in import fill_drain
 from torchgpipe.schedule.costs import Table
 from torchgpipe.schedule.language import Schedule
@@ -50,29 +48,25 @@ THREADED = 2
 #: is taken for something that stays as it is, such as a loss after the layers.
 ABOVE, BELOW = 0.05, 0.3
 
-
 #: The most modules that a sentence names.
 FEW = 4
 
 
-class Host(NamedTuple):
-    """The host that issues a step.
+def replayed(
+    order: Sequence[Step],
+    table: Table,
+    host: Mapping[tuple[str, int], float],
+    *,
+    by_autograd: bool,
+    threads: int = 1,
+    tails: Mapping[int, float] = {},
+) -> float:
+    """Find the time of a step by the times of the devices, and of the host that issues it.
 
-    Args:
-        time: the time to issue each kind of computation of each stage.
-        by_autograd: whether threads of autograd issue the backward, one for each worker.
-        threads: the number of threads that issue the forward, one micro-batch each.
-        tails: how long the device goes on after the last wait in the code of a stage.
+    Autograd's threads may issue the backward, one for each worker, and several threads the forward,
+    one micro-batch each. A tail is how long the device goes on after the last wait in the code of a
+    stage.
     """
-
-    time: Mapping[tuple[str, int], float]
-    by_autograd: bool
-    threads: int = 1
-    tails: Mapping[int, float] = {}
-
-
-def replayed(order: Sequence[Step], table: Table, host: Host) -> float:
-    """The time of a step, of instructions as the host issues them, by the times of the devices."""
     free: dict[int, float] = {}
     line_free: dict[Hashable, float] = {}
     end: dict[Op, float] = {}
@@ -83,14 +77,14 @@ def replayed(order: Sequence[Step], table: Table, host: Host) -> float:
     for w, instruction, edges in order:
         ops = operations(instruction)
         j, kind, i = ops[0]
-        line = thread_of(host.by_autograd, w, kind, i, host.threads)
+        line = thread_of(by_autograd, w, kind, i, threads)
         begun = line_free.get(line, 0.0)
         if line == w:
             begun = max(begun, forward, *(issued[x] for x, _ in edges))
-        elif host.threads > 1:
+        elif threads > 1:
             # On every stage they come one after the other.
             begun = max(begun, issued.get(Op(j, kind, i - 1), 0.0))
-        done = begun + sum(host.time.get((op.kind, op.stage), 0.0) for op in ops)
+        done = begun + sum(host.get((op.kind, op.stage), 0.0) for op in ops)
         ready = free.get(w, 0.0)
         if tracks is not None:
             ready = tracks.before(w, max(begun, ready))
@@ -98,8 +92,8 @@ def replayed(order: Sequence[Step], table: Table, host: Host) -> float:
         free[w] = max(begin + table.duration(instruction), done)
         if tracks is not None:
             free[w] = tracks.after(w, free[w])
-        if kind in "FR" and j in host.tails:
-            done = max(done, free[w] - host.tails[j])
+        if kind in "FR" and j in tails:
+            done = max(done, free[w] - tails[j])
         line_free[line] = done
         if line != w:
             forward = max(forward, done)
@@ -110,25 +104,18 @@ def replayed(order: Sequence[Step], table: Table, host: Host) -> float:
 
 @dataclass(frozen=True)
 class Wrapping:
-    """The way in which a model is wrapped.
-
-    Args:
-        balance: the layers of each partition.
-        placement: the worker of each partition.
-        chunks: the micro-batches of a step.
-        modes: the checkpoint mode of each partition.
-        schedule: None for the order of :class:`~torchgpipe.GPipe`.
-        skips: the partitions that each skip leads from and to.
-        threads: those of a :class:`~torchgpipe.MappedGPipe`, whose host issues the forward of one
-            micro-batch after another; 0 for other wrappers.
-    """
+    """The way in which a model is wrapped."""
 
     balance: tuple[int, ...]
     placement: tuple[int, ...]
     chunks: int
     modes: tuple[Keeping, ...]
+    #: None for the order of :class:`~torchgpipe.GPipe`.
     schedule: Choice | None
+    #: The partitions that each skip leads from and to.
     skips: tuple[tuple[int, int], ...]
+    #: Those of a :class:`~torchgpipe.MappedGPipe`, whose host issues the forward of one micro-batch
+    #: after another; 0 for other wrappers.
     threads: int = 0
 
     def made(self) -> Schedule | None:
@@ -158,10 +145,6 @@ class Modules:
 
     A map that gives each device modules that follow each other is a balance of these modules. So
     another balance is another map.
-
-    Args:
-        device_map: the map.
-        modules: the mapped modules, in the order of their calls.
     """
 
     def __init__(self, device_map: dict[str, torch.device], modules: Sequence[Mapped]) -> None:
@@ -205,32 +188,25 @@ class Modules:
         return [x for x, size in zip(self.devices, balance) for _ in range(size)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TracedStep:
-    """The last step of a trace.
+    """The last step of a trace, and replays of it in other settings."""
 
-    Args:
-        setting: how the model is wrapped.
-        figures: what the parts of the step took.
-        shares: how much each device computed and waited.
-        makespan: the time of the step, in milliseconds.
-        devices: the device of each partition.
-        problem: what a plan of the model had measured; None if it was not planned.
-        kept: the bytes that a cell of each partition keeps for its backward, as far as known.
-        memory: the most bytes that each device has had in use, by its name.
-        modules: the modules of a device map; None for layers.
-        divisible: whether several threads may issue the forward.
-    """
-
+    #: How the model is wrapped.
     setting: Wrapping
     figures: Figures
     shares: Sequence[Shares]
     makespan: float
     devices: Sequence[torch.device]
+    #: What a plan of the model had measured; None if it was not planned.
     problem: Problem | None
+    #: The bytes that a cell of each partition keeps for its backward, as far as known.
     kept: Mapping[int, float]
+    #: The most bytes that each device has had in use, by its name.
     memory: Mapping[str, int]
+    #: The modules of a device map; None for layers.
     modules: Modules | None = None
+    #: Whether several threads may issue the forward.
     divisible: bool = False
 
     @property
@@ -238,24 +214,23 @@ class TracedStep:
         """The share of the step in which devices waited for the host."""
         return mean(x.host or 0.0 for x in self.shares)
 
+    @cached_property
+    def _order(self) -> Callable[[Schedule, int], Sequence[Step]]:
+        return cache(_issued)
 
-class Replays:
-    """Replays of a traced step in other settings."""
-
-    def __init__(self, traced: TracedStep) -> None:
-        self.traced = traced
-        self._order = cache(_issued)
-        #: The time of the setting that was traced, if it can be replayed.
-        self.now = self.time(traced.setting)
+    @cached_property
+    def now(self) -> float | None:
+        """The time of the setting that was traced, if it can be replayed."""
+        return self.time(self.setting)
 
     @property
-    def are_right(self) -> bool:
+    def is_right(self) -> bool:
         """Whether a replay of the step as it was takes the time that was measured."""
-        return self.now is not None and -ABOVE <= 1 - self.now / self.traced.makespan <= BELOW
+        return self.now is not None and -ABOVE <= 1 - self.now / self.makespan <= BELOW
 
     def time(self, setting: Wrapping, *, copies: bool = True) -> float | None:
         """The milliseconds of a step, whose copies may take none; None if there is no schedule."""
-        schedule, figures = setting.made(), self.traced.figures
+        schedule, figures = setting.made(), self.figures
         if schedule is None:
             return None
         costs = figures.costs(setting.balance, setting.chunks, setting.modes)
@@ -264,53 +239,58 @@ class Replays:
             # What was not copied took no time.
             table.copy |= {x: costs.copy.get(x, 0.0) for x in table.copy}
         threads, scale = max(1, setting.threads), figures.chunks / setting.chunks
-        longer = THREADED if threads > 1 >= self.traced.setting.threads > 0 else 1
-        time = {x: y * (longer if x[0] == "F" else 1) for x, y in figures.host.items()}
-        tails = {j: scale * x.tail for j, x in figures.waits.items()}
-        host = Host(time, setting.schedule is None, threads, tails)
-        return replayed(self._order(schedule, setting.threads), table, host)
+        longer = THREADED if threads > 1 >= self.setting.threads > 0 else 1
+        return replayed(
+            self._order(schedule, setting.threads),
+            table,
+            {x: y * (longer if x[0] == "F" else 1) for x, y in figures.host.items()},
+            by_autograd=setting.schedule is None,
+            threads=threads,
+            tails={j: scale * x.tail for j, x in figures.waits.items()},
+        )
 
     @property
-    def without_strays(self) -> float:
+    def strays(self) -> float:
         """The share of the step's time that goes into copies that layers make by themselves."""
-        traced = self.traced
-        if not any(layer.copied for layer in traced.figures.layers):
+        if not any(layer.copied for layer in self.figures.layers):
             return 0.0
-        without = Replays(replace(traced, figures=traced.figures.without_strays))
-        return 0.0 if without.now is None else 1 - without.now / traced.makespan
+        now = replace(self, figures=self.figures.without_strays).now
+        return 0.0 if now is None else 1 - now / self.makespan
 
     def gain(self, setting: Wrapping) -> float:
         """The share of the step's time that a setting saves.
 
         It is 0 if there is no such step, or if it is known not to fit into the memory.
         """
-        modules = self.traced.modules
+        modules = self.modules
         if modules and setting.balance != modules.balance and not modules.allows(setting.balance):
             return 0.0
         time = self.time(setting)
         if time is None or self.now is None or self.excess(setting):
             return 0.0
-        return (self.now - time) / self.traced.makespan
+        return (self.now - time) / self.makespan
 
     def excess(self, setting: Wrapping) -> float | None:
         """The bytes by which the memory is too small for a setting; None if nobody knows."""
-        traced, schedule = self.traced, setting.made()
-        if schedule is None:
+        if setting.made() is None:
             return None
-        order, has_loss = self._order(schedule, setting.threads), setting.schedule is not None
-        ways = setting.balance, traced.devices, traced.figures.rows
-        planned = excess_of(traced.problem, order, *ways, setting.modes, has_loss=has_loss)
-        if planned is not None:
-            return planned
+        problem, rows, has_loss = self.problem, self.figures.rows, setting.schedule is not None
+        if problem is not None and problem.has_loss == has_loss and rows:
+            limits = dict(zip(problem.places, problem.memory))
+            if sum(setting.balance) == problem.count and limits.keys() >= {*self.devices}:
+                order, placement, places = self._placed(setting)
+                ways = placement, setting.balance, setting.modes
+                found = _trials_of(problem, rows).peaks(order, *ways)
+                return max(0.0, *(x - limits[place] for x, place in zip(found, places)))
         # An estimate is good enough to say no, but not to say yes, nor where cells leave.
         if (
-            any(map(offload_of, (*setting.modes, *traced.setting.modes)))
-            or setting.balance != traced.setting.balance
-            or len(traced.kept) < len(setting.balance)
+            any(map(offload_of, (*setting.modes, *self.setting.modes)))
+            or setting.balance != self.setting.balance
+            or len(self.kept) < len(setting.balance)
         ):
             return None
-        before, after = self._most(traced.setting), self._most(setting)
-        excess = max(traced.memory[str(x)] + after[x] - before[x] - memory_total(x) for x in after)
+        before, after = self._most(self.setting), self._most(setting)
+        excess = max(self.memory[str(x)] + after[x] - before[x] - memory_total(x) for x in after)
         return excess if excess > 0 else None
 
     def _most(self, setting: Wrapping) -> Mapping[torch.device, float]:
@@ -319,18 +299,26 @@ class Replays:
         Cells keep activations from F, or from R, until their backward, and only their input from F
         until R.
         """
-        traced, schedule = self.traced, setting.made()
-        assert schedule is not None
-        scale = traced.figures.chunks / setting.chunks
+        scale = self.figures.chunks / setting.chunks
         ends = [0, *accumulate(setting.balance)]
         # Each module of a map keeps its arguments.
         inner = ends[1:] if setting.threads else [k + 1 for k in ends]
-        given = [0, *(x.bytes for x in traced.figures.layers)]
+        given = [0, *(x.bytes for x in self.figures.layers)]
         inputs = [scale * sum(given[a:b]) for a, b in zip(ends, inner[: len(ends) - 1])]
-        stages = known([scale * traced.kept[j] for j in range(len(inputs))], inputs)
-        order, placement, places = placed(self._order(schedule, setting.threads), traced.devices)
+        stages = known([scale * self.kept[j] for j in range(len(inputs))], inputs)
+        order, placement, places = self._placed(setting)
         found = peaks(order, placement, stages, state=0.0, given=0.0, is_summed=True, loss=None)
         return dict(zip(places, found))
+
+    def _placed(self, setting: Wrapping) -> tuple[list[Computation], list[int], list[torch.device]]:
+        """The computations as the host issues them, the number of each device, and the devices."""
+        schedule = setting.made()
+        assert schedule is not None
+        places = [*dict.fromkeys(self.devices)]
+        placement = [places.index(device) for device in self.devices]
+        order = self._order(schedule, setting.threads)
+        found = [(placement[op.stage], *op) for _, x, _ in order for op in operations(x)]
+        return found, placement, places
 
 
 def _issued(schedule: Schedule, threads: int) -> Sequence[Step]:
@@ -345,3 +333,10 @@ def _issued(schedule: Schedule, threads: int) -> Sequence[Step]:
         return (0, op.microbatch, op.stage) if op.kind == "F" else (1, 0, 0)
 
     return sorted(found, key=key)
+
+
+@lru_cache(8)
+def _trials_of(problem: Problem, rows: int) -> Trials:
+    share = rows / problem.batch
+    given, targets = share * problem.given, share * problem.targets
+    return Trials(replace(problem, batch=rows, given=given, targets=targets))

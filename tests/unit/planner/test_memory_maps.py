@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchgpipe.planner.map_memory import Footprint
+from torchgpipe.planner.memory import Footprint
 from torchgpipe.planner.record import GIVEN, Hop, Peaks, Record, Section, Value
 from torchgpipe.planner.stage_memory import Weights
 

@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from torchgpipe.advice.replays import Modules
 from torchgpipe.mapped.device_map import Mapped
+from torchgpipe.planner.replays import Modules
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 LAYERS = [nn.Linear(2, 2) for _ in range(6)]

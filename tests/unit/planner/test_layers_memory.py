@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from torchgpipe.planner.layer_memory import Chain, halved
+from torchgpipe.planner.layers import Chain, halved
 from torchgpipe.planner.sandbox import Sandbox
 from torchgpipe.skip import skippable, stash
 from torchgpipe.values.microbatch import Batch

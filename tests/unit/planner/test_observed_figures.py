@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from torchgpipe.advice.figures import HostWait, TracedLayer, figures_of
+from torchgpipe.planner.observed import HostWait, TracedLayer, figures_of
 from torchgpipe.show.span import Stream, computation, copy
 
 

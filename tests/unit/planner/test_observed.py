@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from torchgpipe.advice.figures import HostWait
-from torchgpipe.advice.observed import Waits
 from torchgpipe.devices.recorder import Mark
 from torchgpipe.devices.streams import CPU, current_stream
+from torchgpipe.planner.observed import HostWait, Waits
 
 
 class Clock:

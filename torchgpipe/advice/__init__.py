@@ -1,3 +1,0 @@
-"""Advice: which plan is best for a model, and which change helps a step that was traced."""
-
-__all__: list[str] = []
