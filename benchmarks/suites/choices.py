@@ -44,7 +44,7 @@ of their time (1.5 % below the simulated time of the choice, or that of the best
 memory of one of their devices (the limit, without the planner's margin). *Faster*: the step of the
 best of these, by a dry run, if there is one that fits; *none*: all others are excluded. *Open*: how
 many schedules needed more than 4 million bounds, or maps that may fit have not run. *Seconds*: of
-the processor, to choose. *-*: the planner says that nothing fits."""
+the processor, to choose. Rows without settings are of before this search, beside a few others."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -135,9 +135,9 @@ def _line(row: dict[str, Any]) -> list[str | None]:
             *[_off(row[f"predicted_{key}"], row[key]) for key in ("ms", "peak")],
             None if row["limit"] is None else f"{row['peak'] / row['limit']:.1%}",
         ]
-    others: list[str | None] = [f"{row['settings']:.1e}", None, None, None]
+    others: list[str | None] = [None] * 4
     if "left" in row:
         faster = "none" if row["faster"] is None else f"{row['faster']['ms']:.1f}"
-        others[1:] = [str(row["simulated"]), faster, str(row["left"])]
+        others = [f"{row['settings']:.1e}", str(row["simulated"]), faster, str(row["left"])]
     counts = [*others, f"{row['seconds']:.1f}"]
     return [row["model"], str(row["n"]), share, name if row["fits"] else None, *figures, *counts]
