@@ -1,9 +1,9 @@
 """Choices of the planner, beside the best of all that it could have chosen.
 
 Steps run dry: on virtual accelerators that compute shapes alone, with the times of described
-hardware. A setting is a schedule with a number of micro-batches, a cut and modes. The simulator
-tells the time of each in less than a millisecond, and nothing is faster than with all kept, so few
-of them remain that can be better than the one that was chosen. These run.
+hardware. A setting is a schedule with a number of micro-batches, a cut and modes. Of all of them, a
+search by branch and bound finds the fastest that fits. If that seems to be faster than what was
+chosen, it runs, too.
 """
 
 from __future__ import annotations
@@ -12,21 +12,23 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise, product, zip_longest
+from functools import cache
+from itertools import accumulate, combinations, pairwise, zip_longest
 from math import inf
-from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import nn
 
 from benchmarks.simulate.choice_models import LLAMA, MODELS, Model, llama
+from benchmarks.simulate.exhaustive import exhausted
 from torchgpipe import GPipe, MappedGPipe, ScheduledLoss
-from torchgpipe.partition.keeping import Keeping, words_of
-from torchgpipe.planner.cuts import others
-from torchgpipe.planner.given import limits_of
-from torchgpipe.planner.search import Search, problem_of, search
-from torchgpipe.planner.trial import Trial
+from torchgpipe.partition.keeping import checkpointed, words_of
+from torchgpipe.planner.blocks import recorded
+from torchgpipe.planner.given import limits_of, state_of
+from torchgpipe.planner.memory import Footprint, weights_of
+from torchgpipe.planner.search import problem_of, search
+from torchgpipe.planner.trial import Trial, Trials
 from torchgpipe.testing import dry_run, observe
 from torchgpipe.testing.dry_run.run import weightless, without_values
 from torchgpipe.testing.hardware import NAMED
@@ -38,13 +40,11 @@ HARDWARE = NAMED["a100-80gb"]
 #: The limits of memory: none, and shares of what the fastest one takes beyond weights and the like.
 SHARES = (None, 0.7, 0.4)
 
-#: As many combinations of modes are all tried.
-FEW = 256
+#: What the simulator's times may be off: a setting that is so much faster is no better for sure.
+NEAR = 0.015
 
-#: As many settings run for each choice, and how much their memory may seem too large.
-RUNS, HOPE = 4, 1.1
-
-MODES = ("never", "except_last", "always", "offload")
+#: As many maps all run, and by how much a predicted peak of one may be too high.
+FEW, OFF = 16, 1.05
 
 #: The mode of the Llama, and the rows of its micro-batches.
 CHECKPOINT, ROWS = "except_last", 4
@@ -62,8 +62,8 @@ def measure(
         name: the model.
         devices: the accelerators.
         chunks: the numbers of micro-batches to choose from.
-        known: what was measured before, for each limit. What is chosen now is compared with the
-            best of it, under the same limits; nothing else runs.
+        known: what was measured before, for each limit. What is chosen now has the same limits, and
+            is compared with the best of it, too.
 
     Yields:
         For each limit what was chosen, what is best, and what both take.
@@ -100,7 +100,7 @@ def measure(
                 ran[key] = run_dry(trial, model, layers, data, devices)
             return ran[key]
 
-        yield {**row, **compared(ranking, best, limit, run, before)}
+        yield {**row, **compared(best, chunks, limit, run, before)}
 
 
 def least_of(ranking: Sequence[Trial]) -> float:
@@ -113,42 +113,42 @@ def least_of(ranking: Sequence[Trial]) -> float:
 
 
 def compared(
-    ranking: Sequence[Trial],
     chosen: Trial,
+    chunks: Sequence[int],
     limit: float | None,
     run: Callable[[Trial], tuple[float, float]],
     before: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """Run what was chosen, and whatever may be better.
+    """Run what was chosen, and the fastest of all settings if it seems to be faster.
 
     Args:
-        ranking: what was found, the best first.
         chosen: what was chosen.
+        chunks: the numbers of micro-batches to choose from.
         limit: the bytes that a device may use; None for no limit.
         run: runs a trial, and returns its milliseconds and its peak.
-        before: what was measured before, if the best of it is known.
+        before: what was measured before, of which the best may be better still.
     """
     row: dict[str, Any] = {"fits": not chosen.excess, "chosen": described(chosen)}
-    bound = limit or inf
-    if before is None:
-        found, count = better(ranking, chosen, HOPE * bound)
-        row |= {"settings": count, "hopeful": len(found)}
-    else:
-        found = []
-        row |= {key: before[key] for key in ("settings", "hopeful")}
-    ms = peak = inf
+    room = limit or inf
+    slowest = inf if chosen.excess else (1 - NEAR) * chosen.time
+    # Trials of its own, with no margin.
+    found = exhausted(Trials(chosen.problem), chunks, slowest, room)
+    row |= {"settings": found.settings, "bounded": found.bounded, "simulated": found.simulated}
+    row |= {"left": len(found.unfinished), "faster": None}
+    ms = inf
     if not chosen.excess:
         ms, peak = run(chosen)
         row |= {"ms": ms, "predicted_ms": chosen.time}
         row |= {"peak": peak, "predicted_peak": max(chosen.memory)}
-    best, fastest = chosen, ms
-    for trial in found[:RUNS]:
-        other, memory = run(trial)
-        if memory <= bound and other < fastest:
-            best, fastest = trial, other
-    if before is not None and (before["best_ms"] or inf) < fastest:
-        return row | {key: before[key] for key in ("best", "best_ms")}
-    return row | {"best": described(best), "best_ms": None if fastest == inf else fastest}
+    best = {"best": described(chosen), "best_ms": None if ms == inf else ms}
+    if found.best is not None:
+        other, memory = run(found.best)
+        row["faster"] = {"ms": other, "predicted_ms": found.best.time, "peak": memory}
+        if memory <= room and other < ms:
+            ms, best = other, {"best": described(found.best), "best_ms": other}
+    if before is not None and (before["best_ms"] or inf) < ms:
+        best = {key: before[key] for key in ("best", "best_ms")}
+    return row | best
 
 
 def described(trial: Trial) -> dict[str, Any]:
@@ -161,68 +161,6 @@ def described(trial: Trial) -> dict[str, Any]:
         "balance": [*trial.balance],
         "modes": " ".join(x if isinstance(modes, str) else x[0] for x in words),
     }
-
-
-def better(ranking: Sequence[Trial], chosen: Trial, memory: float) -> tuple[list[Trial], int]:
-    """The settings that may be faster than the one that was chosen, the fastest first.
-
-    Of each cut there are the fastest modes that fit, and no cuts that cannot be among those that
-    run: nothing is faster than with all kept, so most need not be looked at any closer. Without a
-    limit there is the fastest of each schedule, too: what the simulator leaves out may be more for
-    one than for another.
-
-    Returns:
-        The settings, and how many were looked at.
-    """
-    # A search of its own, with no margin and no limit.
-    look = Search(replace(ranking[0].problem, memory=[memory] * len(ranking[0].problem.places)))
-    bound = inf if chosen.excess else chosen.time
-    found: list[Trial] = []
-    count = 0
-    for planned in ranking:
-        setting, pairs = planned.setting, []
-        for balance in (planned.balance, *map(tuple[int, ...], others(planned.balance))):
-            every = modes_of(len(balance), planned.modes, few=bool(chosen.excess))
-            count += len(every)
-            fastest = look.fastest(setting, balance)
-            if fastest < bound:
-                pairs.append((fastest, balance, every))
-        for fastest, balance, every in sorted(pairs, key=itemgetter(0)):
-            if len(found) >= RUNS and fastest >= found[RUNS - 1].time:
-                break
-            # The first keep all, than which nothing is faster.
-            kept = look.trial(setting, balance, every[0])
-            if not kept.excess:
-                every = every[:1]
-            timed = sorted([(look.trial(setting, balance, x).time, k) for k, x in enumerate(every)])
-            trials = (look.trial(setting, balance, every[k]) for time, k in timed if time < bound)
-            best = next((x for x in trials if not x.excess), None)
-            if best is not None:
-                found = sorted([*found, best], key=lambda x: x.time)
-    near = [x for x in ranking[1:] if not x.excess and x.time < 1.05 * bound]
-    return sorted([*found, *near[:2]], key=lambda x: x.time), count
-
-
-def modes_of(count: int, planned: Sequence[Keeping], *, few: bool) -> list[tuple[Keeping, ...]]:
-    """Modes of so many partitions: all, or if these are many, the likely ones.
-
-    That is one mode for all; one for the first partitions and another for the rest; and what was
-    planned, with one of them changed.
-
-    Args:
-        count: the number of partitions.
-        planned: what was planned.
-        few: whether one mode for all is enough, since the planner says that nothing fits.
-    """
-    if few:
-        return [(mode,) * count for mode in MODES]
-    if len(MODES) ** count <= FEW:
-        return [*product(MODES, repeat=count)]
-    found: dict[tuple[Keeping, ...], None] = {
-        (a,) * k + (b,) * (count - k): None for k in range(count + 1) for a in MODES for b in MODES
-    }
-    found |= {(*planned[:k], mode, *planned[k + 1 :]): None for k in range(count) for mode in MODES}
-    return [*found]
 
 
 def run_dry(
@@ -262,11 +200,13 @@ def run_dry(
 
 
 def measure_map(devices: Sequence[torch.device], chunks: int) -> Iterator[dict[str, Any]]:
-    """Choose a device map of a Llama for each limit, and compare it with those next to it.
+    """Choose a device map of a Llama for each limit, and compare it with others.
 
-    These have one boundary between devices a block to the left or to the right.
+    These are all that may fit by their predicted peaks, or if they are many, those that have one
+    boundary between devices a block to the left or to the right.
     """
     ran: dict[tuple[int, ...], tuple[float, float]] = {}
+    peak_of = predicted_of_map(devices, chunks)
     limit: float | None = None
     most = least = 0.0
     for share in SHARES:
@@ -276,26 +216,59 @@ def measure_map(devices: Sequence[torch.device], chunks: int) -> Iterator[dict[s
         sizes = map_of(devices, chunks, limit)
         took = time.process_time() - start
         row = {"model": "Llama", "n": len(devices), "share": share, "limit": limit}
-        row |= {"seconds": took, "fits": sizes is not None, "hopeful": 0}
+        row |= {"seconds": took, "fits": sizes is not None, "faster": None}
         if sizes is None:
             # Nothing fits where not even what is nearest to equal shares does.
             sizes = next(iter(ran))
         else:
             ran.setdefault(sizes, run_map(sizes, devices, chunks))
             row |= {"ms": ran[sizes][0], "predicted_ms": None}
-            row |= {"peak": ran[sizes][1], "predicted_peak": None}
-        near = beside(sizes)
-        for other in near:
+            row |= {"peak": ran[sizes][1], "predicted_peak": peak_of(sizes)}
+        room = limit or inf
+        every = maps_of(sum(sizes), len(sizes))
+        hopeful = [x for x in every if peak_of(x) <= OFF * room]
+        tried = hopeful if len(hopeful) <= FEW else beside(sizes)
+        for other in tried:
             ran.setdefault(other, run_map(other, devices, chunks))
-        bound = limit or inf
         if share is None:
             most, least = ran[sizes][1], 16 * weights_of_map(sizes)
         named = {"schedule": "map", "chunks": chunks, "modes": CHECKPOINT}
-        fitting = {x: ms for x, (ms, peak) in ran.items() if peak <= bound}
+        fitting = {x: ms for x, (ms, peak) in ran.items() if peak <= room}
         winner = min(fitting, key=fitting.__getitem__, default=sizes)
-        row |= {"settings": len(near) + 1, "chosen": {**named, "balance": [*sizes]}}
+        left = len({*hopeful} - ran.keys())
+        row |= {"settings": len(every), "bounded": len(every), "simulated": 0, "left": left}
+        row |= {"chosen": {**named, "balance": [*sizes]}}
         row |= {"best": {**named, "balance": [*winner]}}
         yield row | {"best_ms": min(fitting.values(), default=None)}
+
+
+def maps_of(units: int, devices: int) -> list[tuple[int, ...]]:
+    """The sizes of all maps of so many parts."""
+    cuts = combinations(range(1, units), devices - 1)
+    return [tuple([b - a for a, b in pairwise((0, *x, units))]) for x in cuts]
+
+
+def predicted_of_map(
+    devices: Sequence[torch.device], chunks: int
+) -> Callable[[Sequence[int]], float]:
+    """A function of the sizes of a map: the fullest device's peak, as the map "auto" has it."""
+    with without_values(HARDWARE, 1.0), weightless():
+        model = llama().to(devices[0])
+        sample = {key: x.to(devices[0]) for key, x in sample_of(ROWS).items()}
+        blocks = units_of(model)
+        with observe(costs=HARDWARE):
+            found = recorded(model, blocks, (), sample, devices[0])
+        again = checkpointed(CHECKPOINT, chunks)
+        state = state_of(torch.optim.AdamW)
+        footprint = Footprint(found, weights_of(model, blocks), chunks, again, state)
+    names = [*blocks]
+    # What belongs to no block is on the first device.
+    peak = cache(lambda a, b: footprint.peak({*names[a:b]} | ({None} if not a else set())))
+
+    def largest(sizes: Sequence[int]) -> float:
+        return float(max(peak(*x) for x in pairwise(accumulate(sizes, initial=0))))
+
+    return largest
 
 
 def weights_of_map(sizes: Sequence[int]) -> int:

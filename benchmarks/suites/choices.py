@@ -1,17 +1,15 @@
 """Choices of the planner beside the best of all that it could choose, by dry runs.
 
 Seven models, each for several devices and three limits of memory, are planned for by the search of
-`torchgpipe.plan`, with a loss. What it chooses runs dry, and so does whatever may be better: of all
-schedules, cuts and modes, those that the simulator takes for faster and that may fit. Where there
-are too many cuts, they are those that differ by one layer from the best cut that the planner knows
-for the schedule; where there are too many modes, the likely ones. An eighth model is a Llama by
-the map "auto" of `MappedGPipe`, beside the maps with one boundary moved by a block::
+`torchgpipe.plan`, with a loss. What it chooses runs dry. A search by branch and bound, which shares
+nothing with the planner's, looks at all schedules, cuts and modes. What it finds to be faster, and
+to fit, runs dry as well. An eighth model is a Llama by the map "auto" of `MappedGPipe`, beside all
+maps that may fit, or if they are many, those with one boundary moved by a block::
 
     python -m benchmarks choices
 
 The file has each model as soon as it is measured. With ``--missing``, those in it are left out.
-With ``--again``, they are chosen for anew, beside the best that is known, and nothing else runs:
-what that is does not depend on the planner.
+With ``--again``, the limits are those of the file, whose best settings count, too.
 """
 
 from __future__ import annotations
@@ -39,10 +37,14 @@ NAMES = [*MODELS, "Llama"]
 NOTES = """\
 Limits: *share* of what the fastest choice takes beyond weights, gradients and the state of AdamW;
 the first choice has no limit. *ms*: the step that was chosen, by a dry run. *Over the best*: by how
-much it is longer than the best that fits. *Predicted*: the planner's prediction, over the dry
-run's. *Of the limit*: the peak of the dry run. *Settings*: how many there are; *hopeful*: those
-that may be faster and may fit, of which four at most have run. *Seconds*: of the processor, to
-choose. *-*: the planner says that nothing fits, and of uniform modes nothing does."""
+much it is longer than the best that is known to fit. *Predicted*: the planner's prediction, over
+the dry run's. *Of the limit*: the peak of the dry run. *Settings*: schedules, cuts, and five modes
+for each partition; of a Llama, the maps. *Simulated*: those of them that no lower bound excluded,
+of their time (1.5 % below the simulated time of the choice, or that of the best so far) or of the
+memory of one of their devices (the limit, without the planner's margin). *Faster*: the step of the
+best of these, by a dry run, if there is one that fits; *none*: all others are excluded. *Open*: how
+many schedules needed more than 4 million bounds, or maps that may fit have not run. *Seconds*: of
+the processor, to choose. Rows without settings are of before this search, beside a few others."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -52,7 +54,7 @@ def main(argv: Sequence[str]) -> None:
     reads.add_argument("--n", type=at_least(2), nargs="+", default=[2, 4, 8], help="devices")
     reads.add_argument("--chunks", type=at_least(1), nargs="+", default=[8], help="micro-batches")
     reads.add_argument("--missing", action="store_true", help="measure what the file has not")
-    reads.add_argument("--again", action="store_true", help="choose anew what the file has")
+    reads.add_argument("--again", action="store_true", help="choose anew, under the same limits")
     options = parse(reads, argv)
     torch.set_num_threads(1)
     # Before the first backward of the process.
@@ -99,13 +101,16 @@ def summarise(result: Result) -> Summary:
     limited = [row for row in fitting if row["limit"] is not None]
     above = sum(row["peak"] > row["limit"] for row in limited)
     missed = sum(row["best_ms"] is not None for row in rows if not row["fits"])
+    proven = sum("left" in row and not row["left"] for row in rows)
     counts = (
         f"{near} of {len(fitting)} choices are within 3 % of the best, {peaks} of {len(predicted)} "
         f"predicted peaks within 5 %, and {above} of {len(limited)} above their limit. Where "
-        f"nothing was said to fit ({len(rows) - len(fitting)} times), something did {missed} times."
+        f"nothing was said to fit ({len(rows) - len(fitting)} times), something did {missed} "
+        f"times. In {proven} of {len(rows)} rows, nothing of all settings is left open."
     )
     columns = ["model", "n", "limit", "chosen", "ms", "over the best", "predicted ms"]
-    columns += ["predicted peak", "of the limit", "settings", "hopeful", "seconds"]
+    columns += ["predicted peak", "of the limit", "settings", "simulated", "faster"]
+    columns += ["open", "seconds"]
     return Summary(
         "Choices of the planner",
         [Table(columns, [_line(row) for row in rows], counts)],
@@ -130,5 +135,9 @@ def _line(row: dict[str, Any]) -> list[str | None]:
             *[_off(row[f"predicted_{key}"], row[key]) for key in ("ms", "peak")],
             None if row["limit"] is None else f"{row['peak'] / row['limit']:.1%}",
         ]
-    counts = [str(row["settings"]), str(row["hopeful"]), f"{row['seconds']:.1f}"]
+    others: list[str | None] = [None] * 4
+    if "left" in row:
+        faster = "none" if row["faster"] is None else f"{row['faster']['ms']:.1f}"
+        others = [f"{row['settings']:.1e}", str(row["simulated"]), faster, str(row["left"])]
+    counts = [*others, f"{row['seconds']:.1f}"]
     return [row["model"], str(row["n"]), share, name if row["fits"] else None, *figures, *counts]
