@@ -23,7 +23,7 @@ from torchgpipe.values import trees
 from torchgpipe.values.division import Division, divided, leaves_in, rows_in, split
 from torchgpipe.values.marks import Chunks, is_of_input
 from torchgpipe.values.microbatch import Batch, joined
-from torchgpipe.values.structure import names
+from torchgpipe.values.structure import names, verify_filled
 
 __all__: list[str] = []
 
@@ -265,8 +265,9 @@ def arguments_of(
     for name, x in each:
         for path, leaf in names(x, leaves_in(x, rows)):
             path = _path(name, path)
-            for tensor in _tensors(leaf) if torch.is_grad_enabled() else ():
-                if tensor.requires_grad:
+            for tensor in _tensors(leaf):
+                verify_filled(tensor, path, [device])
+                if tensor.requires_grad and torch.is_grad_enabled():
                     raise ValueError(
                         "targets must not require a gradient, since the loss hands over those of "
                         f"its input and weights (argument: {path}, shape: {tuple(tensor.shape)}); "

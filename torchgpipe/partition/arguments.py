@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchgpipe.checks import verify, verify_function, verify_kind, verify_number
+from torchgpipe.checks import has_entries, verify, verify_function, verify_kind, verify_number
 from torchgpipe.devices.streams import Device, accelerators, canonical_device
 
 __all__: list[str] = []
@@ -191,7 +191,7 @@ def checked_devices(devices: Iterable[Device] | None, partitions: int) -> list[t
         IndexError: there are fewer devices than partitions.
     """
     found: Sequence[Device]
-    if devices is not None and (isinstance(devices, str) or not isinstance(devices, Iterable)):
+    if devices is not None and (isinstance(devices, str) or not has_entries(devices)):
         raise TypeError(
             "devices must be a sequence with a device for each partition "
             f"(devices: {devices!r}); for one device for all, pass [{str(devices)!r}] * "
