@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchgpipe.ambient import labels
 from torchgpipe.ambient.notes import add_note
 from torchgpipe.ambient.notes import layer as current
+from torchgpipe.checks import verify_number
 from torchgpipe.devices.pool import StreamPool
 from torchgpipe.engine.links import fetched
 from torchgpipe.partition.traps import lists
@@ -204,7 +205,11 @@ def _checked(found: Any) -> tuple[Tensor, Any]:
             "loss alone, and get outputs by ScheduledLoss(..., outputs=True)"
         )
     if isinstance(weight, Tensor):
+        # Whether its number is one, the host would have to wait for.
         weight = weight.detach()
+    elif weight is not None:
+        rule = "the weight of a loss must be finite and not negative"
+        verify_number(weight + 0, rule, "weight", "return the number of what was summed up")
     return loss, weight
 
 
