@@ -6,11 +6,12 @@ These checks stand below everything else, and know neither torch nor any class o
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
+from contextlib import suppress
 from math import inf
 from numbers import Real
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 __all__: list[str] = []
 
@@ -137,10 +138,13 @@ def listed(value: Any, rule: str, name: str, remedy: str) -> list[Any]:
     Raises:
         TypeError: the value has no entries in an order, or is a text or a table.
     """
-    found = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping, Set, type))
+    found = has_entries(value) and not isinstance(value, (str, bytes, Mapping, Set, type))
     verify(found, rule, name, value, remedy, TypeError)
-    try:
-        return [*value]
-    except TypeError:
-        # An array without a dimension, for one.
-        raise TypeError(f"{rule} ({name}: {shown(value)}); {remedy}") from None
+    return [*value]
+
+
+def has_entries(value: Any) -> TypeGuard[Iterable[Any]]:
+    """Whether a value has entries; an array without a dimension has none, whatever its class."""
+    with suppress(TypeError):
+        return isinstance(value, Iterable) and iter(value) is not None
+    return False

@@ -57,6 +57,27 @@ def test_forward_of_another_kind_before_backward(mode, device):
     same_gradients(reference, model)
 
 
+@pytest.mark.parametrize("name", NORMS)
+def test_training_forward_before_the_backward_of_an_evaluation(name, mode, device):
+    """A forward in training changes the statistics, and a recomputation finds the earlier ones."""
+    module, shape = norms(name)
+    reference = copy.deepcopy(module).to(device)
+    model = wrap(module, device, mode)
+    x = torch.randn(shape, dtype=torch.double, device=device)
+    for _ in range(2):
+        # Nothing is known of the buffers in the first step.
+        for owner, forward in ((reference, lambda x: plain(reference, x, M)), (model, model)):
+            owner.eval()
+            # A norm of its own in training mode, as the wrapper records nothing in eval mode.
+            owner.training = True
+            loss = forward(x).square().sum()
+            owner.train()
+            forward(2 * x)
+            loss.backward()
+        same_gradients(reference, model)
+        same_buffers(reference, model)
+
+
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copy_between_forward_and_backward(duplicate, mode, device):
     module, shape = norms("BatchNorm1d")

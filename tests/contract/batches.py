@@ -1,5 +1,7 @@
 """Micro-batches that the caller has made."""
 
+import re
+
 import torch
 from torch import nn
 
@@ -105,6 +107,16 @@ class Pair(nn.Module):
     def forward(self, value):
         x, factor = value
         return x if factor is None else x * factor
+
+
+@promise("An input without values, on the meta device, is an error that says so; a target, too.")
+def without_values(make):
+    model = make(linears(6, 6, 6))
+    x, y = torch.rand(2, 4, 6)
+    for pair in ((x.to("meta"), y), (x, y.to("meta")))[: 1 + model.encloses]:
+        error = model.raised(model.loss, *pair)
+        assert error.kind == "ValueError"
+        assert re.search(r": meta.*\); (make|pass) ", error.text)
 
 
 @promise("Chunks of different lengths, and fewer rows than Chunks, are errors that say so.")

@@ -11,6 +11,7 @@ import torch
 from torchgpipe.checks import (
     checked_flag,
     checked_path,
+    has_entries,
     listed,
     shown,
     verify,
@@ -80,6 +81,14 @@ def test_flags_paths_and_lists():
     assert checked_path("a/b") == checked_path(Path("a/b")) == Path("a/b")
     for values in ([1, 2], (1, 2), iter([1, 2]), torch.tensor([1, 2]), range(1, 3)):
         assert [int(x) for x in listed(values, "the rule", "a", "the remedy")] == [1, 2]
+
+
+def test_an_array_without_a_dimension_has_no_entries():
+    assert all(map(has_entries, ([], "ab", iter([1]), torch.tensor([1]), np.ones(1))))
+    assert not any(map(has_entries, (torch.tensor(1.0), np.array(1.0), None, 3)))
+    entries = iter([1, 2])
+    assert has_entries(entries)
+    assert [*entries] == [1, 2]
 
 
 @pytest.mark.parametrize("value", [None, 3, "ab", b"ab", {1: 2}, {1, 2}, list, torch.tensor(1)])

@@ -22,7 +22,7 @@ from torch import nn
 from torchgpipe.ambient.notes import add_note
 from torchgpipe.balance import blockpartition as blockpartition
 from torchgpipe.balance.profile import profile_layers
-from torchgpipe.checks import MOST, listed, verify
+from torchgpipe.checks import MOST, has_entries, listed, verify
 from torchgpipe.devices.streams import Device
 from torchgpipe.mapped.device_map import Wholes
 from torchgpipe.partition.arguments import (
@@ -256,7 +256,8 @@ def _places(devices: Any, model: Any, no_split: Any) -> list[Device]:
     verify_a_module(model, "model")
     rule = "no_split must be names of classes"
     valid = no_split is None or (
-        isinstance(no_split, Collection)
+        has_entries(no_split)
+        and isinstance(no_split, Collection)
         and not isinstance(no_split, str | bytes)
         and all(isinstance(x, str) for x in no_split)
     )

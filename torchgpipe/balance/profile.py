@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchgpipe.checks import checked_flag, verify_kind
+from torchgpipe.checks import checked_flag, verify
 from torchgpipe.devices.streams import CPU, Device, accelerators
 from torchgpipe.partition.arguments import MISSING, checked_chunks, checked_device, checked_timeout
 from torchgpipe.partition.split import verify_module
@@ -162,7 +162,9 @@ def profile_layers(
             f"(args: {type(args).__name__}); pass one argument as the sample, several as args=(...)"
         )
     rule = "kwargs must be the keyword arguments of the first layer"
-    verify_kind(kwargs, (Mapping, type(None)), rule, "kwargs", "pass a dict, by their names")
+    is_named = isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)
+    remedy = "pass a dict, by their names"
+    verify(kwargs is None or is_named, rule, "kwargs", kwargs, remedy, TypeError)
     chunks = checked_chunks(chunks)
     if timeout is not None:
         checked_timeout(timeout)

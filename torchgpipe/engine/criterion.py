@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchgpipe.ambient import labels
 from torchgpipe.ambient.notes import add_note
 from torchgpipe.ambient.notes import layer as current
+from torchgpipe.checks import verify_number
 from torchgpipe.devices.pool import StreamPool
 from torchgpipe.engine.links import fetched
 from torchgpipe.partition.arguments import lists
@@ -23,7 +24,7 @@ from torchgpipe.values import trees
 from torchgpipe.values.division import Division, divided, leaves_in, rows_in, split
 from torchgpipe.values.marks import Chunks, is_of_input
 from torchgpipe.values.microbatch import Batch, joined
-from torchgpipe.values.structure import names
+from torchgpipe.values.structure import names, verify_filled
 
 __all__: list[str] = []
 
@@ -204,7 +205,11 @@ def _checked(found: Any) -> tuple[Tensor, Any]:
             "loss alone, and get outputs by ScheduledLoss(..., outputs=True)"
         )
     if isinstance(weight, Tensor):
+        # Whether its number is one, the host would have to wait for.
         weight = weight.detach()
+    elif weight is not None:
+        rule = "the weight of a loss must be finite and not negative"
+        verify_number(weight + 0, rule, "weight", "return the number of what was summed up")
     return loss, weight
 
 
@@ -265,8 +270,9 @@ def arguments_of(
     for name, x in each:
         for path, leaf in names(x, leaves_in(x, rows)):
             path = _path(name, path)
-            for tensor in _tensors(leaf) if torch.is_grad_enabled() else ():
-                if tensor.requires_grad:
+            for tensor in _tensors(leaf):
+                verify_filled(tensor, path, [device])
+                if tensor.requires_grad and torch.is_grad_enabled():
                     raise ValueError(
                         "targets must not require a gradient, since the loss hands over those of "
                         f"its input and weights (argument: {path}, shape: {tuple(tensor.shape)}); "

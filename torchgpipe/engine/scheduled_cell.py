@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from torchgpipe.ambient.notes import noted
 from torchgpipe.autograd.halves import Halves, backward, leaves
 from torchgpipe.autograd.nodes import count_hooks, enter
+from torchgpipe.engine.body import NOTHING
 from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.recompute.offload import Offloaded
 from torchgpipe.recompute.slots import Slot
@@ -115,7 +115,6 @@ class EagerCell(Cell):
 
     __slots__ = (
         *("_checkpoint", "_halves", "_hooks", "_inputs", "_offloaded", "_outputs"),
-        "_within",
         *("run", "step"),
     )
 
@@ -130,8 +129,6 @@ class EagerCell(Cell):
             self.run = partial(self.run, note=note)
         if self.criterion is not None:
             self.run = partial(self.run, after=self.criterion.after(self.i))
-        # What the checkpoint holds, it must not hold the step.
-        self._within = noted(str(run)) if self.again else None
         #: For each part of the input and of the output, the edges of its tensors, each tensor once.
         self._inputs: dict[Any, list[GradientEdge | None]] = {}
         self._outputs: dict[Any, list[GradientEdge | None]] = {}
@@ -148,8 +145,9 @@ class EagerCell(Cell):
         new = None
         if body.offloading is not None and body.offloading.sends(self.i):
             new = partial(body.offloading.cell, self.stream, self.i)
-        if self._within is not None:
-            self._checkpoint = body.checkpoint(run, context, self.stream, self._within, new)
+        if self.again:
+            # R itself notes where it is.
+            self._checkpoint = body.checkpoint(run, context, self.stream, NOTHING, new)
             run = self._checkpoint.forward
         elif new is not None:
             run = partial(new().forward, run)

@@ -28,6 +28,7 @@ from torchgpipe.partition.keeping import (
 )
 from torchgpipe.values.division import division_of, split
 from torchgpipe.values.microbatch import VALUE, Batch, in_all, joined
+from torchgpipe.values.structure import verify_filled
 
 __all__: list[str] = []
 
@@ -256,6 +257,9 @@ class MiniBatch:
                         f"the input must be on the device of the first {what} (first {what}: "
                         f"{device}, input: {x.device}); pass input.to({name})"
                     )
+        devices = wrapper._traced()[1]
+        for x in chain.from_iterable(different):
+            verify_filled(x, "input", devices)
         if recorded:
             # Rows may be too few for the micro-batches that the caller wants.
             asked = self.m if division.is_given else wrapper.chunks

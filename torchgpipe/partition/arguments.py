@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.ambient.notes import warn
-from torchgpipe.checks import verify, verify_function, verify_kind, verify_number
+from torchgpipe.checks import has_entries, verify, verify_function, verify_kind, verify_number
 from torchgpipe.devices.streams import Device, accelerators, canonical_device
 from torchgpipe.values import trees
 from torchgpipe.values.division import is_list_of_tensors, leaves_in, row_count
@@ -190,7 +190,7 @@ def checked_devices(devices: Iterable[Device] | None, partitions: int) -> list[t
         IndexError: there are fewer devices than partitions.
     """
     found: Sequence[Device]
-    if devices is not None and (isinstance(devices, str) or not isinstance(devices, Iterable)):
+    if devices is not None and (isinstance(devices, str) or not has_entries(devices)):
         raise TypeError(
             "devices must be a sequence with a device for each partition "
             f"(devices: {devices!r}); for one device for all, pass [{str(devices)!r}] * "

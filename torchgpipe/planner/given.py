@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.ambient.notes import warn
-from torchgpipe.checks import is_number, listed, shown, verify_kind
+from torchgpipe.checks import has_entries, is_number, listed, shown, verify_kind
 from torchgpipe.devices.recorder import memory_total
 from torchgpipe.devices.streams import CPU, Device, accelerators
 from torchgpipe.partition.arguments import checked_device, checked_devices, positive_int
@@ -58,7 +58,7 @@ LOOKS = 5
 def places_of(devices: Iterable[Device] | None, *, are_one_each: bool = True) -> list[torch.device]:
     """The devices to plan for: by default all accelerators."""
     given: Any = accelerators() if devices is None else devices
-    if not isinstance(given, str) and isinstance(given, Iterable):
+    if not isinstance(given, str) and has_entries(given):
         given = [*given]
     # The message about something else proposes one device.
     found = checked_devices(given, len(given) if isinstance(given, list) else 1)
@@ -253,7 +253,7 @@ def arguments_of(sample: Any) -> Arguments:
         )
     if isinstance(sample, Arguments):
         return sample
-    if isinstance(sample, Mapping):
+    if isinstance(sample, Mapping) and all(isinstance(name, str) for name in sample):
         return Arguments((), {**sample})
     if isinstance(sample, Tensor):
         return Arguments((sample,), {})
@@ -261,7 +261,7 @@ def arguments_of(sample: Any) -> Arguments:
         return Arguments(sample, {})
     raise TypeError(
         "a sample is a dict of keyword arguments, a tuple of arguments, or a tensor (sample: "
-        f"{type(sample).__name__}); pass a single argument of another kind as (argument,)"
+        f"{shown(sample)}); pass a single argument of another kind as (argument,)"
     )
 
 

@@ -132,6 +132,12 @@ class LayersState:
                 own = _own_statistics(module)
                 if own and module.training:
                     self._norms.append(module)
+                elif own:
+                    # In eval mode a norm only reads them.
+                    flags = learned.setdefault(module, {})
+                    for name in own:
+                        flags.setdefault((name, False), False)
+                    own = ()
                 places += [(module, name) for name in module._buffers if name not in own]
         self.buffers = Buffers(places, learned, unknown, (layers, ""), self._suspects(unknown))
         changing = self.buffers.not_lasting()

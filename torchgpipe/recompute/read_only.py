@@ -23,6 +23,9 @@ __all__: list[str] = []
 #: Up to how many bytes a buffer is copied in each step.
 SMALL = 1 << 16
 
+#: What a batch norm changes without a trace, beside the number of its batches.
+UNCOUNTED = ("running_mean", "running_var")
+
 #: A layer and the name of its buffer or parameter.
 Place: TypeAlias = tuple[nn.Module, str]
 
@@ -48,11 +51,14 @@ class ReadOnly:
     def changed(self) -> list[tuple[Place, Tensor]]:
         """List those that somebody has changed, or replaced, since the step began."""
         pairs = zip(self.found, *self._before, *identities(self._tensors))
-        return [
+        found = [
             (place, x)
             for (place, x), version, address, now, there in pairs
             if (version, address) != (now, there) or place[0]._buffers.get(place[1]) is not x
         ]
+        # A batch norm counts its batches, but PyTorch no change that it makes to its statistics.
+        norms = {module for (module, name), _ in found if name == "num_batches_tracked"}
+        return [*found, *((p, x) for p, x in self.found if p[0] in norms and p[1] in UNCOUNTED)]
 
     def settle(self) -> None:
         """Take note that all cells have run: what changes from here on, others have changed."""

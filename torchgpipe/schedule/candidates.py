@@ -9,7 +9,7 @@ from inspect import signature
 from math import inf
 from typing import Any
 
-from torchgpipe.checks import listed, verify_function, verify_kind
+from torchgpipe.checks import has_entries, listed, verify_function, verify_kind
 from torchgpipe.schedule.built_in import (
     checked,
     dualpipe_v,
@@ -212,8 +212,8 @@ def _divided(costs: Costs, count: int) -> Costs:
             f"mapping, stages per worker: {count}); give a number, or a function as costs"
         )
 
-    def part(value: Each | None) -> Each | None:
-        if isinstance(value, Iterable):
+    def part(value: Any) -> Each | None:
+        if has_entries(value):
             return [x / count for x in value for _ in range(count)]
         return None if value is None else value / count
 

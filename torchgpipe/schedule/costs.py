@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
-from torchgpipe.checks import finite, is_number, verify, verify_function, verify_kind
+from torchgpipe.checks import finite, has_entries, is_number, verify, verify_function, verify_kind
 from torchgpipe.schedule.lifetimes import Tracks, trips
 from torchgpipe.schedule.program import Edge, Instruction, Program, Skips, operations
 
@@ -68,7 +68,7 @@ def numbers(name: str, value: Any, count: int) -> list[float]:
     Raises:
         ValueError: A number is missing, negative or not finite.
     """
-    found = [*value] if isinstance(value, Iterable) else [value] * count
+    found = [*value] if has_entries(value) else [value] * count
     valid = all(is_number(x) and x >= 0 and finite(x) for x in found)
     if len(found) != count or not valid or isinstance(value, Mapping):
         raise ValueError(

@@ -10,7 +10,7 @@ from itertools import chain, count, pairwise
 from numbers import Integral
 from typing import Any
 
-from torchgpipe.checks import listed, shown
+from torchgpipe.checks import has_entries, listed, shown
 from torchgpipe.schedule.program import (
     Instruction,
     Op,
@@ -76,7 +76,8 @@ def deferred(program: Program, k: int | Sequence[int]) -> Program:
             "weights can be deferred only where backward is split into I and W "
             f"(instruction: {whole}); call split() before defer_weights()"
         )
-    counts = list(k) if isinstance(k, Iterable) else [k] * len(program)
+    each: Any = k
+    counts: list[int] = [*each] if has_entries(each) else [each] * len(program)
     natural = all(isinstance(x, Integral) and x >= 0 for x in counts)
     if len(counts) != len(program) or not natural:
         raise ValueError(
@@ -117,7 +118,7 @@ def recomputed(
         ("stages", stages, {op.stage for op in ops}),
         ("microbatches", microbatches, {op.microbatch for op in ops}),
     ):
-        some = [*numbers] if isinstance(numbers, Iterable) else [numbers]
+        some = [*numbers] if has_entries(numbers) else [numbers]
         if numbers is not None and not all(type(x) is int and x in there for x in some):
             raise ValueError(
                 f"{name} must be in the schedule ({name}: {shown(_sorted(some))}, in the schedule: "

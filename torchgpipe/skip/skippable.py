@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import nn
 
-from torchgpipe.checks import shown, verify, verify_kind
+from torchgpipe.checks import has_entries, shown, verify, verify_kind
 from torchgpipe.skip.tracker import Namespace, Skip, current_skip_tracker
 from torchgpipe.values.classes import picklable
 
@@ -296,7 +296,7 @@ def _undeclared(
 
 
 def _names(argument: str, names: Iterable[str]) -> tuple[str, ...]:
-    is_collection = isinstance(names, Iterable) and not isinstance(names, str | Mapping)
+    is_collection = has_entries(names) and not isinstance(names, str | Mapping)
     found = tuple(names) if is_collection else ()
     if not is_collection or not all(isinstance(name, str) for name in found):
         raise TypeError(

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchgpipe.checks import has_entries
 from torchgpipe.values import trees
 
 __all__ = ["Chunk", "Chunks", "NoChunk", "PerMicroBatch"]
@@ -101,7 +102,7 @@ class Chunks:
 
     def __init__(self, values: Iterable[Any]) -> None:
         refused = (Tensor, Mapping, str, bytes, set, frozenset)
-        if isinstance(values, refused) or not isinstance(values, Iterable):
+        if isinstance(values, refused) or not has_entries(values):
             raise TypeError(
                 "Chunks marks a list with an entry for each micro-batch (values: "
                 f"{type(values).__name__}); pass such as Chunks(tensor.split(4)), or "

@@ -156,6 +156,19 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_nested
 
 
+def verify_filled(tensor: Tensor, name: str, devices: Iterable[torch.device]) -> None:
+    """Check that a tensor has values for devices other than the meta device.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if tensor.is_meta and not any(device.type == "meta" for device in devices):
+        raise ValueError(
+            f"{name} must have values, and a tensor on the meta device has none ({name}: meta, "
+            f"shape: {tuple(tensor.shape)}); make it on another device, as by device='cpu'"
+        )
+
+
 def verify_leaf(leaf: Any) -> None:
     """Check that a leaf that is no tensor holds no tensors.
 

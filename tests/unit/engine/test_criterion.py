@@ -78,6 +78,12 @@ def test_what_is_no_weight(second):
         run(lambda x: (x.sum(), second))
 
 
+@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
+def test_what_cannot_be_a_weight(weight):
+    with pytest.raises(ValueError, match=rf"finite and not negative \(weight: {weight}\); return"):
+        run(lambda x: (x.sum(), weight))
+
+
 def test_sums_that_are_too_large_for_their_dtype():
     criterion = run(lambda x: (x.half().sum() * 0 + 60000, 60000))
     total, divisor = criterion.total()

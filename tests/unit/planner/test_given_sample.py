@@ -28,5 +28,7 @@ def test_samples(sample, args, kwargs):
 
 
 def test_others():
-    with pytest.raises(TypeError, match=r"sample: list\); pass a single argument .* \(argument,\)"):
+    with pytest.raises(TypeError, match=r"sample: .*\); pass a single argument .* \(argument,\)"):
         arguments_of([X])
+    with pytest.raises(TypeError, match=r"keyword arguments, .*sample: \{1: 2\}\); pass"):
+        arguments_of({1: 2})
