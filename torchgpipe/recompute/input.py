@@ -37,7 +37,7 @@ class StoredInput:
         self._batch = batch
         # Each layer is watched: iterating over a list takes less time.
         self._tensors = [*batch]
-        self._versions = [version_of(tensor) for tensor in self._tensors]
+        self._versions = [*map(version_of, self._tensors)]
         #: The name and the class of the layer that changed the input in place.
         self._changed_by: tuple[str | None, str | None] | None = None
         #: With hooks: for each tensor what they packed, and whether it required a gradient.
@@ -49,7 +49,7 @@ class StoredInput:
 
         After :meth:`pack` has handed them to hooks, this compares placeholders.
         """
-        return self._versions == [version_of(tensor) for tensor in self._tensors]
+        return self._versions == [*map(version_of, self._tensors)]
 
     @uncompiled
     def look(self) -> None:
@@ -85,7 +85,7 @@ class StoredInput:
             self._packed = [(pack(x.detach()), x.requires_grad) for x in self._batch]
         self._tensors = [torch.empty(0, device="meta") for _ in self._packed]
         self._batch = self._batch.replace(self._tensors)
-        self._versions = [version_of(tensor) for tensor in self._tensors]
+        self._versions = [*map(version_of, self._tensors)]
 
     def unpack(self) -> Batch:
         """Return the input once more, without what it was computed from.

@@ -319,7 +319,13 @@ class Filling:
                 if not tensor.requires_grad:
                     self.unwritten = _torch.next_node()
             else:
-                if place is not tensor:
+                # What verify_like() compares, without a call for each tensor.
+                if place is not tensor and (
+                    place.is_nested
+                    or tensor.shape != place.shape
+                    or tensor.dtype is not place.dtype
+                    or current.name != self.kept.layers[id(place)]
+                ):
                     self.kept.verify_like(place, tensor)
                 if place._version != self.kept.versions[id(place)]:
                     self.kept.accept(place, self.places[:count])
