@@ -285,7 +285,7 @@ class Checkpoint:
             # A recomputation that ended there would not come back to the compute stream.
             # guard: to the end for other streams
             self.beside = self.whole = True
-        own, base = id(tensor), tensor._base
+        own = id(tensor)
         place: Saved
         # guard: keeping what lasts
         lasting = self.lasting.get(own)
@@ -293,7 +293,10 @@ class Checkpoint:
             place = self.kept.add(lasting)
         elif (
             own in self.inputs
-            or (base is not None and (id(base) in self.lasting or id(base) in self.inputs))
+            or (
+                (base := tensor._base) is not None
+                and (id(base) in self.lasting or id(base) in self.inputs)
+            )
             # An empty tensor takes no memory. The caller's hooks, if any, have the inputs.
             or not tensor.numel()
             # The lengths of a jagged tensor are its own: no other fits the gradient that comes.

@@ -35,7 +35,6 @@ class StoredInput:
     def __init__(self, batch: Batch, hooks: Hooks | None) -> None:
         self.hooks = hooks
         self._batch = batch
-        # Each layer is watched: iterating over a list takes less time.
         self._tensors = [*batch]
         self._versions = [*map(version_of, self._tensors)]
         #: The name and the class of the layer that changed the input in place.
@@ -54,10 +53,9 @@ class StoredInput:
     @uncompiled
     def look(self) -> None:
         """Take note of the layer that has just run, if it changed the input in place."""
-        if self._changed_by is None:
-            for tensor, version in zip(self._tensors, self._versions):
-                if version_of(tensor) != version:
-                    self._changed_by = current.name, current.kind
+        # Not by the property, since each layer is watched.
+        if self._changed_by is None and self._versions != [*map(version_of, self._tensors)]:
+            self._changed_by = current.name, current.kind
 
     def verify(self) -> None:
         """Check, after the first run, that the layers have left the input as it was.

@@ -316,7 +316,7 @@ class Filling:
             if isinstance(place, Slot):
                 place.fill(tensor)
                 # guard: what is written after it was saved
-                if not tensor.requires_grad:
+                if not self.whole and not tensor.requires_grad:
                     self.unwritten = _torch.next_node()
             else:
                 # What verify_like() compares, without a call for each tensor.
