@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.helpers import MODES, wrap
@@ -213,3 +214,22 @@ def test_each_of_several_threads_draws_other_numbers():
     for thread in threads:
         thread.join(30)
     assert len(torch.cat(drawn).unique()) == 3 * 10 * 20
+
+
+def test_numbers_go_on_after_hooks_that_draw(device):
+    drawn = []
+
+    def pack(x):
+        drawn.append(torch.rand(1).item())
+        return x
+
+    layers = [Drawing(lambda x: x + torch.rand(())) for _ in range(2)]
+    model = wrap(nn.Sequential(*layers), [device] * 2, "always", chunks=1)
+    x = torch.ones(2, WIDTH, device=device)
+    torch.manual_seed(0)
+    with saved_tensors_hooks(pack, lambda x: x):
+        model(x).sum().backward()
+    torch.manual_seed(0)
+    # The first cell's layer and hook, then those of the second.
+    numbers = [torch.rand(1).item() for _ in range(4)]
+    assert drawn == numbers[1::2]

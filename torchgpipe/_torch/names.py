@@ -114,6 +114,7 @@ NAMES: dict[str, Name] = {
         _C + "_accelerator_setDeviceIndex", _STREAMS, torch.accelerator.set_device_index
     ),
     # What a thread has set.
+    "set_grad": Name(_C + "_set_grad_enabled", "gradient modes", torch.set_grad_enabled),
     "is_multithreading_enabled": Name(
         _C + "_is_multithreading_enabled", "set_multithreading_enabled", _multithreading
     ),

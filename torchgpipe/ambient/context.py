@@ -51,7 +51,7 @@ def registered(local: Local) -> Local:
 
 def saved() -> list[dict[str, Any]]:
     """Copies of all registered attributes of this thread."""
-    return [dict(vars(local)) for local in _registered]
+    return [*map(dict, map(vars, _registered))]
 
 
 def put_back(values: list[dict[str, Any]]) -> None:
@@ -221,7 +221,7 @@ class EnteredModes:
                 torch.autocast_increment_nesting()
             _set_values(self.modes, self.found.modes)
         if self.differs or self.found.grad != self.modes.grad:
-            torch.set_grad_enabled(self.modes.grad)
+            _torch.set_grad(self.modes.grad)
         if self.differs:
             # guard: modes of a recomputation
             _push(self.modes)
@@ -235,7 +235,7 @@ class EnteredModes:
                 self.guard.__exit__(None, None, None)
             _set_values(self.found.modes, self.modes)
         # Layers may have changed the grad mode.
-        torch.set_grad_enabled(self.found.grad)
+        _torch.set_grad(self.found.grad)
         if self.differs:
             _push(self.found.modes)
 

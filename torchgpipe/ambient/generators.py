@@ -355,7 +355,7 @@ class Around:
         """
         # guard: locks of a recomputation around a step
         devices = {*self.exchanged, *drawn}
-        return [] if self.turn and not self.turn.over else locks_of(devices)
+        return locks_of(devices) if devices and (not self.turn or self.turn.over) else []
 
 
 #: A lock for each generator. Only an outermost step, or recomputation, holds them.

@@ -239,7 +239,7 @@ class CellNumbers(first_run):
         nest: the nesting of the cell in wrappers.
     """
 
-    __slots__ = ("device", "kind", "states")
+    __slots__ = ("after", "device", "kind", "states")
 
     def __init__(self, states: dict[str, Tensor], device: torch.device, nest: Nest) -> None:
         # Each cell runs this, so here and below super() is avoided, which takes longer.
@@ -247,6 +247,8 @@ class CellNumbers(first_run):
         self.states = states
         self.device = device
         self.kind = device.type
+        #: The state at the end of the block, if somebody has read it.
+        self.after: Tensor | None = None
 
     def __enter__(self) -> None:
         first_run.__enter__(self)
@@ -255,9 +257,10 @@ class CellNumbers(first_run):
         set_state(self.device, self.states[self.kind])
 
     def __exit__(self, *_: object) -> None:
+        after = get_state(self.device) if self.after is None else self.after
         # guard: numbers are taken along
         # guard: numbers by type of device
-        self.states[self.kind] = get_state(self.device)
+        self.states[self.kind] = after
         first_run.__exit__(self)
 
     @property
@@ -273,26 +276,36 @@ class FirstNumbers:
 
     Args:
         device: the device that computes.
+        cell: the numbers of the cell, whose block has just begun.
     """
 
     __slots__ = ("after", "around", "before")
 
-    def __init__(self, device: torch.device) -> None:
-        self.before = _get(dict.fromkeys([CPU, generator_of(device)]))
+    def __init__(self, device: torch.device, cell: CellNumbers | None = None) -> None:
+        own = generator_of(device)
+        # To read a state takes the host a microsecond or more.
+        self.before = {own: get_state(own) if cell is None else cell.state}
+        if own != CPU:
+            self.before[CPU] = get_state(CPU)
         self.after: dict[torch.device, Tensor] = {}
         self.around = Around()
 
-    def settle(self) -> None:
+    def settle(self, cell: CellNumbers | None = None) -> None:
         """Take note of the states after the first run.
 
         Recomputation leaves a generator alone that the forward has not drawn from. So accelerators
         that draw from their own generators recompute at the same time.
+
+        Args:
+            cell: the numbers of the cell, whose block is about to end.
         """
-        after = _get(self.before)
-        self.after = {
-            device: state for device, state in after.items() if _differ(state, self.before[device])
-        }
-        self.before = {device: self.before[device] for device in self.after}
+        found, self.before = self.before, {}
+        for device, before in found.items():
+            after = get_state(device)
+            if _differ(after, before):
+                self.before[device], self.after[device] = before, after
+        if cell is not None:
+            cell.after = self.after.get(cell.device, cell.state)
         self.around.settle()
 
     @property
@@ -303,15 +316,15 @@ class FirstNumbers:
     @property
     def locks(self) -> list[Lock]:
         """The locks to hold while the generators are :meth:`restored`."""
-        return self.around.locks(self.before.keys() & {CPU})
+        return self.around.locks([CPU] if CPU in self.before else [])
 
-    def restored(self) -> RestoredNumbers:
+    def restored(self) -> recomputation:
         """Set the generators to the states before the first run within a ``with`` block.
 
         Raises:
             RuntimeError: the block drew other numbers than the first run.
         """
-        return RestoredNumbers(self)
+        return RestoredNumbers(self) if self.before else recomputation()
 
 
 class RestoredNumbers(recomputation):

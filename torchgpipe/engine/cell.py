@@ -93,6 +93,7 @@ class Cell:
         if recording is not None:
             run = recording.around(run, (self.stream, self.j, self.j, self.i))
         again = self.i < step.checkpointed[self.j]
+        numbers = step.numbers.of(self.i, step.stages.devices[self.j])
         checkpoint = new = None
         offloading = self.body.offloading
         if offloading is not None:
@@ -101,7 +102,7 @@ class Cell:
             # Only its text: the checkpoint would keep the cell itself in memory.
             within = noted(str(self), labels.of("R", self.j, self.i))
             checkpoint = self.body.checkpoint(run, step.context, self.stream, within, new)
-            run = checkpoint.forward
+            run = partial(checkpoint.forward, cell=numbers)
         elif new is not None:
             run = partial(new().forward, run)
         # guard: letting go of the input
@@ -110,7 +111,7 @@ class Cell:
             for lane, parts in self._by_lane(self.arriving) if self.arriving else ():
                 # guard: lane of arriving Wait
                 batch = batch.map(partial(wait, lane, self.stream), parts)
-            with step.numbers.of(self.i, step.stages.devices[self.j]):
+            with numbers:
                 batch = step.context.run(run, batch)
             clones: dict[int, Tensor] = {}
             for lane, parts in self._by_lane(self.departing) if self.departing else ():

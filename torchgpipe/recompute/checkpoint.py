@@ -36,6 +36,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -49,7 +50,7 @@ from torchgpipe.ambient.context import Context, Hooks, SavedSettings, current_ho
 from torchgpipe.ambient.generators import holding
 from torchgpipe.ambient.modes import is_within_autocast, own_casts
 from torchgpipe.ambient.notes import layer as current
-from torchgpipe.ambient.random_numbers import FirstNumbers
+from torchgpipe.ambient.random_numbers import CellNumbers, FirstNumbers
 from torchgpipe.autograd.fork_join import Recompute, fork, needs_backward
 from torchgpipe.devices.streams import (
     AbstractStream,
@@ -68,6 +69,8 @@ from torchgpipe.recompute.verification import Compared, dropped, filling_memory,
 from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
+
+_base = attrgetter("_base")
 
 
 class Checkpoint:
@@ -116,12 +119,20 @@ class Checkpoint:
         #: Whether layers have saved tensors on streams of their own; None without streams.
         self.beside = None if isinstance(stream, CPUStream) else False
 
-    def forward(self, batch: Batch, given: Batch | None = None, *, goes_on: bool = False) -> Batch:
+    def forward(
+        self,
+        batch: Batch,
+        given: Batch | None = None,
+        *,
+        cell: CellNumbers | None = None,
+        goes_on: bool = False,
+    ) -> Batch:
         """Run the function, and save nothing but its input.
 
         Args:
             batch: the input.
             given: what this run computes, if it changes that in place, and the input is a clone.
+            cell: the random numbers of the cell, if it is nothing but this run.
             goes_on: whether the caller adds to the function and calls :meth:`settle`.
 
         Raises:
@@ -130,9 +141,8 @@ class Checkpoint:
         # guard: what is kept is packed
         stored = StoredInput(batch, _hooks_of_caller())
         if stored.hooks is None:
-            inputs = [x for tensor in batch for x in (tensor, tensor._base)]
-            self.inputs = {id(x) for x in inputs if x is not None}
-        numbers = FirstNumbers(get_device(self.stream))
+            self.inputs = {id(x) for x in [*batch, *map(_base, batch)] if x is not None}
+        numbers = FirstNumbers(get_device(self.stream), cell)
         function = self.function
         if is_verifying():
             self.dropped, function = dropped, filling_memory(function)
@@ -151,7 +161,8 @@ class Checkpoint:
         for slot in self._compared(self.places):
             slot.close()
         if goes_on or self._has_dropped():
-            numbers.settle()
+            # The caller's hooks may draw, too.
+            numbers.settle(cell if stored.hooks is None else None)
             stored.pack()
             self.stored = stored, numbers
         else:
@@ -272,7 +283,7 @@ class Checkpoint:
             # A recomputation that ended there would not come back to the compute stream.
             # guard: to the end for other streams
             self.beside = self.whole = True
-        own, base = id(tensor), tensor._base
+        own = id(tensor)
         place: Saved
         # guard: keeping what lasts
         lasting = self.lasting.get(own)
@@ -280,7 +291,10 @@ class Checkpoint:
             place = self.kept.add(lasting)
         elif (
             own in self.inputs
-            or (base is not None and (id(base) in self.lasting or id(base) in self.inputs))
+            or (
+                (base := tensor._base) is not None
+                and (id(base) in self.lasting or id(base) in self.inputs)
+            )
             # An empty tensor takes no memory. The caller's hooks, if any, have the inputs.
             or not tensor.numel()
             # The lengths of a jagged tensor are its own: no other fits the gradient that comes.

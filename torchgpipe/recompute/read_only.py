@@ -72,7 +72,7 @@ class ReadOnly:
         Raises:
             RuntimeError: somebody has changed a large one after the cells had run.
         """
-        if self._before == identities(self._tensors):
+        if not self.found or self._before == identities(self._tensors):
             return []
         large = [x for _, x in self._large]
         if self._after is not self._before and self._after != (now := identities(large)):

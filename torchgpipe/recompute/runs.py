@@ -116,9 +116,8 @@ class StoredInput:
     def __init__(self, batch: Batch, hooks: Hooks | None) -> None:
         self.hooks = hooks
         self._batch = batch
-        # Each layer is watched: iterating over a list takes less time.
         self._tensors = [*batch]
-        self._versions = [version_of(tensor) for tensor in self._tensors]
+        self._versions = [*map(version_of, self._tensors)]
         #: The name and the class of the layer that changed the input in place.
         self._changed_by: tuple[str | None, str | None] | None = None
         #: With hooks: for each tensor what they packed, and whether it required a gradient.
@@ -130,15 +129,14 @@ class StoredInput:
 
         After :meth:`pack` has handed them to hooks, this compares placeholders.
         """
-        return self._versions == [version_of(tensor) for tensor in self._tensors]
+        return self._versions == [*map(version_of, self._tensors)]
 
     @uncompiled
     def look(self) -> None:
         """Take note of the layer that has just run, if it changed the input in place."""
-        if self._changed_by is None:
-            for tensor, version in zip(self._tensors, self._versions):
-                if version_of(tensor) != version:
-                    self._changed_by = current.name, current.kind
+        # Not by the property, since each layer is watched.
+        if self._changed_by is None and self._versions != [*map(version_of, self._tensors)]:
+            self._changed_by = current.name, current.kind
 
     def verify(self) -> None:
         """Check, after the first run, that the layers have left the input as it was.
@@ -166,7 +164,7 @@ class StoredInput:
             self._packed = [(pack(x.detach()), x.requires_grad) for x in self._batch]
         self._tensors = [torch.empty(0, device="meta") for _ in self._packed]
         self._batch = self._batch.replace(self._tensors)
-        self._versions = [version_of(tensor) for tensor in self._tensors]
+        self._versions = [*map(version_of, self._tensors)]
 
     def unpack(self) -> Batch:
         """Return the input once more, without what it was computed from.

@@ -316,10 +316,16 @@ class Filling:
             if isinstance(place, Slot):
                 place.fill(tensor)
                 # guard: what is written after it was saved
-                if not tensor.requires_grad:
+                if not self.whole and not tensor.requires_grad:
                     self.unwritten = _torch.next_node()
             else:
-                if place is not tensor:
+                # What verify_like() compares, without a call for each tensor.
+                if place is not tensor and (
+                    place.is_nested
+                    or tensor.shape != place.shape
+                    or tensor.dtype is not place.dtype
+                    or current.name != self.kept.layers[id(place)]
+                ):
                     self.kept.verify_like(place, tensor)
                 if place._version != self.kept.versions[id(place)]:
                     self.kept.accept(place, self.places[:count])

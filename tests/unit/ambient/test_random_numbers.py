@@ -53,6 +53,30 @@ def test_generator_that_is_not_drawn_from_is_left_alone():
     assert not torch.equal(inside, torch.rand(3))
 
 
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_cell_and_its_checkpoint_read_a_state_once(monkeypatch, draws):
+    reads = []
+    monkeypatch.setattr(
+        "torchgpipe.ambient.random_numbers.get_state",
+        lambda device: reads.append(device) or get_state(device),
+    )
+    numbers = StepNumbers([CPU], 1)
+    with numbers:
+        reads.clear()
+        cell = numbers.of(0, CPU)
+        with cell:
+            before = get_state(CPU)
+            state = FirstNumbers(CPU, cell)
+            if draws:
+                torch.rand(3)
+            state.settle(cell)
+            after = get_state(CPU)
+        assert reads == [CPU]
+        assert torch.equal(numbers.states[0]["cpu"], after)
+        assert numbers.drawn == state.drawn == draws
+        assert not draws or torch.equal(state.before[CPU], before)
+
+
 def test_other_numbers_are_an_error():
     state = FirstNumbers(CPU)
     torch.rand(3)
