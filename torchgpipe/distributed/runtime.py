@@ -134,7 +134,7 @@ class Program:
             call(executor, mail)
         if first:
             executor.settle(0, first)
-            # They hold the output of the cell.
+            # They hold the cell, whose backward is to free it.
             first.clear()
         prepare()
         if torch.is_grad_enabled():
