@@ -57,10 +57,14 @@ def test_forward_of_another_kind_before_backward(mode, device):
     same_gradients(reference, model)
 
 
+@pytest.mark.parametrize("counts", [True, False])
 @pytest.mark.parametrize("name", NORMS)
-def test_training_forward_before_the_backward_of_an_evaluation(name, mode, device):
+def test_training_forward_before_the_backward_of_an_evaluation(name, counts, mode, device):
     """A forward in training changes the statistics, and a recomputation finds the earlier ones."""
     module, shape = norms(name)
+    for x in module.modules():
+        if not counts and hasattr(x, "num_batches_tracked"):
+            x.num_batches_tracked = None
     reference = copy.deepcopy(module).to(device)
     model = wrap(module, device, mode)
     x = torch.randn(shape, dtype=torch.double, device=device)
@@ -76,6 +80,27 @@ def test_training_forward_before_the_backward_of_an_evaluation(name, mode, devic
             loss.backward()
         same_gradients(reference, model)
         same_buffers(reference, model)
+
+
+def test_statistics_too_large_for_a_copy(device):
+    """PyTorch counts no change of them, so only an error can tell that they were others."""
+    norm = nn.BatchNorm1d(2**14 + 1)
+    model = wrap(nn.Sequential(nn.PReLU(), norm, nn.PReLU(), nn.Tanh()), device, "always")
+    x = torch.randn(2 * M, 2**14 + 1, device=device)
+    norm.eval()
+    loss = model(x).sum()
+    norm.train()
+    model(x)
+    with pytest.raises(RuntimeError, match="running_mean"):
+        loss.backward()
+
+
+@pytest.mark.filterwarnings("error")
+def test_lazy_norm_that_begins_in_eval(device):
+    module = nn.Sequential(nn.PReLU(), nn.LazyBatchNorm1d(), nn.PReLU(), nn.Tanh())
+    model = wrap(module, device, "always")
+    module[1].eval()
+    model(torch.randn(7, 4, device=device)).sum().backward()
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])

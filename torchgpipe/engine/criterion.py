@@ -210,6 +210,7 @@ def _checked(found: Any) -> tuple[Tensor, Any]:
     elif weight is not None:
         rule = "the weight of a loss must be finite and not negative"
         verify_number(weight + 0, rule, "weight", "return the number of what was summed up")
+        weight = float(weight)
     return loss, weight
 
 

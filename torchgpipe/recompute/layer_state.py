@@ -133,10 +133,11 @@ class LayersState:
                 if own and module.training:
                     self._norms.append(module)
                 elif own:
-                    # In eval mode a norm only reads them.
-                    flags = learned.setdefault(module, {})
-                    for name in own:
-                        flags.setdefault((name, False), False)
+                    # In eval mode a norm only reads them, but a lazy one makes them.
+                    if not any(x is not None and is_lazy(x) for x in module._buffers.values()):
+                        flags = learned.setdefault(module, {})
+                        for name in own:
+                            flags.setdefault((name, False), False)
                     own = ()
                 places += [(module, name) for name in module._buffers if name not in own]
         self.buffers = Buffers(places, learned, unknown, (layers, ""), self._suspects(unknown))

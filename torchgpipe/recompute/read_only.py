@@ -9,7 +9,7 @@ is an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
 from torch import Tensor, nn
@@ -47,6 +47,13 @@ class ReadOnly:
         self._copies = {id(x): x.detach().clone() for x in small}
         self._large = [(place, x) for place, x in self.found if id(x) not in self._copies]
         self._after = self._before
+        counted = {module for (module, name), _ in self.found if name == "num_batches_tracked"}
+        #: The statistics of norms of which nobody can tell whether they have changed.
+        self._unseen = [
+            (place, x)
+            for place, x in self.found
+            if place[1] in UNCOUNTED and place[0] not in counted and id(x) in self._copies
+        ]
 
     def changed(self) -> list[tuple[Place, Tensor]]:
         """List those that somebody has changed, or replaced, since the step began."""
@@ -72,18 +79,27 @@ class ReadOnly:
         Raises:
             RuntimeError: somebody has changed a large one after the cells had run.
         """
-        if not self.found or self._before == identities(self._tensors):
+        if not self.found:
             return []
+        seen = self._before != identities(self._tensors)
+        return [*self._as_copied(self._unseen), *(self._seen() if seen else [])]
+
+    def _seen(self) -> Iterator[tuple[Place, Tensor]]:
         large = [x for _, x in self._large]
         if self._after is not self._before and self._after != (now := identities(large)):
             pairs = zip(self._large, zip(*self._after), zip(*now))
             raise _changed(*next(found for found, before, after in pairs if before != after))
-        found = []
-        for place, x in self.changed():
+        found = self.changed()
+        for place, x in found:
+            if place[1] in UNCOUNTED and id(x) not in self._copies:
+                raise _changed(place, x)
+        return self._as_copied(found)
+
+    def _as_copied(self, found: Iterable[tuple[Place, Tensor]]) -> Iterator[tuple[Place, Tensor]]:
+        for place, x in found:
             copy = self._copies.get(id(x), x)
             record_stream(copy, current_stream(x.device))
-            found.append((place, copy))
-        return found
+            yield place, copy
 
 
 def _changed(place: Place, tensor: Tensor) -> RuntimeError:

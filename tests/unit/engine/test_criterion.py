@@ -1,5 +1,7 @@
 """A loss function may return a mean, or a sum and its weight."""
 
+from fractions import Fraction
+
 import pytest
 import torch
 
@@ -24,9 +26,9 @@ def test_mean():
     assert [criterion.grad(i).item() for i in range(2)] == [0.75, 0.25]
 
 
-@pytest.mark.parametrize("weight", [lambda x: len(x), lambda x: torch.tensor(len(x))])
-def test_sum_and_weight(weight):
-    criterion = run(lambda x: (x.sum(), weight(x)))
+@pytest.mark.parametrize("number", [int, Fraction, torch.tensor])
+def test_sum_and_weight(number):
+    criterion = run(lambda x: (x.sum(), number(len(x))))
     total, divisor = criterion.total()
     assert (total, divisor) == (6, 4)
     assert [criterion.grad(i).item() for i in range(2)] == [1, 1]
