@@ -18,7 +18,7 @@ from torchgpipe.engine.criterion import Criterion, arguments_of, explaining
 from torchgpipe.engine.loop import Crew, Executor
 from torchgpipe.engine.scheduled_cell import Cells
 from torchgpipe.engine.stages import Stages, stages_of
-from torchgpipe.engine.step_plan import Choice, Plan, plan, text_of, title_of, verify_choice
+from torchgpipe.engine.step_plan import Choice, StepPlan, plan, text_of, title_of, verify_choice
 from torchgpipe.engine.wrapper import Alone, MiniBatch
 from torchgpipe.gpipe import GPipe
 from torchgpipe.graphs.cell import GraphCells
@@ -274,7 +274,7 @@ class ScheduledLoss(Alone):
         """The object that holds the spans of a trace, and the devices."""
         return stages_of(self.model), self.model.devices
 
-    def _plan(self, m: int, *, forward: bool) -> Plan:
+    def _plan(self, m: int, *, forward: bool) -> StepPlan:
         plans = self.__dict__["_plans"]
         model, stages = self.model, stages_of(self.model)
         modes = keepings_of(model.checkpoint, len(model.devices))
@@ -291,7 +291,7 @@ class ScheduledLoss(Alone):
             made = plan(self.schedule, model.devices, m, modes, skips, forward=forward)
             # Held, so that nothing else gets their identities.
             plans[key] = made, self.schedule, stages
-        found: Plan = plans[key][0]
+        found: StepPlan = plans[key][0]
         return found
 
     def _crew_of(self, model: GPipe) -> Crew:

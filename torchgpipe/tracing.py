@@ -261,8 +261,9 @@ class Advisor:
         # A copy, whose replays are forgotten.
         step = replace(self._step)
         # As long as there are such copies, everything else is beside the point.
-        if step.strays >= LEAST:
-            return _stray(step, step.strays)
+        strays = step.strays
+        if strays >= LEAST:
+            return _stray(step, strays)
         if not step.is_right:
             return None
         # Of those with a change of one kind, the smallest change comes first.

@@ -239,7 +239,7 @@ def nothing(make):
     otherwise={
         "MappedGPipe": Otherwise(
             "The arguments of a mapped module come to its device by themselves.",
-            "^None|Cannot copy",
+            "^None|must have values",
         )
     },
     devices=True,

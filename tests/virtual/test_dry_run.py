@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import conv1d, cross_entropy, scaled_dot_product_attention
 
 from tests.support.dry import HARDWARE, dry, real
@@ -295,6 +296,28 @@ def test_attention_is_one_kernel(devices, dtype, more, fused):
     names = [part.op for part in parts if part.kind == "attention"]
     expected = [kernel, f"{kernel}_backward"] if fused and dtype != torch.float64 else []
     assert names == expected
+
+
+@pytest.mark.parametrize(
+    ("kernels", "fused"),
+    [
+        ([SDPBackend.EFFICIENT_ATTENTION], True),
+        ([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], True),
+        ([SDPBackend.MATH], False),
+    ],
+)
+def test_the_caller_says_which_kernel_of_attention_may_be_used(devices, kernels, fused):
+    def make(devices):
+        query = torch.rand(2, 4, 6, 8, device=devices[0])
+
+        def step():
+            with sdpa_kernel(kernels):
+                scaled_dot_product_attention(query, query, query)
+
+        return step
+
+    parts = dry_run(make, 1, HARDWARE).parts
+    assert fused == any(part.kind == "attention" for part in parts)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from torchgpipe.distributed.agreement import Agreed
 from torchgpipe.distributed.mail import Mail
 from torchgpipe.distributed.peers import Peers, Routes
 from torchgpipe.engine.loop import Executor
-from torchgpipe.engine.step_plan import Choice, Plan, chosen, completed
+from torchgpipe.engine.step_plan import Choice, StepPlan, chosen, completed
 from torchgpipe.partition.keeping import Keepings, choosing, keepings_of, recomputed_by
 from torchgpipe.schedule.language import Schedule, write_csv
 from torchgpipe.schedule.program import Instruction, Op, operations, together
@@ -82,7 +82,7 @@ class Program:
         # For the executor, the stages of this process are those of its only worker.
         line = tuple(_late(schedule.program[routes.rank]))
         own = Schedule((0,) * len(routes.placement), m, (line,))
-        self.plan = Plan(own, (peers.device,), (), [f"rank {routes.rank}"], choosing(each))
+        self.plan = StepPlan(own, (peers.device,), (), [f"rank {routes.rank}"], choosing(each))
         todo = actions(schedule, routes, peers)
         if not recorded:
             # PyTorch lowers no schedule without a backward for each forward.
@@ -134,7 +134,7 @@ class Program:
             call(executor, mail)
         if first:
             executor.settle(0, first)
-            # They hold the output of the cell.
+            # They hold the cell, whose backward is to free it.
             first.clear()
         prepare()
         if torch.is_grad_enabled():

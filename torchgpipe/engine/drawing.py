@@ -38,7 +38,7 @@ from torchgpipe.ambient.notes import contextmanager
 from torchgpipe.ambient.random_numbers import CellNumbers, StepNumbers
 from torchgpipe.devices.streams import CPU
 from torchgpipe.engine.step import Step
-from torchgpipe.engine.step_plan import Plan
+from torchgpipe.engine.step_plan import StepPlan
 
 __all__: list[str] = []
 
@@ -56,7 +56,7 @@ class Draws:
         self.lock = threading.RLock()
 
     @contextmanager
-    def step(self, step: Step, plan: Plan) -> Iterator[StepDraws]:
+    def step(self, step: Step, plan: StepPlan) -> Iterator[StepDraws]:
         """Prepare for a step, and learn from it, in a ``with`` block around it.
 
         Args:
@@ -93,7 +93,7 @@ class StepDraws:
         is_plain: whether nothing but operators is expected to use the CPU's default generator.
     """
 
-    def __init__(self, lock: threading.RLock, step: Step, plan: Plan, is_plain: bool) -> None:
+    def __init__(self, lock: threading.RLock, step: Step, plan: StepPlan, is_plain: bool) -> None:
         self.lock, self._step = lock, step
         #: Whether a cell has used the default generator in another way than by operators.
         self.touched = False

@@ -28,7 +28,7 @@ from torchgpipe.devices.streams import (
 )
 from torchgpipe.engine.scheduled_cell import Gradients
 from torchgpipe.engine.step import Step
-from torchgpipe.engine.step_plan import Plan
+from torchgpipe.engine.step_plan import StepPlan
 from torchgpipe.schedule.program import Instruction, Overlap
 from torchgpipe.skip.tracker import Parcels
 from torchgpipe.values import trees
@@ -79,7 +79,7 @@ class Links:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: StepPlan,
         pool: StreamPool,
         groups: Sequence[int],
         recorder: Recorder | None,
@@ -106,7 +106,7 @@ class Links:
         self._used: Counter[tuple[int, int]] = Counter()
 
     def _overlap(
-        self, plan: Plan, pool: StreamPool, groups: Sequence[int], taken: Counter[torch.device]
+        self, plan: StepPlan, pool: StreamPool, groups: Sequence[int], taken: Counter[torch.device]
     ) -> None:
         """Give workers with overlaps a second stream to compute on, and one to communicate on."""
 
@@ -130,7 +130,7 @@ class Links:
             self.beside[w] = one(plan.devices[w])
 
     def _ways(
-        self, plan: Plan, pool: StreamPool, taken: Counter[torch.device]
+        self, plan: StepPlan, pool: StreamPool, taken: Counter[torch.device]
     ) -> dict[tuple[int, int], tuple[list[AbstractStream], list[AbstractStream]]]:
         """The lanes at both ends of each way: from stage to stage on two streams, and back.
 

@@ -41,7 +41,7 @@ from torchgpipe.engine.outcome import Outcome, StepSums, copies_of_weights, in_p
 from torchgpipe.engine.scheduled_cell import Cell, Cells
 from torchgpipe.engine.stages import Stages
 from torchgpipe.engine.step import Step, lend
-from torchgpipe.engine.step_plan import Plan
+from torchgpipe.engine.step_plan import StepPlan
 from torchgpipe.engine.workers import Task
 from torchgpipe.partition.keeping import policy_of
 from torchgpipe.recompute.offload import Offloading, Window
@@ -89,7 +89,7 @@ class Executor:
     def __init__(
         self,
         crew: Crew,
-        plan: Plan,
+        plan: StepPlan,
         batches: list[Batch],
         criterion: Criterion,
         arriving: Sequence[Any] = (),

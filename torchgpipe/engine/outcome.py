@@ -26,7 +26,7 @@ from torchgpipe.devices.streams import (
 )
 from torchgpipe.engine.links import Links, Post
 from torchgpipe.engine.stages import Stages
-from torchgpipe.engine.step_plan import Plan
+from torchgpipe.engine.step_plan import StepPlan
 from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
@@ -303,7 +303,7 @@ class StepSums:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: StepPlan,
         modules: Sequence[nn.Module],
         batches: Iterable[Batch],
         copies: Sequence[Mapping[Tensor, Tensor]],

@@ -61,7 +61,7 @@ def text_of(choice: Choice) -> str:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """The schedule of a step.
 
     Args:
@@ -155,7 +155,7 @@ def plan(
     skips: Sequence[tuple[int, int]],
     *,
     forward: bool,
-) -> Plan:
+) -> StepPlan:
     """Make the schedule of a step.
 
     Args:
@@ -174,7 +174,7 @@ def plan(
     words = tuple(map(recomputed_by, each))
     schedule = completed(_fitting(choice, devices, m), words, skips, forward=forward)
     of_worker = dict(zip(schedule.placement, devices))
-    return Plan(
+    return StepPlan(
         schedule,
         tuple(of_worker[w] for w in range(len(schedule.program))),
         in_order(schedule),

@@ -19,7 +19,7 @@ from torchgpipe.devices.streams import (
     wait_for,
     wait_stream,
 )
-from torchgpipe.values.structure import flatten, is_dense
+from torchgpipe.values.structure import ATOMS, flatten, is_dense
 
 __all__: list[str] = []
 
@@ -30,24 +30,33 @@ __all__: list[str] = []
 CONTAINERS = (tuple, list, dict)
 
 
-def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors that :func:`replaced` replaces."""
+def tensors_of(value: Any, objects: list[Any] | None = None) -> list[Tensor]:
+    """The tensors that :func:`replaced` replaces.
+
+    Args:
+        value: the value.
+        objects: a list to which all is added that is neither a tensor, nor a container, nor plain.
+    """
     found: list[Tensor] = []
     if isinstance(value, Tensor):
         found.append(value)
     elif isinstance(value, CONTAINERS):
-        _collect(value, found)
+        _collect(value, found, objects)
     return found
 
 
-def _collect(value: Any, found: list[Tensor]) -> None:
+def _collect(value: Any, found: list[Tensor], objects: list[Any] | None) -> None:
     # Most arguments are tensors, and tuples and dicts of them. PyTorch's functions for trees take
     # several times as long.
     for x in value.values() if isinstance(value, dict) else value:
         if isinstance(x, Tensor):
             found.append(x)
+        elif type(x) in ATOMS:
+            continue
         elif isinstance(x, CONTAINERS):
-            _collect(x, found)
+            _collect(x, found, objects)
+        elif objects is not None:
+            objects.append(x)
 
 
 def replaced(value: Any, others: Mapping[int, Tensor], copies: list[Any] | None = None) -> Any:

@@ -138,11 +138,12 @@ class Course:
                 # Code after the module belongs to the cell, too.
                 labels.put(cell.label)
             body = self.step.body(cell.stage, mapped, module, inner)
-            value, copies = self._fetch(cell, value)
+            objects: list[Any] = []
+            value, copies = self._fetch(cell, value, objects)
             if before is not None and before is not cell:
                 before.leave()
             try:
-                output = self._compute(mapped, cell, body, value, copies, note)
+                output = self._compute(mapped, cell, body, value, objects, copies, note)
             except RuntimeError as error:
                 found = elsewhere_in(module, mapped.device) if "same device" in str(error) else []
                 if not found:
@@ -178,14 +179,21 @@ class Course:
                 "module of the map change them, or pass threads=1"
             )
 
-    def _fetch(self, cell: Cell, value: tuple[Any, Any]) -> tuple[tuple[Any, Any], list[Any]]:
+    def _fetch(
+        self, cell: Cell, value: tuple[Any, Any], objects: list[Any] | None = None
+    ) -> tuple[tuple[Any, Any], list[Any]]:
         """Copy the arguments of a call to the device of a cell.
+
+        Args:
+            cell: the cell.
+            value: the arguments.
+            objects: as in :func:`~torchgpipe.mapped.containers.tensors_of`.
 
         Returns:
             The arguments, and the lists and dicts in them that are copies.
         """
         copies: list[Any] = []
-        tensors, here = tensors_of(value), cell.stage.device
+        tensors, here = tensors_of(value, objects), cell.stage.device
         if cell.stage.visit or {x.device for x in tensors} - {here}:
             value = replaced(value, cell.fetch(tensors, self._at), copies)
         # The dict of keyword arguments is made by the call, so the module may fill it.
@@ -202,6 +210,7 @@ class Course:
         cell: Cell,
         body: MappedBody,
         value: tuple[Any, Any],
+        objects: list[Any],
         copies: list[Any],
         note: str,
     ) -> Any:
@@ -227,7 +236,8 @@ class Course:
             run: Callable[..., Any] = (
                 partial(body.run_twice, given=given) if again else body.run_alone
             )
-            if mappings := mappings_of(*value):
+            # Most calls have tensors and plain values alone.
+            if objects and (mappings := mappings_of(*value)):
                 run = partial(Exchanged(mappings, partial(self._items, cell), body.lock).call, run)
             if body.visited:
                 run = partial(run, note=note)

@@ -154,7 +154,7 @@ class Stage:
     @cached_property
     def saver(self) -> int | None:
         """The last section that saves what a recomputation has to make; None if there is none."""
-        saved = [k for n, v in self._values if v.made in self.sections for k in v.savers]
+        saved = {k for n, v in self._values if v.made in self.sections for k in v.savers}
         kept = [k for k in self.sections if self._sections[k].kept or k in saved]
         return max(kept, default=None)
 

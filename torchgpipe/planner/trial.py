@@ -320,7 +320,6 @@ class Trials:
 
     def _fastest(self, setting: Setting, balance: tuple[int, ...]) -> float:
         """The time of a setting if nothing is computed again."""
-        self.effort += sum(map(len, setting.schedule.program))
         return self.trial(setting, balance, ("never",) * len(balance)).time
 
     def peaks(

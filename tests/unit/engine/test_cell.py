@@ -28,6 +28,13 @@ from torchgpipe.values.microbatch import VALUE, Batch
 CPU = torch.device("cpu")
 
 
+class Numbers(nullcontext):
+    """In place of the numbers of a cell, which draws none."""
+
+    after = None
+    state, device = torch.get_rng_state(), torch.device("cpu")
+
+
 def make(layers, *, stream=None, lanes=None, arriving=None, departing=(), checkpoint=False):
     """Make the cell (1, 2) with the streams that a test tells apart."""
     stream, arriving = stream or CPUStream(CPU), arriving or {}
@@ -47,7 +54,7 @@ def make(layers, *, stream=None, lanes=None, arriving=None, departing=(), checkp
             lane=lambda i, j, part: lanes[part] if j == 2 else arriving[part],
         ),
         context=Context(),
-        numbers=SimpleNamespace(of=lambda i, device: nullcontext()),
+        numbers=SimpleNamespace(of=lambda i, device: Numbers()),
         bodies=[None, None, Body(layers, nullcontext(), state, first=False)],
         checkpointed=[0, 0, 2 * checkpoint],
     )

@@ -123,7 +123,7 @@ def test_samples_and_devices_beside_a_map(device_map, given):
     ("sample", "devices", "error", "message"),
     [
         (None, ["cpu"], ValueError, "needs a sample .*as many rows as a micro-batch"),
-        ([X], ["cpu"], TypeError, r"a sample is .*sample: list\); pass .* as \(argument,\)"),
+        ([X], ["cpu"], TypeError, r"a sample is .*sample: list.*\); pass .* as \(argument,\)"),
         (X, "cpu", TypeError, "devices must be a sequence"),
         (X, 0, TypeError, "devices must be a sequence"),
         (X, [], ValueError, "one or more accelerators, or other devices"),

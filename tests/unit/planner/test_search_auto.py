@@ -102,7 +102,7 @@ def test_without_a_sample():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"sample": [X]}, TypeError, r"a sample is .*sample: list\); pass .* as \(argument,\)"),
+        ({"sample": [X]}, TypeError, r"a sample is .*sample: list.*\); pass .* as \(argument,\)"),
         ({"devices": "cpu"}, TypeError, "devices must be a sequence"),
         ({"devices": []}, ValueError, r"one or more accelerators.*\['cpu'\] \* 4"),
         ({"chunks": 0}, ValueError, "chunks must be a positive integer"),

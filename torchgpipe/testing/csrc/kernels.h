@@ -2,10 +2,10 @@
 // has no kernel that would do.
 #pragma once
 #include <ATen/Context.h>
-#include <ATen/ops/_fused_sdp_choice_native.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/native/Resize.h>
 #include <ATen/native/transformers/attention.h>
+#include <ATen/native/transformers/sdp_utils_cpp.h>
 #include "relabel.h"
 
 namespace virtual_accelerator {
@@ -147,11 +147,17 @@ inline std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input
 }
 // Attention is computed by plain operators (0). A described device has a kernel for it, as GPUs have,
 // which never has the scores of all queries and keys in memory (1): that of the CPU, without dropout,
-// for the layouts that PyTorch gives it. GPUs have none for double precision.
+// for the layouts that this kernel takes. Which one of a GPU's kernels may be used, the caller says.
 inline int64_t fused_sdp_choice(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& mask,
-                                double dropout, bool causal, std::optional<double> scale, bool grouped) {
-  bool is_wanted = state().speed.described && q.scalar_type() != c10::kDouble && dropout == 0;
-  return is_wanted ? at::native::_fused_sdp_choice_cpp(q, k, v, mask, dropout, causal, scale, grouped) : 0;
+                                double dropout, bool causal, std::optional<double>, bool grouped) {
+  auto& settings = at::globalContext();
+  bool is_wanted = state().speed.described && (settings.userEnabledFlashSDP() || settings.userEnabledMemEfficientSDP());
+  bool is_half = q.scalar_type() == c10::kHalf || q.scalar_type() == c10::kBFloat16;
+  if (!is_wanted || dropout != 0 || !(is_half || q.scalar_type() == c10::kFloat) || (mask && mask->defined() && causal)) return 0;
+  sdp::sdp_params all{q, k, v, mask, dropout, causal, grouped};
+  return sdp::check_tensor_shapes(all, false) && sdp::check_batch_size_and_num_heads_dense<true, false>(all, false) &&
+         sdp::check_attn_mask_shape(all, false) && sdp::check_nonzero_sequence_lengths_dense(all, false) &&
+         sdp::check_last_dim_stride_equals_1_dense<true>(all, false) && q.size(3) == k.size(3) && k.size(3) == v.size(3);
 }
 
 inline void register_kernels(torch::Library& all, torch::Library& aten, torch::Library& conjugate, torch::Library& negative) {

@@ -34,8 +34,7 @@ from torchgpipe.testing.report import Place
 
 __all__: list[str] = []
 
-
-#: The package of our wrappers.
+#: The package of our wrappers: as a command, this module's name is ``__main__``.
 _OURS = "torchgpipe."
 
 
