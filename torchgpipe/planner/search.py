@@ -129,8 +129,7 @@ class Search(Trials):
 
     def _given(self, count: int) -> tuple[Keeping, ...]:
         """The modes of so many partitions, if they are not to be searched."""
-        modes = self.problem.modes
-        return () if modes is None else keepings_of(modes, count)
+        return () if self.problem.modes is None else keepings_of(self.problem.modes, count)
 
     def lighter(self, trial: Trial, *, sends: bool = False) -> Trial:
         """Keep less until all fits, and first of what frees the most memory for its time.
@@ -207,7 +206,7 @@ class Search(Trials):
         found: Trial | None = trial
         while found is not None:
             trial = found if closely else self.keeping_more(found)
-            beside = self._beside(trial)
+            beside = self._beside(trial, closely)
             tried = map(self.keeping_more, beside) if closely else beside
             found = next((x for x in tried if x.beats(trial)), None)
         return trial
@@ -237,7 +236,7 @@ class Search(Trials):
                     trial = more if more.beats(trial) else trial
         return trial
 
-    def _beside(self, trial: Trial) -> Iterator[Trial]:
+    def _beside(self, trial: Trial, closely: bool) -> Iterator[Trial]:
         """Yield trials with another balance, of which those that cannot be better are left out."""
         setting, placement = trial.setting, trial.setting.schedule.placement
         sends = any(map(offload_of, trial.modes))
@@ -256,7 +255,9 @@ class Search(Trials):
                 )
             if is_hopeful:
                 found = self.trial(setting, tuple(balance), trial.modes)
-                yield self.lighter(found, sends=sends)
+                # To keep less takes no less time.
+                if closely or trial.excess or found.time < trial.time:
+                    yield self.lighter(found, sends=sends)
 
 
 def search(problem: Problem, chunks: Iterable[int]) -> list[Trial]:
@@ -295,7 +296,6 @@ def search(problem: Problem, chunks: Iterable[int]) -> list[Trial]:
 
 
 # What a wrapper, or a plan, searches for: a problem that is measured.
-
 
 #: Devices whose times differ by less than this share are taken to be alike.
 ALIKE = 0.05
