@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 
 from tests.schedule.cases import examples, random_skips, schedules, with_copies
 from torchgpipe.schedule import Costs, interleaved, one_f_one_b, parse, simulate
+from torchgpipe.schedule.costs import Table
 from torchgpipe.schedule.program import needs, operations, operations_of
-from torchgpipe.schedule.simulator import in_order
+from torchgpipe.schedule.rewrite import checkpointed
+from torchgpipe.schedule.simulator import Rehearsal, in_order
 
 
 @examples
@@ -59,3 +61,24 @@ def test_forward_alone_has_an_order():
     )
     order = in_order(replace(one_f_one_b(2, 2), program=program))
     assert [str(x) for _, x, _ in order] == ["0F0", "0F1", "1F0", "1F1"]
+
+
+@examples
+@given(schedules(), st.integers(0, 2**32), st.booleans())
+def test_recomputations_that_are_added_to_what_was_rehearsed(case, seed, is_instant):
+    schedule, costs = case
+    rng = random.Random(seed)
+    skips = random_skips(rng, len(schedule.placement))
+    modes = [rng.choice(["never", "except_last", "always"]) for _ in schedule.placement]
+    program = checkpointed(schedule.program, modes, schedule.chunks)
+    if program is schedule.program:
+        return
+    costs = with_copies(rng, costs, schedule.placement, skips)
+    table = Table(Costs(F=0, I=0, W=1, R=0) if is_instant else costs, schedule.placement, skips)
+    found = Rehearsal(schedule.program, skips).with_again(program)
+    right = Rehearsal(program, skips)
+    assert found.program == program
+    assert found.makespan(table) == right.makespan(table)
+    order, expected = (x.order(x.times(table)[0]) for x in (found, right))
+    assert [x[:2] for x in order] == [x[:2] for x in expected]
+    assert [{*x[2]} for x in order] == [{*x[2]} for x in expected]

@@ -5,7 +5,7 @@ balance whose slowest partition is fastest. Where not all fits, cells keep less:
 again, or leave for the memory of the host, those first that free the most memory for their time,
 or all of them, of which some then keep more. From the best of these, one layer is moved at a time,
 as long as that helps, or all balances are tried if they are few. At last the fastest are looked at
-closely, with all that cells may keep at each balance.
+closely, with all that cells may keep at each balance, and begin again with shorter or longer ends.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ __all__: list[str] = []
 
 #: How many instructions are timed, in all trials together, before nothing more is improved. A
 #: million take about 0.8 seconds. To count the memory of one takes three times as long, and to find
-#: out what it waits for 45 times.
+#: out what it waits for 45 times, or 20 times with other recomputations.
 EFFORT = 50_000_000
 
 #: How many times the time of the fastest one a setting may take, with the first balance and nothing
@@ -67,6 +67,10 @@ HOPE = 1.5
 
 #: How many times the time of the fastest one a trial may take, to be looked at closely.
 NEAR = 1.05
+
+#: How long both ends of other balances to begin with are, beside the middle. All workers begin
+#: sooner if they are short; where a worker waits at its ends anyway, long ones cost nothing.
+ENDS = 0.5, 1.5
 
 #: The ways to send what cells keep to the host, of which each is tried. What leaves if only a share
 #: does depends on how large each tensor is, so such a mode is planned only if it is given.
@@ -94,8 +98,8 @@ class Search(Trials):
                 best = self.keeping_more(trial) if trial.beats(best) else best
         return best
 
-    def _even(self, m: int, placement: tuple[int, ...]) -> tuple[int, ...]:
-        """The balance whose slowest partition is fastest."""
+    def _even(self, m: int, placement: tuple[int, ...], ends: float = 1.0) -> tuple[int, ...]:
+        """The balance whose slowest partition is fastest, or with shorter or longer ends."""
         problem, count, rows = self.problem, len(placement), self.rows(m)
         #: The time of all layers before each, that of their forwards, and their weights' memory.
         times = [*accumulate([x.time(rows) for x in problem.layers], initial=0.0)]
@@ -118,23 +122,22 @@ class Search(Trials):
             time = times[end] - times[start]
             if given and recomputed_by(given[j]) != "never":
                 time += again[end] - again[start]
-            return time * problem.slowness[w]
+            inner = 2 * min(j, count - 1 - j) / max(1, count - 1)
+            return time * problem.slowness[w] / (ends + (1 - ends) * inner)
 
         return tuple(cut(problem.count, count, cost))
 
     def _given(self, count: int) -> tuple[Keeping, ...]:
         """The modes of so many partitions, if they are not to be searched."""
-        modes = self.problem.modes
-        return () if modes is None else keepings_of(modes, count)
+        return () if self.problem.modes is None else keepings_of(self.problem.modes, count)
 
     def lighter(self, trial: Trial, *, sends: bool = False) -> Trial:
         """Keep less until all fits, and first of what frees the most memory for its time.
 
-        What cells keep may leave for the host, too.
+        What cells keep may leave for the host, too. Modes that are given stay.
         """
-        left = None
-        count = 1
-        while trial.excess:
+        left, count = None, 1
+        while trial.excess and self.problem.modes is None:
             left = left or self._lighter(trial, sends)
             # Some of each worker that has too little memory.
             found: dict[int, list[tuple[float, int]]] = {}
@@ -203,9 +206,21 @@ class Search(Trials):
         found: Trial | None = trial
         while found is not None:
             trial = found if closely else self.keeping_more(found)
-            beside = self._beside(trial)
+            beside = self._beside(trial, closely)
             tried = map(self.keeping_more, beside) if closely else beside
             found = next((x for x in tried if x.beats(trial)), None)
+        return trial
+
+    def finished(self, trial: Trial) -> Trial:
+        """Improve a trial closely, and what shorter or longer ends lead to if that is better."""
+        schedule, modes = trial.setting.schedule, trial.modes
+        trial = self.improved(trial, closely=True)
+        for ends in ENDS:
+            balance = self.even(schedule.chunks, schedule.placement, ends)
+            other = self.trial(trial.setting, balance, modes)
+            other = self.improved(self.lighter(other, sends=any(map(offload_of, modes))))
+            if other.beats(trial):
+                trial = self.improved(other, closely=True)
         return trial
 
     def keeping_more(self, trial: Trial) -> Trial:
@@ -221,7 +236,7 @@ class Search(Trials):
                     trial = more if more.beats(trial) else trial
         return trial
 
-    def _beside(self, trial: Trial) -> Iterator[Trial]:
+    def _beside(self, trial: Trial, closely: bool) -> Iterator[Trial]:
         """Yield trials with another balance, of which those that cannot be better are left out."""
         setting, placement = trial.setting, trial.setting.schedule.placement
         sends = any(map(offload_of, trial.modes))
@@ -240,9 +255,9 @@ class Search(Trials):
                 )
             if is_hopeful:
                 found = self.trial(setting, tuple(balance), trial.modes)
-                if self.problem.modes is None:
-                    found = self.lighter(found, sends=sends)
-                yield found
+                # To keep less takes no less time.
+                if closely or trial.excess or found.time < trial.time:
+                    yield self.lighter(found, sends=sends)
 
 
 def search(problem: Problem, chunks: Iterable[int]) -> list[Trial]:
@@ -263,9 +278,9 @@ def search(problem: Problem, chunks: Iterable[int]) -> list[Trial]:
             trial = found.improved(trial)
             best = min(best, trial, key=attrgetter("key"))
         ranked.append(trial)
-    if problem.modes is None and not best.excess:
+    if not best.excess:
         ranked = [
-            found.improved(x, closely=True) if x.time < NEAR * best.time and not x.excess else x
+            found.finished(x) if x.time < NEAR * best.time and not x.excess else x
             for x in sorted(ranked, key=attrgetter("key"))
         ]
     trials = sorted([x for x in ranked if x.excess < inf], key=attrgetter("key"))
@@ -281,7 +296,6 @@ def search(problem: Problem, chunks: Iterable[int]) -> list[Trial]:
 
 
 # What a wrapper, or a plan, searches for: a problem that is measured.
-
 
 #: Devices whose times differ by less than this share are taken to be alike.
 ALIKE = 0.05

@@ -241,6 +241,7 @@ class Trials:
         self.trial = cache(partial(Trial, self))
         # Each has thousands of instructions.
         self.rehearsal = lru_cache(256)(self._rehearsal)
+        self.plain = lru_cache(256)(self._plain)
         self.fastest = cache(self._fastest)
         #: The number of instructions that could have been timed so far.
         self.effort = 0
@@ -295,6 +296,11 @@ class Trials:
 
     # What a setting takes.
 
+    def _plain(self, setting: Setting, skips: Skips) -> Rehearsal:
+        """A setting of which nothing is computed again, ready to be timed."""
+        self.effort += 25 * sum(map(len, setting.schedule.program))
+        return Rehearsal(setting.schedule.program, skips)
+
     def _rehearsal(
         self, setting: Setting, modes: tuple[str, ...], skips: Skips
     ) -> tuple[Schedule, Rehearsal, Sequence[Computation]]:
@@ -305,8 +311,10 @@ class Trials:
         """
         base = setting.schedule
         program = checkpointed(base.program, modes, base.chunks)
-        rehearsal = Rehearsal(program, skips)
-        self.effort += 45 * len(rehearsal.steps)
+        rehearsal = self.plain(setting, skips)
+        if program is not base.program:
+            rehearsal = rehearsal.with_again(program)
+        self.effort += 20 * len(rehearsal.steps)
         order = rehearsal.order(rehearsal.times(Table(Costs(), base.placement, skips))[0])
         return replace(base, program=program, skips=tuple(skips)), rehearsal, issued(order)
 

@@ -162,19 +162,18 @@ def checkpointed(program: Program, modes: str | Sequence[str], chunks: int) -> P
         for line in program
         for before, after in pairwise(line)
         for op in operations(after)
-        if op.kind in "BI" and op._replace(kind="F") in operations(before)
+        if op.kind in "BI" and Op(op.stage, "F", op.microbatch) in operations(before)
     }
 
-    def is_again(op: Op) -> bool:
-        j, _, i = op
+    def is_again(j: int, i: int) -> bool:
         mode = modes if isinstance(modes, str) else modes[j]
         if mode == "except_last":
             return i < chunks - 1 and (j, i) not in at_once
         return mode == "always"
 
     def again(instruction: Instruction) -> list[Instruction]:
-        cells = [op._replace(kind="R") for op in operations(instruction) if op.kind in "BI"]
-        return [*filter(is_again, cells), instruction]
+        cells = [(j, i) for j, kind, i in operations(instruction) if kind in "BI"]
+        return [*(Op(j, "R", i) for j, i in cells if is_again(j, i)), instruction]
 
     return _replaced(program, again)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy as copied
 from dataclasses import dataclass, field
 from itertools import product
 from math import isclose
@@ -165,6 +166,33 @@ class Rehearsal:
                 found.append((place[source], ways.setdefault(way, len(ways))))
             place.update(dict.fromkeys(ops, k))
             self._waits.append((w, kinds.setdefault(kind, len(kinds)), found))
+
+    def with_again(self, program: Program) -> Rehearsal:
+        """The same with R in it, each right before its backward, for a fraction of the time.
+
+        An R waits for its worker alone, which has done the F before.
+        """
+        found = copied(self)
+        found.program, found.steps, found._waits = program, [], []
+        found._kinds = dict(self._kinds)
+        again = {(op.stage, op.microbatch): op for op in operations_of(program) if op.kind == "R"}
+        number: dict[int, int] = {}
+        #: By the number of a step of this one, its number there.
+        place: list[int] = []
+        for (w, instruction, edges), (_, kind, waits) in zip(self.steps, self._waits):
+            for op in operations(instruction):
+                own = again.get((op.stage, op.microbatch)) if op.kind in "BI" else None
+                if own is not None:
+                    if own.stage not in number:
+                        number[own.stage] = len(found._kinds)
+                        found._kinds[(("R", own.stage),)] = own
+                    found._waits.append((w, number[own.stage], []))
+                    found.steps.append((w, own, [(Op(own.stage, "F", own.microbatch), own)]))
+                    edges = [*edges, (own, op)]
+            place.append(len(found.steps))
+            found._waits.append((w, kind, [(place[k], way) for k, way in waits]))
+            found.steps.append((w, instruction, edges))
+        return found
 
     def times(self, table: Table) -> tuple[list[float], list[float]]:
         """The start and the end of each step, if each starts as soon as it can."""
