@@ -46,7 +46,7 @@ def test_promise(name, run, mode):
 
 @pytest.mark.full
 # A third of them without a soak: each takes as long as ten others, and tests/distributed has more.
-@pytest.mark.parametrize(("name", "run", "mode"), cases(["Pipe"])[:: some(1, 3)])
+@pytest.mark.parametrize(("name", "run", "mode"), cases(["Pipe"])[:: some(1, 4)])
 def test_promise_across_processes(name, run, mode, processes):
     processes.run(across.check, 2, name, run, mode)
     if PROMISES[name].fails_under(mode):

@@ -16,7 +16,7 @@ OF_DEVICES = {name for name, promise in PROMISES.items() if promise.devices}
 @pytest.mark.parametrize(
     ("name", "run", "mode"),
     # Every eighth one without a soak, so that a promise takes one of four wrappers, or none.
-    [x for x in cases(LOCAL) if x.values[0] in OF_DEVICES][:: some(1, 8)],
+    [x for x in cases(LOCAL) if x.values[0] in OF_DEVICES][:: some(1, 11)],
 )
 def test_promise(name, run, mode, devices):
     if name.startswith("memory:"):
@@ -46,7 +46,7 @@ OF_CELLS = [
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "run", "mode"), OF_CELLS[:: some(1, 10)])
+@pytest.mark.parametrize(("name", "run", "mode"), OF_CELLS[:: some(1, 14)])
 def test_promise_of_cells_that_leave(name, run, mode, devices, monkeypatch):
     # Tensors of promises are small, and micro-batches are few.
     monkeypatch.setattr("torchgpipe.recompute.storage.LEAST", 1)
