@@ -18,7 +18,7 @@ from tests.support.schedules import (
     same,
     targets_of,
 )
-from tests.support.size import SOAK
+from tests.support.size import SOAK, rotated
 from torchgpipe import GPipe, ScheduledLoss, is_recomputing
 
 MODES = ["except_last", "never", "always"]
@@ -80,9 +80,10 @@ def compare(group, kind, name, mode):
         same(input.grad, case.input.grad)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", [*SIZES] if SOAK else ["1f1b", "zbv", "zbh1", "dualpipe_v"])
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize(
+    ("kind", "name", "mode"),
+    rotated(CASES, [*SIZES] if SOAK else ["1f1b", "zbv", "zbh1", "dualpipe_v"], MODES),
+)
 def test_case(kind, name, mode, processes):
     processes.run(compare, SIZES[name], kind, name, mode)
 
