@@ -4,12 +4,13 @@ Somebody else may change such a buffer between a forward and its backward: a tra
 a counter, or a layer notes in its backward how large gradients are. Nobody can tell whether a layer
 reads it. So each step copies those that are small, once, and a recomputation gets the copy of one
 that has changed since. Of large ones, as masks and tables are, there is no copy, and such a change
-is an error.
+is an error. PyTorch counts no change that a norm makes to its statistics, so the number of its
+batches tells of these; where there is none, a recomputation gets the copies in any case.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TypeAlias
 
 from torch import Tensor, nn
@@ -79,27 +80,24 @@ class ReadOnly:
         Raises:
             RuntimeError: somebody has changed a large one after the cells had run.
         """
-        if not self.found:
-            return []
-        seen = self._before != identities(self._tensors)
-        return [*self._as_copied(self._unseen), *(self._seen() if seen else [])]
+        found = self._unseen
+        if self._before != identities(self._tensors):
+            self._verify_large()
+            found = [*found, *self.changed()]
+        return [(place, self._copy(place, x)) for place, x in found]
 
-    def _seen(self) -> Iterator[tuple[Place, Tensor]]:
+    def _verify_large(self) -> None:
         large = [x for _, x in self._large]
         if self._after is not self._before and self._after != (now := identities(large)):
             pairs = zip(self._large, zip(*self._after), zip(*now))
             raise _changed(*next(found for found, before, after in pairs if before != after))
-        found = self.changed()
-        for place, x in found:
-            if place[1] in UNCOUNTED and id(x) not in self._copies:
-                raise _changed(place, x)
-        return self._as_copied(found)
 
-    def _as_copied(self, found: Iterable[tuple[Place, Tensor]]) -> Iterator[tuple[Place, Tensor]]:
-        for place, x in found:
-            copy = self._copies.get(id(x), x)
-            record_stream(copy, current_stream(x.device))
-            yield place, copy
+    def _copy(self, place: Place, x: Tensor) -> Tensor:
+        copy = self._copies.get(id(x), x)
+        if copy is x and place[1] in UNCOUNTED:
+            raise _changed(place, x)
+        record_stream(copy, current_stream(x.device))
+        return copy
 
 
 def _changed(place: Place, tensor: Tensor) -> RuntimeError:
