@@ -17,6 +17,7 @@ from multiprocessing.connection import wait
 import pytest
 import torch
 
+from tests.support.fresh import preload
 from torchgpipe._torch.dynamo import VERSION
 
 #: Why there is no pipeline over several processes with an older PyTorch, if this is one.
@@ -31,11 +32,12 @@ TIMEOUT = 30
 #: In how many seconds processes start.
 START = 120
 
-# A server that has imported what takes long forks itself for each process.
+# A server that has imported what takes long, and most cases, forks itself for each process.
 _context = get_context("forkserver")
-_context.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torch.distributed.pipelining", "torch.distributed.fsdp"]
-)
+preload("pytest", "torch._dynamo", "torch.distributed.pipelining", "torch.distributed.fsdp")
+if not OLD:
+    preload("tests.contract.across")
+    preload(*[f"tests.distributed.test_{name}" for name in ("failures", "mutated", "pipe", "ties")])
 
 
 class Processes:

@@ -9,10 +9,8 @@ import os
 import runpy
 import subprocess
 import sys
-import tempfile
 import warnings
 from multiprocessing import Pipe, get_context
-from pathlib import Path
 
 from tests.support.size import SOAK
 
@@ -88,16 +86,11 @@ def _run(module, arguments, folder, environment, requests, answers):
 
 
 def run(program):
-    """Run source text in a process of its own; return its status, and what it prints."""
-    with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder, name) for name in ("out", "err")]
-        process = _context.Process(target=_execute, args=(program, *files))
-        process.start()
-        process.join()
-        return process.exitcode, *[file.read_text("utf-8") for file in files]
+    """Run source text in a new interpreter; return its status, and what it prints.
 
-
-def _execute(program, out, err):
-    for file, descriptor in ((out, 1), (err, 2)):
-        os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY), descriptor)
-    exec(compile(program, "program", "exec"), {"__name__": "__main__"})
+    The server has imported the package, about whose import such programs often are.
+    """
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    done = _popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    out, err = done.communicate()
+    return done.returncode, out, err

@@ -66,16 +66,15 @@ class Mutant(importlib.abc.SourceLoader):
 
 
 @cache
-def compiled(path):
-    with open(path, encoding="utf-8") as file:
-        return compile(file.read(), path, "exec", dont_inherit=True)
+def compiled(name, path):
+    return importlib.machinery.SourceFileLoader(name, path).get_code(name)
 
 
 class Again(importlib.machinery.SourceFileLoader):
-    """A loader that compiles a module once for all mutants."""
+    """A loader that reads the bytecode of a module once for all mutants."""
 
     def get_code(self, name):
-        return compiled(self.path)
+        return compiled(name, self.path)
 
 
 class Finder(importlib.abc.MetaPathFinder):
