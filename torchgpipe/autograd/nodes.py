@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from torchgpipe import _torch
-from torchgpipe._torch.dynamo import is_alone, uncompiled
+from torchgpipe._torch.attributes import is_alone
+from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe._torch.names import has
 from torchgpipe.autograd.fork_join import get_phony, pass_on
 

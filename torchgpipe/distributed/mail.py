@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchgpipe._torch.dynamo import is_alone
+from torchgpipe._torch.attributes import is_alone
 from torchgpipe.devices.streams import CPU
 from torchgpipe.distributed.messages import Forms, Meta, pack, unpack
 from torchgpipe.distributed.peers import AFTER, Exchange, Peers, Routes, receive, send

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Node
 
-from torchgpipe._torch.dynamo import schema_of, storage_of
+from torchgpipe._torch.attributes import schema_of, storage_of
 from torchgpipe.checks import checked_path
 from torchgpipe.graphs.joint import bytes_of, tensors_of
 from torchgpipe.graphs.parts import Part, Parts

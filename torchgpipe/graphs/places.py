@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchgpipe import _torch
-from torchgpipe._torch.dynamo import has_global_hooks
+from torchgpipe._torch.attributes import has_global_hooks
 from torchgpipe.graphs.globals import Sources, Variables
 from torchgpipe.graphs.snapshot import Elements, Slots, Snapshot, attributes_of
 from torchgpipe.values import trees
