@@ -182,7 +182,7 @@ class _Context:
 
     @uncompiled
     def run(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-        """Call a function in a copy of it."""
+        """Call a function in a copy of the context."""
         return self._context.copy().run(function, *args, **kwargs)
 
     @uncompiled

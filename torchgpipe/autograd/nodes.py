@@ -93,7 +93,7 @@ class without_hooks:
         return self
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """Do the same for further tensors."""
+        """Keep the hooks of further tensors from being called, until the block ends."""
         for x in tensors:
             table = x._backward_hooks
             if table:

@@ -232,12 +232,12 @@ class _Wire:
         self.lane = 0
 
     def at(self, box: _Box) -> float:
-        """The height at which it meets the left edge of a box."""
+        """The height at which a line of the value meets the left edge of a box."""
         return box.top + box.height * (box.ports.index(self) + 1) / (len(box.ports) + 1)
 
     @property
     def heights(self) -> list[float]:
-        """The heights of its ends: first where it begins, last where it goes on."""
+        """The heights of the ends of the lines: first where they begin, last where they go on."""
         begin = self.begin if self.crosses else self.at(self.source)
         return [begin, *map(self.at, self.targets), *([] if self.beyond is None else [self.beyond])]
 
@@ -302,7 +302,7 @@ def _is_light(parts: Parts, node: Node) -> bool:
 
 
 def _wires(boxes: Sequence[list[_Box]]) -> list[_Wire]:
-    """The lines of each value, with their heights."""
+    """Find the lines from each box to the boxes that take its value, in each channel."""
     every = [box for column in boxes for box in column]
     # A straight line between two neighbours will do.
     near = {(above, box) for column in boxes for above, box in pairwise(column)}

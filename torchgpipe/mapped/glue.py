@@ -139,7 +139,10 @@ class Glue(TorchFunctionMode):
     def _later(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Call a function in a later visit; hand tensors of earlier visits over to its stream."""
+        """Call a function when the micro-batch is on a device again; have its stream take tensors over.
+
+        Tensors that an earlier visit to the device made belong to the stream of that visit.
+        """
         found: dict[int, Tensor] = {}
         tensors = tensors_of((args, kwargs))
         for device, cell in self._course.later.items():

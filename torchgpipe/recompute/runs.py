@@ -234,7 +234,7 @@ class Values(list[tuple[Any, int]]):
         return leaf
 
     def take(self, leaf: Any) -> Any:
-        """The leaf of the first run in place of the one of the second.
+        """Return the leaf that the first run has kept, in place of the recomputed one.
 
         Raises:
             RuntimeError: the recomputation keeps another kind of value, or more of them; or the
