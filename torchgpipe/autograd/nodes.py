@@ -253,7 +253,7 @@ MESSAGE = (
 
 
 class Enter(torch.autograd.Function):
-    """Make tensors the beginning of a graph: ``phony, *tensors → *tensors``."""
+    """Begin a graph at tensors, where its backward ends: ``phony, *tensors → *tensors``."""
 
     @staticmethod
     def forward(ctx: Any, phony: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -139,9 +139,10 @@ class Glue(TorchFunctionMode):
     def _later(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Call a function when the micro-batch is on a device again; have its stream take tensors over.
+        """Call a function when the micro-batch has come to a device again.
 
-        Tensors that an earlier visit to the device made belong to the stream of that visit.
+        Tensors that were made in an earlier visit belong to the stream of that visit, and are
+        handed over to the stream of this one.
         """
         found: dict[int, Tensor] = {}
         tensors = tensors_of((args, kwargs))
