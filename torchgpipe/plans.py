@@ -41,9 +41,9 @@ from torchgpipe.scheduled import ScheduledLoss
 from torchgpipe.show.tables import aligned, in_bytes
 from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.tracing import trace
-from torchgpipe.values import trees
 from torchgpipe.values.division import row_count
 from torchgpipe.values.microbatch import scatter
+from torchgpipe.values.structure import leaves_of
 
 __all__ = ["Candidate", "Plans", "plan"]
 
@@ -189,7 +189,7 @@ def _proof(
             with trace(model) as timeline:
                 found = model(input, *targets) if candidate.schedule else model(input)
                 # A loss outside is taken to make a gradient as large as its input.
-                ends = [x for x in trees.leaves_of(found) if isinstance(x, Tensor)]
+                ends = [x for x in leaves_of(found) if isinstance(x, Tensor)]
                 terms = [F.mse_loss(x, x.detach()) if x.dim() else x for x in ends]
                 torch.autograd.backward([x for x in terms if x.requires_grad])
             del found, ends, terms

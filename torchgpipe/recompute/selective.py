@@ -38,7 +38,7 @@ from torchgpipe.partition.keeping import Policy
 from torchgpipe.recompute.offload import NewCell, Offloaded
 from torchgpipe.recompute.runs import is_recomputing
 from torchgpipe.recompute.storage import View
-from torchgpipe.values import trees
+from torchgpipe.values.structure import leaves_of
 
 __all__: list[str] = []
 
@@ -171,7 +171,7 @@ class Results:
         if self._offloaded is None:
             return
         for operator, leave in self._leave.items():
-            each = map(trees.leaves_of, kept_by(self._results, operator))
+            each = map(leaves_of, kept_by(self._results, operator))
             entries = [[x for x in found if isinstance(x, _torch.KeptResult)] for found in each]
             # Of results that are not kept there is no entry, or an empty one.
             for result, leaves in zip(filter(None, entries), leave):
