@@ -38,7 +38,7 @@ from torchgpipe.planner.trial import Trial, by_device
 from torchgpipe.schedule.limits import bounds
 from torchgpipe.schedule.simulator import Report, simulate
 from torchgpipe.scheduled import ScheduledLoss
-from torchgpipe.show.tables import aligned, in_bytes
+from torchgpipe.show.tables import aligned, as_mib, in_bytes
 from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.tracing import trace
 from torchgpipe.values.division import row_count
@@ -316,8 +316,8 @@ class Candidate:
             " ".join(map(_letter, modes)) if isinstance(modes, list) else str(modes),
             f"{self.time:.4g}",
             "" if self.proof is None else f"{self.proof.time:.4g}",
-            f"{max(self.memory.values()) / 2**20:.1f}",
-            f"{max(sizes) / 2**20:.1f}" if sizes else "",
+            as_mib(max(self.memory.values())),
+            as_mib(max(sizes)) if sizes else "",
             f"{self.bubble:.1%}",
             f"{self.gap:.1%}",
             "" if not self.excess else f"{in_bytes(self.excess)} too much",
@@ -372,6 +372,6 @@ class Plans:
                 "checkpoint of each partition: a always, e except_last, n never, o offload"
             )
         if self.limits:
-            sizes = dict.fromkeys(f"{x / 2**20:.1f}" for x in self.limits.values())
+            sizes = dict.fromkeys(map(as_mib, self.limits.values()))
             lines.append(f"a plan fills at most {', '.join(sizes)} MiB of a device")
         return "\n".join([*lines, f"and {hidden} more"] if hidden else lines)
