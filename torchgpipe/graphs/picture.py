@@ -380,7 +380,7 @@ def _route(start: float, begin: float, lane: float, end: float, right: float) ->
 
 
 def _drawn(box: _Box, kind: str, x: float, parts: Parts) -> list[str]:
-    """A box with its name and its shape."""
+    """Write a box as SVG, with the name and the shape of its value."""
     y, small = (box.bottom - 7, "") if box.kind == "operator" else (box.bottom - 3.5, " small")
     result = " result" if box.node in parts.joint.results else ""
     found = [

@@ -92,7 +92,7 @@ class Run:
         self._roots = 0
 
     def give(self, value: Value, x: Tensor) -> None:
-        """Take note of memory that is there before."""
+        """Take note of memory that is there before the first section runs."""
         self.pieces.setdefault(memory_of(x), Piece(value, x))
 
     @property
