@@ -6,7 +6,7 @@ from tests.virtual.mutants import DROP
 #: By guard: the change, the case, the number of processes, and the arguments.
 MUTANTS = {
     "clone of what goes to a process": (
-        ("is_alone(x)", "True"),
+        ("is_alone(tensor)", "True"),
         "test_messages:again",
         2,
         ["1f1b"],

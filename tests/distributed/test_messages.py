@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from torch import nn
 
-from tests.distributed.test_schedules import beside, pipe_of
+from tests.distributed.test_schedules import beside, over_gloo, pipe_of
 from tests.support.schedules import linear, same
 from torchgpipe._torch.attributes import is_alone
-from torchgpipe.distributed import mail
+from torchgpipe.distributed import peers
 from torchgpipe.distributed.messages import pack, unpack
 from torchgpipe.distributed.peers import Routes
 from torchgpipe.skip import pop, skippable, stash
@@ -183,6 +183,7 @@ class Buffer(nn.Module):
         return self.kept.copy_(y)
 
 
+@over_gloo
 def again(group, name):
     """Check a layer that returns the same memory each time."""
     others = [linear() for _ in range(torch.distributed.get_world_size(group) - 1)]
@@ -197,6 +198,7 @@ def test_memory_that_is_used_again(name, processes):
     processes.run(again, 4, name)
 
 
+@over_gloo
 def sent_as_it_is(group):
     """Check that what only this process has made is sent without a copy."""
     pipe = pipe_of([linear(), linear()], "1f1b", group, chunks=2, checkpoint="never")
@@ -210,9 +212,10 @@ def sent_as_it_is(group):
         return found[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mail, "is_alone", alone)
+        patch.setattr(peers, "is_alone", alone)
         pipe.step(x, y)
-    assert found == [True, True]
+    # The numbers before and after the step, and two micro-batches.
+    assert found == [True, True, True, True]
 
 
 def test_messages_are_not_copied(processes):
@@ -243,6 +246,7 @@ class Doubled(nn.Module):
         return OneGradient.apply(x, self.again)
 
 
+@over_gloo
 def one_gradient(group, name):
     """Check a function that returns the same gradient each time."""
     layers = [linear(), Doubled(again=True), linear(), linear()]

@@ -116,6 +116,8 @@ def _first_failure(peers: Peers, error: BaseException) -> tuple[bool, str]:
 def _close(peers: Peers) -> list[int]:
     """Close the connections to all other processes; return those that are closed already."""
     closed = []
+    for channel in peers.channels.values():
+        channel.close()
     for rank in range(peers.size):
         if rank == peers.rank:
             continue

@@ -20,13 +20,11 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from torchgpipe._torch.attributes import is_alone
 from torchgpipe.devices.streams import CPU
 from torchgpipe.distributed.messages import Forms, Meta, pack, unpack
-from torchgpipe.distributed.peers import AFTER, Exchange, Peers, Routes, receive, send
+from torchgpipe.distributed.peers import AFTER, Connections, Exchange, Peers, Routes
 from torchgpipe.engine.links import Post, Sent
 
 __all__: list[str] = []
@@ -50,7 +48,8 @@ class Mail(Post):
         self.forms, self.routes = forms, routes
         #: Whether states of generators travel with the micro-batches.
         self.with_numbers = False
-        self._group, self._device, self._peers = peers.group, peers.device, peers
+        self._device, self._peers = peers.device, peers
+        self._connections = Connections(peers)
         #: What the processes tell each other after the step, once it is expected.
         self.after: Exchange | None = None
         #: What is on its way here, by kind, stage and micro-batch: the tensors, what to wait for,
@@ -62,7 +61,7 @@ class Mail(Post):
 
     def end(self) -> None:
         """Let go of messages, and of the group, since an exception may refer to this object."""
-        del self._group
+        del self._connections
         self.after = None
         self._coming.clear()
         self._states.clear()
@@ -95,15 +94,15 @@ class Mail(Post):
         form = self.forms.get(j, i)
         if form is None:
             size = torch.zeros(1, dtype=torch.long, device=CPU)
-            dist.recv(size, group=self._group, group_src=peer, tag=HOST)
+            self._connections.receive(size, peer, HOST).wait()
             data = torch.empty(int(size), dtype=torch.uint8, device=CPU)
-            dist.recv(data, group=self._group, group_src=peer, tag=HOST)
+            self._connections.receive(data, peer, HOST).wait()
             form = self.forms.read(j, i, data)
         works = []
         if self.with_numbers:
             before = self.step.numbers.all_of(i)
             states = self._states[j, i] = {kind: torch.empty_like(x) for kind, x in before.items()}
-            works += [receive(x, self._group, peer, HOST) for x in states.values()]
+            works += [self._connections.receive(x, peer, HOST) for x in states.values()]
         self._coming["F", j, i] = self._receive(form.metas, peer, works)
 
     def arrived(self, j: int, i: int) -> None:
@@ -173,11 +172,7 @@ class Mail(Post):
         for x in tensors:
             # An empty tensor takes no message.
             if x.numel():
-                # A layer may return the same memory the next time, or a view of more.
-                # guard: clone of what goes to a process
-                if not is_alone(x):
-                    x = x.clone(memory_format=torch.contiguous_format)
-                works.append(send(x.detach(), self._group, peer, tag))
+                works += self._connections.send(x, peer, tag)
         return works
 
     def _receive(
@@ -188,7 +183,7 @@ class Mail(Post):
             x = torch.empty_like(_like(meta, self._device), memory_format=contiguous)
             tensors.append(x)
             if x.numel():
-                works.append(receive(x, self._group, peer, 0))
+                works.append(self._connections.receive(x, peer, 0))
         return tensors, works
 
 

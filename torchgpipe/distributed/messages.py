@@ -201,8 +201,6 @@ class Forms:
             # All processes see the same shapes, and forget them in the same step.
             self._seen.clear()
             self._known.clear()
-        #: Whether both ends know the forms of all messages of the step.
-        self.are_known = shapes in self._seen
         self._seen.add(shapes)
         self._shapes, self._rows = shapes, rows
 

@@ -12,8 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchgpipe._torch import pipelining
+from torchgpipe._torch.attributes import is_alone
 from torchgpipe.checks import verify, verify_kind
 from torchgpipe.devices.streams import CPU
+from torchgpipe.distributed.channels import Channel, connected
 from torchgpipe.skip.layout import SkipLayout
 from torchgpipe.values.microbatch import VALUE
 
@@ -73,6 +76,8 @@ class Peers:
         #: A name for the group that all its processes know.
         ranks = dist.get_process_group_ranks(self.group)
         self.name = f"torchgpipe {getattr(self.group, 'group_name', None)} {ranks}"
+        #: The channels to other processes of this host, by rank.
+        self.channels: dict[int, Channel] = {}
         #: The failure after which the processes are no longer connected; empty if there is none.
         self.failure = ""
         #: An error that all processes raise, so that none waits for another one.
@@ -100,6 +105,12 @@ class Peers:
                 "a process group when nothing uses it any more, or make the pipeline anew"
             )
         return group
+
+    def connect(self) -> None:
+        """Make channels to the other processes of this host; all processes call it."""
+        self.channels = connected(self, pipelining.patience_of(self.group))
+        for channel in self.channels.values():
+            weakref.finalize(self, channel.close)
 
     def gathered(self, numbers: Sequence[int]) -> list[list[int]]:
         """The numbers of all processes, of 63 bits."""
@@ -154,20 +165,23 @@ class Exchange:
     def __init__(
         self, peers: Peers, count: int, dtype: torch.dtype = torch.int64, tag: int = NUMBERS
     ) -> None:
-        self._peers, self._tag, group = peers, tag, peers.group
+        self._rank, self._tag = peers.rank, tag
+        self._connections = Connections(peers)
         # The caller may have set another default device.
         self._found = [torch.empty(count, dtype=dtype, device=CPU) for _ in range(peers.size)]
         self._works = {
-            k: receive(x, group, k, tag) for k, x in enumerate(self._found) if k != peers.rank
+            k: self._connections.receive(x, k, tag)
+            for k, x in enumerate(self._found)
+            if k != peers.rank
         }
         self._going: list[Any] = []
 
     def tell(self, numbers: Sequence[float]) -> None:
         """Send the numbers of this process to all others."""
-        peers, group = self._peers, self._peers.group
         own = torch.tensor(numbers, dtype=self._found[0].dtype, device=CPU)
-        self._found[peers.rank] = own
-        self._going = [send(own, group, k, self._tag) for k in self._works]
+        self._found[self._rank] = own
+        for k in self._works:
+            self._going += self._connections.send(own, k, self._tag)
 
     def heard_of(self, rank: int) -> list[Any]:
         """Wait for the numbers of a process."""
@@ -178,27 +192,45 @@ class Exchange:
 
     def heard(self) -> list[list[Any]]:
         """Wait for the numbers of all processes."""
-        found = [self.heard_of(k) for k in range(self._peers.size)]
+        found = [self.heard_of(k) for k in range(len(self._found))]
         for work in self._going:
             work.wait()
         return found
 
 
-# What torch.distributed.isend() and irecv() call in the end. Before that they look the group and
-# the rank up, by 20 functions in Python, which take as long as the message itself.
+class Connections:
+    """The ways of tensors to other processes and back, for one step.
 
-
-def send(tensor: Tensor, group: Any, rank: int, tag: int) -> Any:
-    """Begin to send a tensor to a rank of a group; return what waits until it has left.
-
-    Groups know no complex numbers, but the real ones in the same memory.
+    Args:
+        peers: the processes.
     """
-    return group.send([torch.view_as_real(tensor) if tensor.is_complex() else tensor], rank, tag)
+
+    def __init__(self, peers: Peers) -> None:
+        self._group, self._channels = peers.group, peers.channels
+
+    def send(self, tensor: Tensor, rank: int, tag: int) -> list[Any]:
+        """Begin to send a tensor to a process; return what waits until it has left."""
+        if rank in self._channels:
+            self._channels[rank].send(tensor.detach(), tag)
+            return []
+        # A layer may return the same memory the next time, or a view of more.
+        # guard: clone of what goes to a process
+        if not is_alone(tensor):
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        # What isend() and irecv() call in the end. Before that they look the group and the rank up,
+        # by 20 functions in Python, which take as long as the message itself.
+        return [self._group.send([_real(tensor.detach())], rank, tag)]
+
+    def receive(self, tensor: Tensor, rank: int, tag: int) -> Any:
+        """Begin to receive a tensor from a process; return what waits until it is there."""
+        if rank in self._channels:
+            return self._channels[rank].receive(tensor, tag)
+        return self._group.recv([_real(tensor)], rank, tag)
 
 
-def receive(tensor: Tensor, group: Any, rank: int, tag: int) -> Any:
-    """Begin to receive a tensor from a rank of a group; return what waits until it is there."""
-    return group.recv([torch.view_as_real(tensor) if tensor.is_complex() else tensor], rank, tag)
+def _real(tensor: Tensor) -> Tensor:
+    """A tensor for a group, which knows no complex numbers, but the real ones in their memory."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def digest(text: str) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeAlias
@@ -20,7 +20,6 @@ from typing import TypeAlias
 import torch
 
 from torchgpipe._torch import pipelining
-from torchgpipe.devices.streams import CPU
 from torchgpipe.distributed.agreement import Agreed
 from torchgpipe.distributed.mail import Mail
 from torchgpipe.distributed.peers import Peers, Routes
@@ -47,9 +46,6 @@ MESSAGES = {
     ("receive", "F"): Mail.receive_forward,
     ("receive", "B"): Mail.receive_backward,
 }
-
-#: How many computations a receive of forward is moved up.
-AHEAD = 3
 
 
 class Program:
@@ -93,11 +89,6 @@ class Program:
         self._first = together([*todo.pop(0)[1]]) if todo[0][0] == "compute" else None
         #: What to call after it, in order.
         self._calls = [*_calls(todo, again, routes)]
-        #: The same for steps whose messages have forms that both ends know before.
-        self._calls_if_known = self._calls
-        # Messages of several stages would overtake each other.
-        if peers.device == CPU and len({*routes.placement}) == len(routes.placement):
-            self._calls_if_known = [*_calls(earlier(todo), again, routes)]
         #: How many of them come before the work that has time: a message that others wait for.
         self._urgent = int(bool(todo) and todo[0][0] != "compute")
 
@@ -128,9 +119,7 @@ class Program:
         (sizes, is_given), shapes, mail.with_numbers = agree()
         # Micro-batches that the caller has made may all have shapes of their own.
         mail.forms.begin(shapes, [*range(len(sizes))] if is_given else sizes)
-        # Receiving the first of its form waits for the sender.
-        calls = self._calls_if_known if mail.forms.are_known else self._calls
-        for call in calls[: self._urgent]:
+        for call in self._calls[: self._urgent]:
             call(executor, mail)
         if first:
             executor.settle(0, first)
@@ -141,7 +130,7 @@ class Program:
             # The dtype of most losses; for another one, these zeros are made anew.
             executor.sums.make(executor.links, torch.float32)
         mail.expect_the_end()
-        for call in calls[self._urgent :]:
+        for call in self._calls[self._urgent :]:
             call(executor, mail)
         mail.wait_for_sent()
 
@@ -242,32 +231,6 @@ def _computation(
         executor.settle(0, runs)
 
     return compute
-
-
-def earlier(found: Sequence[Action]) -> list[Action]:
-    """Move each receive of forward up, past a few computations, and leave their order.
-
-    Under gloo, a message whose receiver is not ready takes turns of threads in both processes: the
-    sender announces it, and a thread sends it once the receiver has answered. If the receiver is
-    ready, the sender sends it at once, before it goes on. So gradients are received as late as
-    possible: the last stage, which sends them, is the one that the others wait for.
-    """
-    before: defaultdict[int, list[Action]] = defaultdict(list)
-    number = 0
-    for does, ops in found:
-        if does == "compute":
-            number += 1
-        elif does == "receive" and ops[0].kind == "F":
-            before[max(0, number - AHEAD)].append((does, ops))
-    moved = []
-    number = 0
-    for does, ops in found:
-        if does == "compute":
-            moved += before[number]
-            number += 1
-        if does != "receive" or ops[0].kind != "F":
-            moved.append((does, ops))
-    return moved
 
 
 def actions(schedule: Schedule, routes: Routes, peers: Peers) -> list[Action]:
