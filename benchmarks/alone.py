@@ -13,7 +13,7 @@ from itertools import count
 from multiprocessing import get_context
 from typing import Any
 
-from torchgpipe.testing.dry_run.run import COUNTED
+from torchgpipe.testing.dry_run import COUNTED
 
 __all__ = ["alone", "warmed"]
 

@@ -39,10 +39,9 @@ from torchgpipe.planner.blocks import unchanged
 from torchgpipe.planner.given import Memory
 from torchgpipe.planner.maps import chosen_map
 from torchgpipe.show.describe import DescribedPart, Description
-from torchgpipe.values import trees
 from torchgpipe.values.microbatch import VALUE, Batch
 from torchgpipe.values.order import Order
-from torchgpipe.values.structure import Arguments
+from torchgpipe.values.structure import Arguments, map_leaves
 
 __all__ = ["MappedGPipe"]
 
@@ -331,7 +330,7 @@ class MappedGPipe(Wrapper):
         omitted.take(mini_batch.batches)
         output = mini_batch.joined(order.blocks)
         if late:
-            output = trees.map_leaves(
+            output = map_leaves(
                 lambda x: x.to(output_device) if isinstance(x, Tensor) and not x.is_meta else x,
                 output,
             )

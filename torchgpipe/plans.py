@@ -38,12 +38,12 @@ from torchgpipe.planner.trial import Trial, by_device
 from torchgpipe.schedule.limits import bounds
 from torchgpipe.schedule.simulator import Report, simulate
 from torchgpipe.scheduled import ScheduledLoss
-from torchgpipe.show.tables import aligned, in_bytes
+from torchgpipe.show.tables import aligned, as_mib, in_bytes
 from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.tracing import trace
-from torchgpipe.values import trees
 from torchgpipe.values.division import row_count
 from torchgpipe.values.microbatch import scatter
+from torchgpipe.values.structure import leaves_of
 
 __all__ = ["Candidate", "Plans", "plan"]
 
@@ -189,7 +189,7 @@ def _proof(
             with trace(model) as timeline:
                 found = model(input, *targets) if candidate.schedule else model(input)
                 # A loss outside is taken to make a gradient as large as its input.
-                ends = [x for x in trees.leaves_of(found) if isinstance(x, Tensor)]
+                ends = [x for x in leaves_of(found) if isinstance(x, Tensor)]
                 terms = [F.mse_loss(x, x.detach()) if x.dim() else x for x in ends]
                 torch.autograd.backward([x for x in terms if x.requires_grad])
             del found, ends, terms
@@ -316,8 +316,8 @@ class Candidate:
             " ".join(map(_letter, modes)) if isinstance(modes, list) else str(modes),
             f"{self.time:.4g}",
             "" if self.proof is None else f"{self.proof.time:.4g}",
-            f"{max(self.memory.values()) / 2**20:.1f}",
-            f"{max(sizes) / 2**20:.1f}" if sizes else "",
+            as_mib(max(self.memory.values())),
+            as_mib(max(sizes)) if sizes else "",
             f"{self.bubble:.1%}",
             f"{self.gap:.1%}",
             "" if not self.excess else f"{in_bytes(self.excess)} too much",
@@ -372,6 +372,6 @@ class Plans:
                 "checkpoint of each partition: a always, e except_last, n never, o offload"
             )
         if self.limits:
-            sizes = dict.fromkeys(f"{x / 2**20:.1f}" for x in self.limits.values())
+            sizes = dict.fromkeys(map(as_mib, self.limits.values()))
             lines.append(f"a plan fills at most {', '.join(sizes)} MiB of a device")
         return "\n".join([*lines, f"and {hidden} more"] if hidden else lines)

@@ -28,6 +28,7 @@ from torchgpipe.schedule.program import operations_of
 from torchgpipe.schedule.simulator import simulate
 from torchgpipe.scheduled import ScheduledLoss
 from torchgpipe.show.describe import StepFigures
+from torchgpipe.show.tables import as_mib
 from torchgpipe.show.timeline import Advice, Timeline
 from torchgpipe.values.division import row_count
 
@@ -401,4 +402,4 @@ def _in_use(step: TracedStep) -> str:
     if not step.memory:
         return ""
     name = max(step.memory, key=step.memory.__getitem__)
-    return f"; {name} has had {step.memory[name] / 2**20:.1f} MiB in use"
+    return f"; {name} has had {as_mib(step.memory[name])} MiB in use"

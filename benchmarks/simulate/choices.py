@@ -30,7 +30,7 @@ from torchgpipe.planner.memory import Footprint, weights_of
 from torchgpipe.planner.search import problem_of, search
 from torchgpipe.planner.trial import Trial, Trials
 from torchgpipe.testing import dry_run, observe
-from torchgpipe.testing.dry_run.run import weightless, without_values
+from torchgpipe.testing.dry_run import weightless, without_values
 from torchgpipe.testing.hardware import NAMED
 
 __all__ = ["measure", "measure_map"]

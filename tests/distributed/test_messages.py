@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.distributed.test_schedules import beside, over_gloo, pipe_of
 from tests.support.schedules import linear, same
-from torchgpipe._torch.dynamo import is_alone
+from torchgpipe._torch.attributes import is_alone
 from torchgpipe.distributed import peers
 from torchgpipe.distributed.messages import pack, unpack
 from torchgpipe.distributed.peers import Routes

@@ -3,7 +3,7 @@
 import torch
 
 from torchgpipe.testing import dry_run, observe
-from torchgpipe.testing.dry_run.run import begin_step
+from torchgpipe.testing.dry_run import begin_step
 from torchgpipe.testing.hardware import NAMED
 
 HARDWARE = NAMED["a100-40gb"]

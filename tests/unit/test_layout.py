@@ -43,7 +43,6 @@ ELSEWHERE = {
     "schedule": "schedule",
     "testing/busy": "virtual/test_clock.py",
     "testing/device_module": "virtual/test_device.py",
-    "testing/dry_run/run": "virtual/test_dry_run.py",
     "testing/dry_run/__main__": "virtual/test_dry_run_script.py",
     "testing/report": "virtual/test_labels.py",
     "testing/observe": "virtual/test_observe.py",

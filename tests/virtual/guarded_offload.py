@@ -86,7 +86,7 @@ MUTANTS = {
         "offloaded, results",
     ),
     "what a policy sends and layers change": (
-        ("policies.unchanged(entry)", "entry.val"),
+        ("unchanged_in(entry)", "entry.val"),
         "offloaded, changed",
     ),
     "casts of both runs": (("own_casts()", "ExitStack()"), "casts of policies"),

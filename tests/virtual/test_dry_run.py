@@ -14,7 +14,7 @@ from tests.support.dry import HARDWARE, dry, real
 from tests.support.helpers import MODES
 from torchgpipe import GPipe
 from torchgpipe.testing import Hardware, dry_run
-from torchgpipe.testing.dry_run.run import weightless
+from torchgpipe.testing.dry_run import weightless
 
 CLASSES = 10
 

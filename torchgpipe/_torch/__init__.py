@@ -2,8 +2,9 @@
 
 ``_torch.get_stream(0)`` is ``torch._C._accelerator_getStream(0)``. A name is looked up when it is
 used for the first time, and not at import: PyTorch may drop or rename any of them, and then only
-what needs it is lost. :mod:`torchgpipe._torch.names` is the table, and
-:mod:`torchgpipe._torch.dynamo` what PyTorch's compiler is told.
+what needs it is lost. :mod:`torchgpipe._torch.names` is the table. Private attributes of objects
+are in :mod:`torchgpipe._torch.attributes`, and what PyTorch's compiler is told is in
+:mod:`torchgpipe._torch.dynamo`.
 """
 
 from __future__ import annotations

@@ -1,79 +1,26 @@
-"""Parts of PyTorch's compiler, graphs and modules that are not public."""
+"""PyTorch's compiler: it may compile layers, and nothing of the wrapper around them."""
 
 from __future__ import annotations
 
 import contextvars
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from types import CodeType, SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import graph
-from torch.nn.modules import module
 
 from torchgpipe import _torch
+from torchgpipe._torch.attributes import modules_of
 from torchgpipe._torch.names import has
 
 __all__: list[str] = []
 
 
-# Private names of PyTorch's graphs: what operators declare, and which storage a tensor has.
-
-
-GLOBAL_HOOKS = (
-    *("_global_forward_hooks", "_global_forward_pre_hooks"),
-    *("_global_backward_hooks", "_global_backward_pre_hooks"),
-)
-
-aten = torch.ops.aten
-#: Views by shape, for which a copy can stand as long as nobody changes their memory.
-VIEWS = {aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default}
-
-
-def schema_of(operator: Any) -> Any:
-    """The declaration of an operator's arguments and results; None for other functions."""
-    return getattr(operator, "_schema", None)
-
-
-def has_global_hooks() -> bool:
-    """Whether hooks run around all modules of the process."""
-    return any(getattr(module, name, None) for name in GLOBAL_HOOKS)
-
-
-def storage_of(tensor: Tensor) -> int:
-    """The identity of a tensor's storage, which views share; fake tensors have one, too."""
-    found: int = tensor.untyped_storage()._cdata
-    return found
-
-
-# The modules of a model, found faster than by PyTorch, which names each on the way.
-
-
-def modules_of(root: nn.Module) -> list[nn.Module]:
-    """All modules that a module consists of, itself included, as ``root.modules()`` has them."""
-    found: dict[nn.Module, None] = {}
-    waiting = [root]
-    while waiting:
-        module = waiting.pop()
-        if module not in found:
-            found[module] = None
-            if children := module._modules:
-                waiting += [x for x in reversed(children.values()) if x is not None]
-    return [*found]
-
-
-def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """The parameters of modules, each once, as ``root.parameters()`` has those of its modules."""
-    found = [x for module in modules for x in module._parameters.values() if x is not None]
-    return [*dict.fromkeys(found)]
-
-
-# The bounds of PyTorch's compiler: it may compile layers, and nothing of the wrapper.
-#
 # The wrapper runs threads, and autograd functions with a purpose of their own. So its functions
 # are marked, and the compiler breaks the graph there. Two settings of the whole process are
 # changed, and only once a compiled layer is about to run in a cell.
@@ -235,7 +182,7 @@ class _Context:
 
     @uncompiled
     def run(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-        """Call a function in a copy of it."""
+        """Call a function in a copy of the context."""
         return self._context.copy().run(function, *args, **kwargs)
 
     @uncompiled
@@ -272,30 +219,3 @@ def keep_guard() -> None:
 
     threading.Thread(target=hold, name="guard of CUDA devices", daemon=True).start()
     registered.wait()
-
-
-# Memory that one tensor has alone, so that nobody notices what is done with it.
-
-
-def is_alone(tensor: Tensor) -> bool:
-    """Whether a tensor has contiguous memory of its own, which nobody else can write to."""
-    # A subclass may have its memory in tensors that it holds.
-    if type(tensor) is not Tensor or tensor.layout != torch.strided:
-        return False
-    storage = tensor.untyped_storage()
-    # Memory that PyTorch has not allocated may be anybody's.
-    return (
-        tensor.is_contiguous()
-        and storage.nbytes() == tensor.nbytes
-        and storage.resizable()
-        and _torch.count_uses(storage._cdata) == _uses_of_one()
-    )
-
-
-@cache
-def _uses_of_one() -> int:
-    """The number of uses that memory of one tensor has while somebody asks."""
-    tensor = torch.empty(1, device="cpu")
-    storage = tensor.untyped_storage()
-    found: int = _torch.count_uses(storage._cdata)
-    return found

@@ -313,7 +313,7 @@ class first_run:
 
 
 class recomputation:
-    """Recompute a cell in this thread within a ``with`` block; if it is outermost, it is a turn."""
+    """Recompute a cell in this thread within a ``with`` block; within no other, begin a turn."""
 
     __slots__ = ("outer",)
 

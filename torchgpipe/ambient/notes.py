@@ -19,7 +19,7 @@ from torch.autograd.graph import Node
 from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient import labels
 from torchgpipe.ambient.context import registered
-from torchgpipe.values import trees
+from torchgpipe.values.structure import leaves_of
 
 __all__: list[str] = []
 
@@ -194,7 +194,7 @@ class Visit:
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    return [x for x in trees.leaves_of(value) if isinstance(x, Tensor)]
+    return [x for x in leaves_of(value) if isinstance(x, Tensor)]
 
 
 def is_worth_a_visit(layers: nn.Module) -> bool:

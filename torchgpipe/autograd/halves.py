@@ -429,7 +429,7 @@ class Within(torch.autograd.Function):
 
 
 def _run(boundaries: Sequence[Boundary]) -> list[tuple[GradientEdge, Tensor]]:
-    """Run boundaries within a backward that needs their edges to weights, and no others."""
+    """Run boundaries in a backward of their own, which computes gradients of weights alone."""
     if not boundaries:
         return []
     found: list[tuple[GradientEdge, Tensor]] = []

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from torchgpipe import _torch
-from torchgpipe._torch.dynamo import is_alone, uncompiled
+from torchgpipe._torch.attributes import is_alone
+from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe._torch.names import has
 from torchgpipe.autograd.fork_join import get_phony, pass_on
 
@@ -92,7 +93,7 @@ class without_hooks:
         return self
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """Do the same for further tensors."""
+        """Keep the hooks of further tensors from being called, until the block ends."""
         for x in tensors:
             table = x._backward_hooks
             if table:
@@ -252,7 +253,7 @@ MESSAGE = (
 
 
 class Enter(torch.autograd.Function):
-    """Make tensors the beginning of a graph: ``phony, *tensors → *tensors``."""
+    """Begin a graph at tensors, where its backward ends: ``phony, *tensors → *tensors``."""
 
     @staticmethod
     def forward(ctx: Any, phony: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:

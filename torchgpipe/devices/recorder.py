@@ -201,7 +201,7 @@ class Recorder:
         self._start = perf_counter()
 
     def begin_step(self) -> None:
-        """Take note that another step begins."""
+        """Begin the next step: spans that are recorded from here on belong to it."""
         self.step += 1
         for call in self.at_steps:
             call()

@@ -177,7 +177,7 @@ def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
 
 
 def wait_all(sources: Iterable[AbstractStream], target: AbstractStream) -> None:
-    """:func:`wait_stream` for several streams of an accelerator, by one event."""
+    """Make streams of an accelerator wait for all work that ``target`` was given, by one event."""
     if isinstance(target, torch.Stream):
         event = target.record_event()
         for source in sources:

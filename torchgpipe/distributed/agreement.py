@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from torchgpipe._torch.dynamo import parameters_of
+from torchgpipe._torch.attributes import parameters_of
 from torchgpipe.ambient.modes import verify_no_transform
 from torchgpipe.devices.streams import CPU
 from torchgpipe.distributed.failures import shared_failures

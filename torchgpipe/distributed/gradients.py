@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchgpipe._torch import pipelining
-from torchgpipe._torch.dynamo import modules_of
+from torchgpipe._torch.attributes import modules_of
 from torchgpipe.ambient.notes import contextmanager
 from torchgpipe.checks import is_number, verify
 from torchgpipe.devices.streams import CPU

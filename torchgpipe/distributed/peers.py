@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchgpipe._torch import pipelining
-from torchgpipe._torch.dynamo import is_alone
+from torchgpipe._torch.attributes import is_alone
 from torchgpipe.checks import verify, verify_kind
 from torchgpipe.devices.streams import CPU
 from torchgpipe.distributed.channels import Channel, connected

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from torchgpipe import _torch
 from torchgpipe._torch import pipelining
-from torchgpipe._torch.dynamo import modules_of, uncompiled
+from torchgpipe._torch.attributes import modules_of
+from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient.modes import is_within_float16, verify_no_transform
 from torchgpipe.ambient.notes import warn
 from torchgpipe.batchnorm import defer

@@ -67,12 +67,12 @@ class Computation(noted):
         self._cell: Cell | None = None
 
     def __str__(self) -> str:
-        """The note on an exception of it."""
+        """The note on an exception of this computation."""
         return f"raised in {self.op} on {self.executor.plan.names[self.w]}"
 
     @property
     def mark(self) -> Mark:
-        """The mark of its span in a trace."""
+        """The mark by which a trace knows the span of this computation."""
         return Mark(self.op.kind, self.stream, self.w, self.j, self.i)
 
     def on(self, stream: AbstractStream, function: Callable[..., Result], *args: Any) -> Result:
@@ -81,11 +81,11 @@ class Computation(noted):
             return function(*args)
 
     def prepare(self) -> None:
-        """Do what does not need what is on its way from another process."""
+        """Do what can be done before anything has come from another process."""
         self._cell = self._find()
 
     def receive(self) -> None:
-        """Take what was sent."""
+        """Take what other workers have sent for this computation; some need nothing."""
 
     @property
     def cell(self) -> Cell:
@@ -103,7 +103,7 @@ class Computation(noted):
         raise NotImplementedError
 
     def compute(self) -> None:
-        """Compute."""
+        """Compute, with the random numbers of the cell, when the device has its turn."""
         # Not the other way round: who has its turn may trace, and waits for all that compute.
         with self.numbers():
             self.executor.crew.cells.compute(self._compute)
@@ -115,7 +115,7 @@ class Computation(noted):
         """Send what was computed."""
 
     def settle(self) -> None:
-        """Do what nobody waits for."""
+        """Do the rest, for which no other computation waits."""
 
 
 class Forward(Computation):
@@ -169,7 +169,7 @@ class Forward(Computation):
 
 
 class Recomputation(Computation):
-    """R."""
+    """R: run the layers of a checkpointed cell again, for what its backward needs."""
 
     def numbers(self) -> AbstractContextManager[Any]:
         return self.executor.draws.again(self.i, self.j)
@@ -179,7 +179,7 @@ class Recomputation(Computation):
 
 
 class BackwardWeight(Computation):
-    """W."""
+    """W: the half of a backward that computes the gradients of the weights."""
 
     def numbers(self) -> AbstractContextManager[Any]:
         return self.executor.draws.backward(self.i, self.j, self.op.kind == "W")
@@ -203,7 +203,7 @@ class BackwardWeight(Computation):
 
 
 class BackwardInput(BackwardWeight):
-    """I."""
+    """I: the half of a backward that computes the gradients of the input, and sends them."""
 
     given: Gradients
     inputs: Gradients
@@ -229,7 +229,7 @@ class BackwardInput(BackwardWeight):
 
 
 class Backward(BackwardInput):
-    """B."""
+    """B: a whole backward, I and W at once."""
 
     def _compute(self) -> None:
         self.inputs, weights, grads = self.cell.backward(self.given)

@@ -20,11 +20,10 @@ from torchgpipe.devices.pool import StreamPool
 from torchgpipe.engine.links import fetched
 from torchgpipe.partition.arguments import lists
 from torchgpipe.recompute.runs import is_recomputing
-from torchgpipe.values import trees
 from torchgpipe.values.division import Division, divided, leaves_in, rows_in, split
-from torchgpipe.values.marks import Chunks, is_of_input
+from torchgpipe.values.marks import Chunks
 from torchgpipe.values.microbatch import Batch, joined
-from torchgpipe.values.structure import names, verify_filled
+from torchgpipe.values.structure import is_of_input, leaves_of, map_leaves, names, verify_filled
 
 __all__: list[str] = []
 
@@ -317,7 +316,7 @@ def arguments_of(
     value, events = fetched(pool, value, device)
     if m == 1:
         # One micro-batch gets all as it is.
-        return [trees.map_leaves(_whole, value)], events
+        return [map_leaves(_whole, value)], events
     return [*split(value, division, rows)], events
 
 
@@ -332,7 +331,7 @@ def _tensors(leaf: Any) -> Iterator[Tensor]:
     """The tensors of a leaf, which may be marked."""
     value = leaf.values if isinstance(leaf, Chunks) else getattr(leaf, "value", leaf)
     if is_of_input(leaf) or isinstance(leaf, list):
-        yield from (x for x in trees.leaves_of(value) if isinstance(x, Tensor))
+        yield from (x for x in leaves_of(value) if isinstance(x, Tensor))
     elif isinstance(leaf, Tensor):
         yield leaf
 

@@ -31,9 +31,8 @@ from torchgpipe.engine.step import Step
 from torchgpipe.engine.step_plan import StepPlan
 from torchgpipe.schedule.program import Instruction, Overlap
 from torchgpipe.skip.tracker import Parcels
-from torchgpipe.values import trees
-from torchgpipe.values.marks import is_of_input
 from torchgpipe.values.microbatch import VALUE, Batch
+from torchgpipe.values.structure import is_of_input, map_leaves
 
 __all__: list[str] = []
 
@@ -264,7 +263,7 @@ def fetched(
     def leaf(x: Any) -> Any:
         return x.map(fetch) if is_of_input(x) else fetch(x)
 
-    return trees.map_leaves(leaf, value), arriving
+    return map_leaves(leaf, value), arriving
 
 
 # The post: what each stage of a step is sent, until it receives it.

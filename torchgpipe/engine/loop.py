@@ -61,7 +61,7 @@ class Crew:
     Args:
         stages: the stages of the wrapper.
         cells: how cells are made; eager ones by default.
-        basis: what the caller has made them from.
+        basis: the settings that the crew was made for; other settings need a new one.
         verify: checks weights that a stage uses, and that are not among its own.
         draws: how layers use the CPU's generator, as far as steps have shown.
     """

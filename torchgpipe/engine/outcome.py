@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from torchgpipe import _torch
-from torchgpipe._torch.dynamo import is_alone, modules_of, parameters_of, uncompiled
+from torchgpipe._torch.attributes import is_alone, modules_of, parameters_of
+from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient.notes import contextmanager
 from torchgpipe.autograd.nodes import without_hooks
 from torchgpipe.devices.streams import (

@@ -86,7 +86,7 @@ class Cell:
         """Let what backward needs leave for the host, if it does, once the output was sent."""
 
     def fetch(self) -> None:
-        """Bring it back."""
+        """Bring back from the host what :meth:`leave` has sent there."""
 
     def backward(
         self, grads: Gradients

@@ -82,7 +82,7 @@ class Task(NamedTuple):
 
     @property
     def worker(self) -> Key:
-        """The worker that runs it."""
+        """The worker that runs the task."""
         return self.device, self.line
 
 

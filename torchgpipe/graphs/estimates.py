@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
-from torchgpipe._torch.dynamo import storage_of
+from torchgpipe._torch.attributes import storage_of
 from torchgpipe.engine.computation import Forward
 from torchgpipe.engine.loop import Executor
 from torchgpipe.graphs.joint import tensors_of

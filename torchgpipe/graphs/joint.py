@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from torchgpipe._torch.dynamo import schema_of, storage_of
+from torchgpipe._torch.attributes import schema_of, storage_of
 from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from torchgpipe._torch.dynamo import VIEWS, schema_of
+from torchgpipe._torch.attributes import VIEWS, schema_of
 from torchgpipe.graphs.joint import Effects, Joint, has_statistics, is_random, is_void, tensors_of
 from torchgpipe.graphs.slices import (
     Again,

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Node
 
-from torchgpipe._torch.dynamo import schema_of, storage_of
+from torchgpipe._torch.attributes import schema_of, storage_of
 from torchgpipe.checks import checked_path
 from torchgpipe.graphs.joint import bytes_of, tensors_of
 from torchgpipe.graphs.parts import Part, Parts
@@ -232,12 +232,12 @@ class _Wire:
         self.lane = 0
 
     def at(self, box: _Box) -> float:
-        """The height at which it meets the left edge of a box."""
+        """The height at which a line of the value meets the left edge of a box."""
         return box.top + box.height * (box.ports.index(self) + 1) / (len(box.ports) + 1)
 
     @property
     def heights(self) -> list[float]:
-        """The heights of its ends: first where it begins, last where it goes on."""
+        """The heights of the ends of the lines: first where they begin, last where they go on."""
         begin = self.begin if self.crosses else self.at(self.source)
         return [begin, *map(self.at, self.targets), *([] if self.beyond is None else [self.beyond])]
 
@@ -302,7 +302,7 @@ def _is_light(parts: Parts, node: Node) -> bool:
 
 
 def _wires(boxes: Sequence[list[_Box]]) -> list[_Wire]:
-    """The lines of each value, with their heights."""
+    """Find the lines from each box to the boxes that take its value, in each channel."""
     every = [box for column in boxes for box in column]
     # A straight line between two neighbours will do.
     near = {(above, box) for column in boxes for above, box in pairwise(column)}
@@ -380,7 +380,7 @@ def _route(start: float, begin: float, lane: float, end: float, right: float) ->
 
 
 def _drawn(box: _Box, kind: str, x: float, parts: Parts) -> list[str]:
-    """A box with its name and its shape."""
+    """Write a box as SVG, with the name and the shape of its value."""
     y, small = (box.bottom - 7, "") if box.kind == "operator" else (box.bottom - 3.5, " small")
     result = " result" if box.node in parts.joint.results else ""
     found = [

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchgpipe import _torch
-from torchgpipe._torch.dynamo import has_global_hooks
+from torchgpipe._torch.attributes import has_global_hooks
 from torchgpipe.graphs.globals import Sources, Variables
 from torchgpipe.graphs.snapshot import Elements, Slots, Snapshot, attributes_of
-from torchgpipe.values import trees
-from torchgpipe.values.structure import ATOMS, MISSING, equal
+from torchgpipe.values.structure import ATOMS, MISSING, equal, leaves_of
 
 __all__: list[str] = []
 
@@ -348,7 +347,7 @@ class ReadingNothing(TorchFunctionMode):
         Raises:
             UntraceableError: one is.
         """
-        for x in trees.leaves_of(arguments):
+        for x in leaves_of(arguments):
             if isinstance(x, Tensor) and not isinstance(x, _torch.FakeTensor):
                 self._refuse(REASON)
             if isinstance(x, torch.Generator):

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
-from torchgpipe._torch.dynamo import schema_of
+from torchgpipe._torch.attributes import schema_of
 from torchgpipe.graphs.joint import (
     Effects,
     Joint,

@@ -23,7 +23,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
-from torchgpipe._torch.dynamo import keep_guard, storage_of
+from torchgpipe._torch.attributes import storage_of
+from torchgpipe._torch.dynamo import keep_guard
 from torchgpipe.ambient.modes import own_casts, without_autocast
 from torchgpipe.graphs.joint import Effects, Joint, is_random, tensors_of
 from torchgpipe.graphs.places import REASON, Places, ReadingNothing, UntraceableError, verify_plain

@@ -139,7 +139,11 @@ class Glue(TorchFunctionMode):
     def _later(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Call a function in a later visit; hand tensors of earlier visits over to its stream."""
+        """Call a function when the micro-batch has come to a device again.
+
+        Tensors that were made in an earlier visit belong to the stream of that visit, and are
+        handed over to the stream of this one.
+        """
         found: dict[int, Tensor] = {}
         tensors = tensors_of((args, kwargs))
         for device, cell in self._course.later.items():

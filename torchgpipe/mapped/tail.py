@@ -4,8 +4,8 @@ Models of Hugging Face compute their loss there. The tensors that such code save
 larger than anything else, since each logit is saved several times. Under checkpointing the last
 mapped module is recomputed anyway, and the code after it is recomputed from its output::
 
-    first run    module ── f ── g ── loss      what f and g keep is dropped
-    recomputation   module ── f ── g              f and g are called again
+    first run        module ── f ── g ── loss      what f and g keep is dropped
+    recomputation    module ── f ── g              f and g are called again
 
 The code itself cannot run again from the middle. So the functions of PyTorch that it calls are
 noted down, as :class:`~torchgpipe.mapped.glue.Glue` sees them, with their arguments, as far as they

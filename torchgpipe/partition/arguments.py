@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from torchgpipe.ambient.notes import warn
 from torchgpipe.checks import has_entries, verify, verify_function, verify_kind, verify_number
 from torchgpipe.devices.streams import Device, accelerators, canonical_device
-from torchgpipe.values import trees
 from torchgpipe.values.division import is_list_of_tensors, leaves_in, row_count
-from torchgpipe.values.marks import is_of_input
-from torchgpipe.values.structure import MISSING, Arguments, names
+from torchgpipe.values.structure import MISSING, Arguments, is_of_input, leaves_of, names
 
 __all__ = ["MISSING"]
 
@@ -393,7 +391,7 @@ def lists(value: Any, path: str) -> Iterator[tuple[str, int]]:
 
 def _is_container(value: Any) -> bool:
     """Whether there are tensors, or marked values, in a list or tuple."""
-    return any(isinstance(x, Tensor) or is_of_input(x) for x in trees.leaves_of(value))
+    return any(isinstance(x, Tensor) or is_of_input(x) for x in leaves_of(value))
 
 
 def _is_list(value: Any) -> bool:

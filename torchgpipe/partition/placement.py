@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from torchgpipe._torch.dynamo import modules_of
+from torchgpipe._torch.attributes import modules_of
 from torchgpipe.ambient.notes import contextmanager
 from torchgpipe.autograd.versions import version_of
 from torchgpipe.devices.streams import canonical_device

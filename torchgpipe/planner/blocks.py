@@ -25,8 +25,8 @@ from torchgpipe.mapped.on_demand import can_fill_itself
 from torchgpipe.planner.memory_tracker import Run, memory_of, size_of, strided
 from torchgpipe.planner.record import GIVEN, Record, Section, Value
 from torchgpipe.planner.sandbox import copied, pooled, rounds, spread, undisturbed, verify_timed
-from torchgpipe.values import trees
 from torchgpipe.values.microbatch import Batch
+from torchgpipe.values.structure import map_leaves
 
 __all__: list[str] = []
 
@@ -171,7 +171,7 @@ def recorded(
     """
     run = ModelRun(model, blocks)
     # The model may change its arguments in place.
-    found = run.record(*trees.map_leaves(cloned, (args, kwargs)))
+    found = run.record(*map_leaves(cloned, (args, kwargs)))
     if not has_streams(device):
         return found
     there: dict[object, Section | None] = {}
@@ -279,7 +279,7 @@ class ModelRun(Run):
         sizes = [(x.shape, x.dtype, x.requires_grad) for x in strided((args, kwargs))]
         kind = kind_of(block), *sizes
         self.kinds[len(self.sections) - 1] = kind
-        self.arguments.setdefault(kind, trees.map_leaves(_detached, (args, kwargs)))
+        self.arguments.setdefault(kind, map_leaves(_detached, (args, kwargs)))
 
     def _leave(self, name: str, *_: Any) -> None:
         self.calls -= 1
@@ -296,7 +296,7 @@ def _on(device: torch.device, block: nn.Module, args: Any, kwargs: Any) -> Secti
     with use_device(device), torch.inference_mode(False), torch.enable_grad():
         try:
             copy = copied(block, device)
-            args, kwargs = trees.map_leaves(brought, (args, kwargs))
+            args, kwargs = map_leaves(brought, (args, kwargs))
             return ModelRun(copy, {"": copy}).record(args, kwargs).sections[1]
         except torch.OutOfMemoryError:
             return None

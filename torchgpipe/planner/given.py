@@ -16,11 +16,10 @@ from torchgpipe.checks import has_entries, is_number, listed, shown, verify_kind
 from torchgpipe.devices.recorder import memory_total
 from torchgpipe.devices.streams import CPU, Device, accelerators
 from torchgpipe.partition.arguments import checked_device, checked_devices, positive_int
-from torchgpipe.values import trees
 from torchgpipe.values.division import divided, has_chunks, row_count
 from torchgpipe.values.marks import NoChunk
 from torchgpipe.values.microbatch import Batch, scatter
-from torchgpipe.values.structure import Arguments, arguments
+from torchgpipe.values.structure import Arguments, Spec, arguments, flatten_tree
 
 __all__: list[str] = []
 
@@ -202,9 +201,9 @@ def with_loss(
     return nn.Sequential(OrderedDict([*layers.named_children(), ("loss", Loss(loss, targets))]))
 
 
-def leaves_of(targets: Sequence[Any]) -> tuple[list[Any], trees.Spec]:
+def leaves_of(targets: Sequence[Any]) -> tuple[list[Any], Spec]:
     """The leaves of targets, with marks of what goes whole, and the containers around them."""
-    leaves, spec = trees.flatten((*targets,), lambda x: isinstance(x, NoChunk))
+    leaves, spec = flatten_tree((*targets,), lambda x: isinstance(x, NoChunk))
     return leaves, spec
 
 

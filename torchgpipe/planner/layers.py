@@ -156,11 +156,12 @@ def _weights_of(layer: nn.Module) -> Weights:
 
 
 def _sample(sandbox: Sandbox) -> tuple[float, ...]:
-    """Run a layer, and return milliseconds: forward, for the input, backward, again, adding, late.
+    """Run a layer, and measure six times.
 
-    The backward for the input is the first half of one whose second half is late. ``again`` is the
-    time up to the last tensor that the forward saves, weights aside: a recomputation under
-    checkpointing ends there.
+    Returns:
+        Milliseconds of the forward (F), the backward for the input (I), the whole backward (B), the
+        recomputation (R), adding up gradients of weights, and the backward for the weights (W). A
+        recomputation ends at the last tensor that the forward saves, weights aside.
     """
     watch, own = sandbox.stopwatch, sizes_of([x for _, x in tensors(sandbox.layer)])
     again = only_input = 0.0

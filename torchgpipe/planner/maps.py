@@ -104,7 +104,7 @@ class Units:
         return evenest(self.costs, len(devices), self.spreads)
 
     def placed(self, devices: Sequence[Device], sizes: Sequence[int]) -> dict[str, Device]:
-        """The device map that gives each device so many units, in order."""
+        """The device map that gives each device as many units as ``sizes`` says, in order."""
         places = [device for device, size in zip(devices, sizes) for _ in range(size)]
         found = {
             name: place for place, names in zip(places, self.members.values()) for name in names

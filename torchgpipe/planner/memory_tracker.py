@@ -21,7 +21,7 @@ from torchgpipe.autograd.nodes import next_number, number_of
 from torchgpipe.engine.outcome import LARGE
 from torchgpipe.partition.placement import tensors
 from torchgpipe.planner.record import Peaks, Section, Value
-from torchgpipe.values import trees
+from torchgpipe.values.structure import leaves_of
 
 __all__ = ["Piece", "Run", "highest", "memory_of", "size_of", "sizes_of", "strided", "watching"]
 
@@ -92,7 +92,7 @@ class Run:
         self._roots = 0
 
     def give(self, value: Value, x: Tensor) -> None:
-        """Take note of memory that is there before."""
+        """Take note of memory that is there before the first section runs."""
         self.pieces.setdefault(memory_of(x), Piece(value, x))
 
     @property
@@ -319,7 +319,7 @@ def _mode() -> Any:
 
 def strided(values: Any) -> list[Tensor]:
     """The tensors among values that have memory of their own, as sparse ones have not."""
-    found = [x for x in trees.leaves_of(values) if isinstance(x, Tensor)]
+    found = [x for x in leaves_of(values) if isinstance(x, Tensor)]
     return [x for x in found if x.layout == torch.strided]
 
 

@@ -26,7 +26,7 @@ from torchgpipe.partition.keeping import Keeping, offload_of
 from torchgpipe.recompute.runs import is_recomputing
 from torchgpipe.schedule.costs import Costs
 from torchgpipe.show.span import TRIPS, Span
-from torchgpipe.values.trees import leaves_of
+from torchgpipe.values.structure import leaves_of
 
 __all__: list[str] = []
 

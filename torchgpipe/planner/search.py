@@ -128,7 +128,7 @@ class Search(Trials):
         return tuple(cut(problem.count, count, cost))
 
     def _given(self, count: int) -> tuple[Keeping, ...]:
-        """The modes of so many partitions, if they are not to be searched."""
+        """The checkpoint modes of ``count`` partitions, if they are given and not searched."""
         return () if self.problem.modes is None else keepings_of(self.problem.modes, count)
 
     def lighter(self, trial: Trial, *, sends: bool = False) -> Trial:

@@ -106,7 +106,7 @@ class SeenParameter(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """A parameter of which no recomputation finds what it was.
+    """A parameter that its layers change, and whose value before the change nobody has.
 
     Args:
         place: where it is.

@@ -229,7 +229,12 @@ class Checkpoint:
         self._again(partial(self._fill, places), let_go=True)
 
     def _again(self, run: Callable[[FirstNumbers, Batch], None], *, let_go: bool) -> None:
-        """Do a recomputation, as the first one was done."""
+        """Recompute the cell on its stream, in the modes and with the input of its first run.
+
+        Args:
+            run: computes the cell from its random numbers and its input.
+            let_go: whether the input is not needed again.
+        """
         assert self.stored is not None
         device = get_device(self.stream)
         found = SavedSettings([device], self.context.modes)

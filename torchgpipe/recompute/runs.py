@@ -15,8 +15,8 @@ from torchgpipe.ambient.notes import layer as current
 from torchgpipe.autograd.fork_join import Unpack, get_phony
 from torchgpipe.autograd.versions import version_of
 from torchgpipe.recompute.slots import described, mismatch, modified
-from torchgpipe.values import trees
 from torchgpipe.values.microbatch import Batch
+from torchgpipe.values.structure import map_leaves
 
 __all__ = ["is_checkpointing", "is_recomputing", "keep"]
 
@@ -234,7 +234,7 @@ class Values(list[tuple[Any, int]]):
         return leaf
 
     def take(self, leaf: Any) -> Any:
-        """The leaf of the first run in place of the one of the second.
+        """Return the leaf that the first run has kept, in place of the recomputed one.
 
         Raises:
             RuntimeError: the recomputation keeps another kind of value, or more of them; or the
@@ -289,5 +289,5 @@ def keep(value: Value) -> Value:
     values = phase.values
     if values is None:
         return value
-    found: Value = trees.map_leaves(values.take if phase.recomputing else values.put, value)
+    found: Value = map_leaves(values.take if phase.recomputing else values.put, value)
     return found

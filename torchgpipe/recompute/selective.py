@@ -23,15 +23,22 @@ import torch
 from torch.utils import checkpoint
 
 from torchgpipe import _torch
-from torchgpipe._torch import policies
-from torchgpipe._torch.dynamo import schema_of
+from torchgpipe._torch.attributes import (
+    judge_by,
+    keeps_results,
+    kept_by,
+    put_into,
+    results_of,
+    schema_of,
+    unchanged_in,
+)
 from torchgpipe.ambient.modes import own_casts
 from torchgpipe.devices.streams import get_device, is_current
 from torchgpipe.partition.keeping import Policy
 from torchgpipe.recompute.offload import NewCell, Offloaded
 from torchgpipe.recompute.runs import is_recomputing
 from torchgpipe.recompute.storage import View
-from torchgpipe.values import trees
+from torchgpipe.values.structure import leaves_of
 
 __all__: list[str] = []
 
@@ -53,12 +60,12 @@ def contexts_of(policy: Policy, new: NewCell | None) -> Contexts:
         new: makes what sends results to the host, if there is another memory than that.
     """
     first, second = policy()
-    if not policies.is_known(first):
+    if not keeps_results(first):
         # They are somebody's own.
         return first, second
     results = Results(first, new)
-    policies.ask(first, results.choose)
-    policies.ask(second, Results(first, None).choose)
+    judge_by(first, results.choose)
+    judge_by(second, Results(first, None).choose)
     return Counted(first, results), Counted(second, results)
 
 
@@ -132,7 +139,7 @@ class Results:
 
     def __init__(self, mode: Any, new: NewCell | None) -> None:
         # Not the mode itself, which refers to this object.
-        self._results, self._new = policies.results_of(mode), new
+        self._results, self._new = results_of(mode), new
         self._offloaded: Offloaded | None = None
         #: For each operator, whether each of its results that are kept leaves.
         self._leave: defaultdict[Any, list[bool]] = defaultdict(list)
@@ -164,17 +171,17 @@ class Results:
         if self._offloaded is None:
             return
         for operator, leave in self._leave.items():
-            each = map(trees.leaves_of, policies.kept_by(self._results, operator))
+            each = map(leaves_of, kept_by(self._results, operator))
             entries = [[x for x in found if isinstance(x, _torch.KeptResult)] for found in each]
             # Of results that are not kept there is no entry, or an empty one.
             for result, leaves in zip(filter(None, entries), leave):
                 for entry in result if leaves else ():
                     # What has changed stays, and PyTorch raises when it is asked for.
                     # guard: what a policy sends and layers change
-                    x = policies.unchanged(entry)
+                    x = unchanged_in(entry)
                     if x is not None:
                         view = self._offloaded.pack(x)
-                        policies.replace(entry, view, view.version)
+                        put_into(entry, view, view.version)
                         self._views.append((entry, view))
 
     def come(self) -> None:
@@ -187,7 +194,7 @@ class Results:
             x = view.kept
             if x is None:
                 x = view.rebuild(get_device(self._offloaded.stream))
-            policies.replace(entry, x, view.version)
+            put_into(entry, x, view.version)
 
 
 class Counted:

@@ -74,7 +74,7 @@ def verify_like(tensor: Tensor, saved: Tensor | Slot, by: str | None) -> None:
         by: the layer that saved it.
 
     Raises:
-        RuntimeError: the tensor has others, or another layer saves it.
+        RuntimeError: its shape or dtype differs, or another layer saves it.
     """
     layer = current.name
     # Within another layer's own checkpointing, the layer is not known in backward.

@@ -181,7 +181,7 @@ def is_held(views: list[View]) -> bool:
 
 
 def sent(views: list[View], memory: HostMemory) -> Storage:
-    """The storage of some views, which let go of it."""
+    """Make a storage of the memory that some views share; they let go of their tensors."""
     storage = Storage(_first(views), memory)
     for view in views:
         view.leave(storage)

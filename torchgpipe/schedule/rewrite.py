@@ -88,7 +88,7 @@ def deferred(program: Program, k: int | Sequence[int]) -> Program:
 
 
 def _delayed(line: Sequence[Instruction], k: int) -> tuple[Instruction, ...]:
-    """Move the W of one worker."""
+    """Delay each W of one worker until ``k`` more I have come after its own I."""
     inputs = [op for x in line for op in operations(x) if op.kind == "I"]
     #: The number of I of this worker that must come before each W.
     due = {op._replace(kind="W"): number + k for number, op in enumerate(inputs, 1)}

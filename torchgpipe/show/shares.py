@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchgpipe.show.span import TRIPS, Span, Stream, order
-from torchgpipe.show.tables import aligned
+from torchgpipe.show.tables import aligned, as_mib
 
 __all__ = ["Shares", "by_stream", "shares", "table"]
 
@@ -129,7 +129,7 @@ def table(found: Sequence[Shares], memory: Mapping[str, int], host: Mapping[str,
         row += [f"{x.away:.1%}"] * is_away
         for known in sizes.values():
             size = known.get(x.device)
-            row.append("-" if size is None else f"{size / 2**20:.1f}")
+            row.append("-" if size is None else as_mib(size))
         rows.append(row)
     return aligned(rows)
 

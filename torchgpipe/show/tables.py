@@ -30,6 +30,11 @@ def in_bytes(size: int) -> str:
     return f"{size / 1024**unit:.{min(unit, 1)}f} {units[unit]}"
 
 
+def as_mib(size: float) -> str:
+    """A number of bytes in MiB, to a tenth, without the unit: for columns whose title has it."""
+    return f"{size / 2**20:.1f}"
+
+
 def in_gib(size: float) -> str:
     """A number of bytes to a hundredth of a GiB, for lines that compare the memory of devices."""
     return f"{size / 2**30:.2f} GiB"

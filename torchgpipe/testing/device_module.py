@@ -200,7 +200,7 @@ def lstm_cell_backward(
     workspace: Tensor,
     has_bias: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of the gates, of ``c`` and of the biases, which is the same for both."""
+    """The gradients of the gates and of ``c``, and that of the biases, which both biases have."""
     if grad_hy is None and grad_cy is None:
         return None, None, None
     i, f, g, o = workspace.chunk(4, 1)

@@ -68,7 +68,7 @@ class Hardware:
             verify_number(share, rule, kind, "pass a number above 0, such as 0.5", above=0)
 
     def calibrated(self, predicted: float, measured: float, baseline: str) -> Hardware:
-        """The same hardware, with efficiencies by which a measured step takes its time.
+        """The same hardware, with efficiencies scaled so that a measured step is predicted right.
 
         Args:
             predicted: the seconds that this description has predicted for the step.

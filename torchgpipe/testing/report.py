@@ -180,7 +180,11 @@ def waits_of(spans: list[Span]) -> list[Wait]:
 
 
 def critical_path(spans: list[Span]) -> list[int]:
-    """The indices of the spans that the makespan consists of, from the first to the last."""
+    """Find the spans whose times make the makespan, each after the one that let it start.
+
+    Returns:
+        Their indices, from the first to the last.
+    """
     if not spans:
         return []
     path = [max(range(len(spans)), key=lambda index: spans[index].end)]

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.mapped_gpipe import MappedGPipe
-from torchgpipe.values import trees
 from torchgpipe.values.division import division_of
 from torchgpipe.values.marks import Chunks
+from torchgpipe.values.structure import map_leaves
 
 __all__: list[str] = []
 
@@ -361,7 +361,7 @@ class PipelinedModel:
         def finished(name: str, value: Any) -> Any:
             if isinstance(value, Tensor) and is_stacked(name, value, m, rows):
                 return whole(value, shares).to(self._device)
-            return value if self._alone else trees.map_leaves(self._arrived, value)
+            return value if self._alone else map_leaves(self._arrived, value)
 
         if isinstance(output, tuple):
             return tuple([finished("" if k else "loss", x) for k, x in enumerate(output)])

@@ -15,9 +15,16 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from torchgpipe import _torch
-from torchgpipe.values import trees
-from torchgpipe.values.marks import Chunk, Chunks, NoChunk, is_marked, is_of_input
-from torchgpipe.values.structure import is_dense, names, verify_leaf
+from torchgpipe.values.marks import Chunk, Chunks, NoChunk, is_marked
+from torchgpipe.values.structure import (
+    flatten_tree,
+    is_dense,
+    is_of_input,
+    leaves_of,
+    map_leaves,
+    names,
+    verify_leaf,
+)
 
 __all__: list[str] = []
 
@@ -77,7 +84,7 @@ def division_of(value: Any, chunks: int) -> Division:
         ValueError: there is no tensor to divide, tensors differ in their number of rows, or several
             :class:`Chunks` differ in length.
     """
-    if not isinstance(value, Tensor) and any(map(is_marked, trees.leaves_of(value, is_marked))):
+    if not isinstance(value, Tensor) and any(map(is_marked, leaves_of(value, is_marked))):
         raise TypeError(
             "PerMicroBatch marks outputs, so it belongs in what layers return "
             f"(input: {type(value).__name__}); pass the value itself, or "
@@ -153,7 +160,7 @@ def leaves_in(value: Any, rows: int | None = None) -> Callable[[Any], bool]:
     """
     if isinstance(value, Tensor):
         return is_of_input
-    found = trees.leaves_of(value, lambda x: is_of_input(x) or is_list_of_tensors(x))
+    found = leaves_of(value, lambda x: is_of_input(x) or is_list_of_tensors(x))
     if not any(map(is_list_of_tensors, found)):
         return is_of_input
     if rows is None:
@@ -184,7 +191,7 @@ def rows_in(leaf: Any) -> int | None:
 
 def has_chunks(value: Any) -> bool:
     """Whether a value contains a :class:`Chunks` mark."""
-    return any(isinstance(x, Chunks) for x in trees.leaves_of(value, is_of_input))
+    return any(isinstance(x, Chunks) for x in leaves_of(value, is_of_input))
 
 
 def row_count(value: Any) -> int:
@@ -209,7 +216,7 @@ def split(value: Any, division: Division, rows: int | None = None) -> Iterator[A
         for start, size in zip(starts, sizes):
             yield _rows(value, 0, start, size, differentiated)
         return
-    leaves, spec = trees.flatten(value, leaves_in(value, rows))
+    leaves, spec = flatten_tree(value, leaves_in(value, rows))
     aliases: dict[int, Tensor] = {}
 
     def alias(x: Any) -> Any:
@@ -234,7 +241,7 @@ def split(value: Any, division: Division, rows: int | None = None) -> Iterator[A
     # A tensor that occurs several times stays one object.
     own = {id(x): x for x in leaves if _is_divided(x)}
     whole = [
-        x if id(x) in own else trees.map_leaves(alias, x.value if isinstance(x, NoChunk) else x)
+        x if id(x) in own else map_leaves(alias, x.value if isinstance(x, NoChunk) else x)
         for x in leaves
     ]
     for i in range(division.m):

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from torchgpipe.checks import has_entries
-from torchgpipe.values import trees
+from torchgpipe.values.structure import InputMark, is_of_input, leaves_of, map_leaves
 
 __all__ = ["Chunk", "Chunks", "NoChunk", "PerMicroBatch"]
 
 
-class NoChunk:
+class NoChunk(InputMark):
     """Mark a value that every micro-batch gets whole: ``model(input, NoChunk(mask))``.
 
     The mark may be anywhere in the input of a wrapped model. Layers see the value itself.
@@ -30,13 +30,13 @@ class NoChunk:
 
     def map(self, function: Callable[[Any], Any]) -> NoChunk:
         """Apply a function to each leaf; return the results under the same mark."""
-        return NoChunk(trees.map_leaves(function, self.value))
+        return NoChunk(map_leaves(function, self.value))
 
     def __repr__(self) -> str:
         return f"NoChunk({self.value!r})"
 
 
-class Chunk:
+class Chunk(InputMark):
     """Mark a tensor whose rows are another dimension: ``model(ids, Chunk(positions, dim=1))``.
 
     The mark may be anywhere in the input of a wrapped model, or among the targets of a loss. Layers
@@ -82,7 +82,7 @@ class Chunk:
         return f"Chunk({self.value!r}, dim={self.dim})"
 
 
-class Chunks:
+class Chunks(InputMark):
     """Mark a value that its caller has divided: ``model(Chunks([first, second, third]))``.
 
     Entry ``i`` goes to micro-batch ``i``. It may be anything: tensors of any shapes, plain objects,
@@ -114,7 +114,7 @@ class Chunks:
                 "Chunks must have an entry for each micro-batch (entries: 0); skip the step where "
                 "there is none"
             )
-        marks = [type(x).__name__ for x in trees.leaves_of(self.values, is_mark) if is_mark(x)]
+        marks = [type(x).__name__ for x in leaves_of(self.values, is_mark) if is_mark(x)]
         if marks:
             raise TypeError(
                 "marks must not be within Chunks, whose entries go to one micro-batch each "
@@ -156,7 +156,7 @@ class Chunks:
 
     def map(self, function: Callable[[Any], Any]) -> Chunks:
         """Apply a function to each leaf; return the results under the same mark."""
-        return Chunks([trees.map_leaves(function, x) for x in self.values])
+        return Chunks([map_leaves(function, x) for x in self.values])
 
     def __len__(self) -> int:
         return len(self.values)
@@ -180,11 +180,6 @@ class PerMicroBatch(NamedTuple):
     value: Any
 
 
-def is_of_input(leaf: Any) -> bool:
-    """Whether a leaf is a mark that belongs in the input of a wrapped model."""
-    return isinstance(leaf, NoChunk | Chunk | Chunks)
-
-
 def is_mark(value: Any) -> bool:
     """Whether a value is a mark of any kind."""
     return is_of_input(value) or is_marked(value)
@@ -197,4 +192,4 @@ def is_marked(value: Any) -> bool:
 
 def unmarked(value: Any) -> Any:
     """A value without its :class:`PerMicroBatch` marks."""
-    return trees.map_leaves(lambda x: unmarked(x.value) if is_marked(x) else x, value, is_marked)
+    return map_leaves(lambda x: unmarked(x.value) if is_marked(x) else x, value, is_marked)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from torchgpipe import _torch
 from torchgpipe.devices.streams import device_types
-from torchgpipe.values import trees
 from torchgpipe.values.division import Division, division_of, split
 from torchgpipe.values.marks import is_marked, unmarked
 from torchgpipe.values.order import verify_rows
@@ -27,6 +26,8 @@ from torchgpipe.values.structure import (
     Tensors,
     equal,
     flatten,
+    leaves_of,
+    map_leaves,
     names,
 )
 
@@ -314,13 +315,13 @@ def joined(outputs: Sequence[Batch], division: Division, blocks: Container[int] 
 def _marked(batch: Batch) -> set[int] | None:
     """The indices of the tensors that are marked by :class:`PerMicroBatch`; None without marks."""
     is_plain = batch.structures[VALUE].spec is None
-    leaves = [] if is_plain else trees.leaves_of(batch.value, is_marked)
+    leaves = [] if is_plain else leaves_of(batch.value, is_marked)
     if not any(map(is_marked, leaves)):
         return None
     found: set[int] = set()
     count = 0
     for leaf in leaves:
-        here = sum(isinstance(x, Tensor) for x in trees.leaves_of(leaf))
+        here = sum(isinstance(x, Tensor) for x in leaves_of(leaf))
         if is_marked(leaf):
             found.update(range(count, count + here))
         count += here
@@ -387,4 +388,4 @@ def _compare(first: Batch, other: Batch, i: int) -> None:
 
 
 def _outline(batch: Batch) -> Any:
-    return trees.map_leaves(lambda leaf: type(leaf).__name__, batch.value)
+    return map_leaves(lambda leaf: type(leaf).__name__, batch.value)

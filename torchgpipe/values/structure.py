@@ -7,7 +7,7 @@ its tensors alone, and puts the value together again before a layer is called wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -15,10 +15,108 @@ import torch
 from torch import Tensor
 
 from torchgpipe import _torch
-from torchgpipe.values import trees
-from torchgpipe.values.marks import is_of_input
 
 __all__: list[str] = []
+
+
+# Trees: nested containers are taken apart into leaves, and put together again.
+#
+# PyTorch's functions would do, but each call of them creates a reference cycle. Only Python's
+# garbage collector frees these, and a step must not leave it any.
+
+
+#: Whether a container shall be a leaf.
+IsLeaf: TypeAlias = Callable[[Any], bool]
+
+
+class Spec:
+    """The containers of a tree without its leaves.
+
+    Args:
+        kind: the kind of the outermost container; None for a leaf.
+        context: what else PyTorch must know of it, such as the keys of a dict.
+        children: the trees that it holds.
+    """
+
+    __slots__ = ("children", "context", "count", "kind")
+
+    def __init__(self, kind: Any, context: Any, children: Sequence[Spec]) -> None:
+        self.kind, self.context, self.children = kind, context, children
+        #: The number of leaves.
+        self.count: int = 1 if kind is None else sum([x.count for x in children])
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Spec):
+            return NotImplemented
+        return self is other or (
+            self.kind is other.kind
+            and bool(self.context == other.context)
+            and self.children == other.children
+        )
+
+    def unflatten(self, leaves: Sequence[Any]) -> Any:
+        """The tree with these leaves, in new containers."""
+        return _filled(self, [*reversed(leaves)])
+
+
+LEAF = Spec(None, None, ())
+
+
+def flatten_tree(tree: Any, is_leaf: IsLeaf | None = None) -> tuple[list[Any], Spec]:
+    """Take a tree apart into its leaves, in order, and its containers.
+
+    Args:
+        tree: the tree.
+        is_leaf: tells which containers are leaves, too.
+    """
+    leaves: list[Any] = []
+    return leaves, _flattened(tree, is_leaf, leaves)
+
+
+def leaves_of(tree: Any, is_leaf: IsLeaf | None = None) -> list[Any]:
+    """The leaves of a tree, in order."""
+    return flatten_tree(tree, is_leaf)[0]
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: IsLeaf | None = None) -> Any:
+    """A tree with a function of each leaf in place of the leaf."""
+    leaves, spec = flatten_tree(tree, is_leaf)
+    return spec.unflatten([*map(function, leaves)])
+
+
+def _flattened(tree: Any, is_leaf: IsLeaf | None, leaves: list[Any]) -> Spec:
+    kind = type(tree)
+    if issubclass(kind, tuple) and kind is not tuple:
+        # All named tuples are of one kind.
+        kind = _torch.node_type(tree)
+    container = _torch.containers.get(kind)
+    if container is None or (is_leaf is not None and is_leaf(tree)):
+        leaves.append(tree)
+        return LEAF
+    children, context = container.flatten_fn(tree)
+    return Spec(kind, context, [_flattened(x, is_leaf, leaves) for x in children])
+
+
+def _filled(spec: Spec, rest: list[Any]) -> Any:
+    """Build a tree from leaves that it pops off the end of a reversed list."""
+    if spec.kind is None:
+        return rest.pop()
+    children = [_filled(x, rest) for x in spec.children]
+    return _torch.containers[spec.kind].unflatten_fn(children, spec.context)
+
+
+# Values: trees of which the tensors count.
+
+
+class InputMark:
+    """The base of marks, which a caller puts around values in the input of a wrapped model."""
+
+    __slots__ = ()
+
+
+def is_of_input(leaf: Any) -> bool:
+    """Whether a leaf is a mark that belongs in the input of a wrapped model."""
+    return isinstance(leaf, InputMark)
 
 
 class Missing:
@@ -67,7 +165,7 @@ class Structure:
 
     __slots__ = ("others", "spec")
 
-    def __init__(self, spec: trees.Spec | None, others: dict[int, Any]) -> None:
+    def __init__(self, spec: Spec | None, others: dict[int, Any]) -> None:
         self.spec = spec
         self.others = others
 
@@ -107,7 +205,7 @@ class Structure:
 
 def _restored(containers: Any, others: dict[int, Any]) -> Structure:
     """Rebuild a structure after unpickling, from a value with a number for each leaf."""
-    return Structure(trees.flatten(containers)[1], others)
+    return Structure(flatten_tree(containers)[1], others)
 
 
 #: The types of most other leaves, which cannot hold tensors.
@@ -128,7 +226,7 @@ def flatten(value: Any) -> tuple[Tensors, Structure]:
         return (value,), ALONE
     if type(value) is tuple and value and all(isinstance(x, Tensor) for x in value):
         return value, TUPLE
-    leaves, spec = trees.flatten(value)
+    leaves, spec = flatten_tree(value)
     others = {k: leaf for k, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
     for leaf in others.values():
         if type(leaf) not in ATOMS:
@@ -145,7 +243,7 @@ def names(value: Any, is_leaf: Callable[[Any], bool] = is_of_input) -> Iterator[
         found = _torch.leaves_with_path(value, is_leaf)
     except ValueError:
         # A container that was registered without names.
-        leaves = trees.leaves_of(value, is_leaf)
+        leaves = leaves_of(value, is_leaf)
         yield from [(f"leaf {k}", leaf) for k, leaf in enumerate(leaves)]
     else:
         yield from [(_torch.keystr(path).lstrip(".") or "the value", leaf) for path, leaf in found]
@@ -212,4 +310,4 @@ def _holds_tensors(leaf: Any, seen: set[int]) -> bool:
     if id(leaf) in seen:
         return False
     seen.add(id(leaf))
-    return any(_holds_tensors(x, seen) for content in contents for x in trees.leaves_of(content))
+    return any(_holds_tensors(x, seen) for content in contents for x in leaves_of(content))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchgpipe.show.tables import aligned, in_bytes, in_gib
+from torchgpipe.show.tables import aligned, as_mib, in_bytes, in_gib
 
 
 def test_columns():
@@ -36,3 +36,4 @@ def test_bytes(size, text):
 
 def test_bytes_of_devices():
     assert [in_gib(0), in_gib(3 * 2**29)] == ["0.00 GiB", "1.50 GiB"]
+    assert [as_mib(0), as_mib(3 * 2**19)] == ["0.0", "1.5"]

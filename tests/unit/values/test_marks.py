@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from torchgpipe import Chunk, Chunks, NoChunk
-from torchgpipe.values.marks import is_of_input
+from torchgpipe.values.structure import is_of_input
 
 X = torch.arange(12.0).view(3, 4)
 

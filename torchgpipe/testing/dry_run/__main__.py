@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from torchgpipe import _torch
-from torchgpipe.testing.dry_run.run import (
+from torchgpipe.testing.dry_run import (
     COUNTED,
     AtStart,
     Prediction,

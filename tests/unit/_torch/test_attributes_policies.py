@@ -5,7 +5,14 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from torchgpipe import _torch
-from torchgpipe._torch import policies
+from torchgpipe._torch.attributes import (
+    judge_by,
+    keeps_results,
+    kept_by,
+    put_into,
+    results_of,
+    unchanged_in,
+)
 
 SIN = torch.ops.aten.sin.default
 
@@ -16,7 +23,7 @@ def modes():
 
 
 def entries_of(mode):
-    kept = policies.kept_by(policies.results_of(mode), SIN)
+    kept = kept_by(results_of(mode), SIN)
     return [x for x in kept if isinstance(x, _torch.KeptResult)]
 
 
@@ -29,10 +36,10 @@ def test_a_mode_asks_another_function(modes):
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     first, second = modes
-    assert policies.is_known(first)
-    assert not policies.is_known(torch.no_grad())
+    assert keeps_results(first)
+    assert not keeps_results(torch.no_grad())
     for mode in modes:
-        policies.ask(mode, judge)
+        judge_by(mode, judge)
     x = torch.rand(2)
     with first:
         x.sin()
@@ -49,11 +56,11 @@ def test_what_is_kept_can_be_another_tensor(modes):
     with first:
         y, z = x.sin(), x.exp().sin()
     one, other = entries_of(first)
-    assert torch.equal(policies.unchanged(one), y)
+    assert torch.equal(unchanged_in(one), y)
     other.val.add_(1)
-    assert policies.unchanged(other) is None
-    policies.replace(one, new := z + 2, new._version)
-    assert policies.unchanged(one) is new
+    assert unchanged_in(other) is None
+    put_into(one, new := z + 2, new._version)
+    assert unchanged_in(one) is new
     with second:
         assert x.sin() is new
         with pytest.raises(RuntimeError, match="has been mutated"):

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from torchgpipe._torch.dynamo import modules_of, parameters_of
+from torchgpipe._torch.attributes import modules_of, parameters_of
 
 
 def test_modules_in_order():

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from torchgpipe import _torch
-from torchgpipe._torch import dynamo as alone
-from torchgpipe._torch.dynamo import is_alone
+from torchgpipe._torch import attributes
+from torchgpipe._torch.attributes import is_alone
 
 
 def test_memory_of_its_own():
@@ -32,6 +32,6 @@ def test_memory_of_its_own():
 
 def test_without_the_count(monkeypatch):
     monkeypatch.setattr(_torch, "count_uses", _torch.NAMES["count_uses"].instead, raising=False)
-    alone._uses_of_one.cache_clear()
+    attributes._uses_of_one.cache_clear()
     assert not is_alone(torch.rand(3))
-    alone._uses_of_one.cache_clear()
+    attributes._uses_of_one.cache_clear()

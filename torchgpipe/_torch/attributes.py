@@ -1,0 +1,140 @@
+"""Private attributes of PyTorch's objects: operators, tensors, modules, selective checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module
+
+from torchgpipe import _torch
+
+__all__: list[str] = []
+
+
+# Operators and tensors: what operators declare, and which storage a tensor has.
+
+
+GLOBAL_HOOKS = (
+    *("_global_forward_hooks", "_global_forward_pre_hooks"),
+    *("_global_backward_hooks", "_global_backward_pre_hooks"),
+)
+
+aten = torch.ops.aten
+#: Views by shape, for which a copy can stand as long as nobody changes their memory.
+VIEWS = {aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default}
+
+
+def schema_of(operator: Any) -> Any:
+    """The declaration of an operator's arguments and results; None for other functions."""
+    return getattr(operator, "_schema", None)
+
+
+def has_global_hooks() -> bool:
+    """Whether hooks run around all modules of the process."""
+    return any(getattr(module, name, None) for name in GLOBAL_HOOKS)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """The identity of a tensor's storage, which views share; fake tensors have one, too."""
+    found: int = tensor.untyped_storage()._cdata
+    return found
+
+
+# The modules of a model, found faster than by PyTorch, which names each on the way.
+
+
+def modules_of(root: nn.Module) -> list[nn.Module]:
+    """All modules that a module consists of, itself included, as ``root.modules()`` has them."""
+    found: dict[nn.Module, None] = {}
+    waiting = [root]
+    while waiting:
+        module = waiting.pop()
+        if module not in found:
+            found[module] = None
+            if children := module._modules:
+                waiting += [x for x in reversed(children.values()) if x is not None]
+    return [*found]
+
+
+def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """The parameters of modules, each once, as ``root.parameters()`` has those of its modules."""
+    found = [x for module in modules for x in module._parameters.values() if x is not None]
+    return [*dict.fromkeys(found)]
+
+
+# Memory that one tensor has alone, so that nobody notices what is done with it.
+
+
+def is_alone(tensor: Tensor) -> bool:
+    """Whether a tensor has contiguous memory of its own, which nobody else can write to."""
+    # A subclass may have its memory in tensors that it holds.
+    if type(tensor) is not Tensor or tensor.layout != torch.strided:
+        return False
+    storage = tensor.untyped_storage()
+    # Memory that PyTorch has not allocated may be anybody's.
+    return (
+        tensor.is_contiguous()
+        and storage.nbytes() == tensor.nbytes
+        and storage.resizable()
+        and _torch.count_uses(storage._cdata) == _uses_of_one()
+    )
+
+
+@cache
+def _uses_of_one() -> int:
+    """The number of uses that memory of one tensor has while somebody asks."""
+    tensor = torch.empty(1, device="cpu")
+    storage = tensor.untyped_storage()
+    found: int = _torch.count_uses(storage._cdata)
+    return found
+
+
+# Selective checkpoints: the policy that a mode of PyTorch's asks, and what the mode keeps.
+#
+# Where an attribute is missing, a policy does what PyTorch alone does.
+
+
+def keeps_results(mode: Any) -> bool:
+    """Whether a context manager is PyTorch's mode for a first run, with all that is used here."""
+    known = hasattr(mode, "policy_fn") and hasattr(mode, "storage")
+    return known and isinstance(mode, _torch.KeepingMode)
+
+
+def judge_by(mode: Any, judge: Callable[..., Any]) -> None:
+    """Have a mode ask a function, which gets the mode's own policy first.
+
+    Before PyTorch 2.13 the mode of the recomputation asks, too; from then on it does not.
+    """
+    policy = getattr(mode, "policy_fn", None)
+    if policy is not None:
+
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            return judge(policy, *args, **kwargs)
+
+        mode.policy_fn = asked
+
+
+def results_of(mode: Any) -> Any:
+    """The table of results that a mode keeps. It does not refer to the mode."""
+    return mode.storage
+
+
+def kept_by(results: Any, operator: Any) -> list[Any]:
+    """The results of an operator in a first run, in order; those that are kept have entries."""
+    found = results.get(operator, ())
+    return [*(found.values() if isinstance(found, dict) else found)]
+
+
+def unchanged_in(entry: Any) -> Tensor | None:
+    """The tensor of an entry, if it is one that nobody has changed in place since."""
+    found = isinstance(entry.val, Tensor) and entry.val._version == entry.version
+    return entry.val if found else None
+
+
+def put_into(entry: Any, value: Any, version: int) -> None:
+    """Put something else into an entry, with the version that the mode shall find."""
+    entry.val, entry.version = value, version
