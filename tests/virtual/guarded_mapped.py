@@ -118,7 +118,10 @@ MUTANTS = {
     "join of what leaves": (("fence.before(self.i, j)", "[]"), "mapped slow host"),
     "lead of a course": (("max(lead", "max(lead + 1"), "mapped slow host"),
     "recomputation before the gradient": (("self.checkpoints", "()"), "mapped makespan"),
-    "copies of what has changed": (("version != now", "False"), "mapped changes"),
+    "copies of what has changed": (
+        ("version != tensor._version", "False"),
+        "mapped changes",
+    ),
     "copies without grad": (("tensor.requires_grad", "False"), "mapped no grad"),
     "waiting for an earlier visit": (DROP, "mapped bart"),
     "streams of a later visit": (DROP, "mapped late"),

@@ -70,13 +70,19 @@ class noted:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        name, layer.name = layer.name, self.outer
+        if error is not None:
+            note_layer(error, self)
+        layer.name = self.outer
         if self.label is not None:
             labels.put(self.outer_label)
-        if error is not None:
-            # An exception that takes no notes stays without one.
-            with suppress(Exception):
-                add_note(error, f"{self}" + (f", layer {name} ({layer.kind})" if name else ""))
+
+
+def note_layer(error: BaseException, note: object) -> None:
+    """Add a note to an exception, with the layer that this thread runs, if there is one."""
+    name = f", layer {layer.name} ({layer.kind})" if layer.name else ""
+    # An exception that takes no notes stays without one.
+    with suppress(Exception):
+        add_note(error, f"{note}{name}")
 
 
 def add_note(error: BaseException, note: str) -> None:

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from torchgpipe import _torch
 from torchgpipe._torch.dynamo import Interception, uncompiled
 from torchgpipe.ambient.context import registered
 from torchgpipe.ambient.notes import Visit
 from torchgpipe.engine.body import Body
-from torchgpipe.mapped.containers import filling_nothing, replaced, tensors_of, unfilled
+from torchgpipe.mapped.containers import filling_nothing, map_arguments, tensors_of, unfilled
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.mapped.exchanged import Attributes, CallAttributes
 from torchgpipe.partition.placement import Lent
@@ -74,12 +75,11 @@ class Call(Interception):
             # Outside of a step, as when the model generates text.
             device = self.mapped.device
             copies: list[Any] = []
-            here = {id(x): x.to(device) for x in tensors_of((args, kwargs))}
-            args, kwargs = replaced((args, kwargs), here, copies)
+            args, kwargs = map_arguments(lambda x: x.to(device), (args, kwargs), copies)
             if self.mapped.lent:
                 near = partial(_near, device)
                 inner = partial(Lent(self.mapped.lent, near, nullcontext()).call, inner)
-            with unfilled(self.mapped.name, [x for x in copies if x is not kwargs]):
+            with unfilled(self.mapped.name, copies):
                 return inner(*args, **kwargs)
         return course.call(self.mapped, module, inner, (args, kwargs))
 
@@ -169,13 +169,30 @@ current = registered(Current())
 
 
 class inside:
-    """Compute a mapped module as a whole, whatever it calls, within a ``with`` block."""
+    """Compute a mapped module as a whole, whatever it calls, within a ``with`` block.
+
+    Args:
+        glue: the mode for code between modules, which is off in the block if it is the innermost
+            one. Within a module all tensors are on one device, and a mode takes a microsecond for
+            each operator.
+    """
+
+    __slots__ = ("_glue", "_outer", "_popped")
+
+    def __init__(self, glue: TorchFunctionMode | None = None) -> None:
+        self._glue = glue
 
     def __enter__(self) -> None:
         self._outer, current.course = current.course, INSIDE
+        count = 0 if self._glue is None else _torch.count_function_modes()
+        self._popped = count and _torch.function_mode_at(count - 1) is self._glue
+        if self._popped:
+            _torch.pop_function_mode()
 
     def __exit__(self, *_: object) -> None:
         current.course = self._outer
+        if self._popped:
+            _torch.push_function_mode(self._glue)
 
 
 class MappedBody(Body):
@@ -225,13 +242,12 @@ class MappedBody(Body):
             note: as in :meth:`run`.
         """
         args, kwargs = arguments
-        with inside():
-            if not note:
-                return self._inner(*args, **kwargs)
-            visit = Visit(self.layers, tensors_of(arguments), tuple, note)
-            with visit:
-                output = self._inner(*args, **kwargs)
-                visit.visit(*tensors_of(output))
+        if not note:
+            return self._inner(*args, **kwargs)
+        visit = Visit(self.layers, tensors_of(arguments), tuple, note)
+        with visit:
+            output = self._inner(*args, **kwargs)
+            visit.visit(*tensors_of(output))
         return output
 
     def run_twice(self, batch: Batch, given: CallAttributes | None, **more: Any) -> Batch:

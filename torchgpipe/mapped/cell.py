@@ -77,6 +77,23 @@ class Cell:
         """The label of the work of this cell; None without an observation."""
         return labels.of("F", self.stage.number, self.i)
 
+    def known(self, missing: list[Tensor], tensor: Tensor) -> Tensor:
+        """The tensor on this device, if nothing has to be done for that.
+
+        Args:
+            missing: a list to which the tensor is added otherwise.
+            tensor: a tensor on any device.
+        """
+        stage = self.stage
+        if not stage.visit:
+            found = self._come.get(tensor)
+            if found is not None:
+                return found
+            if tensor.device == stage.device:
+                return tensor
+        missing.append(tensor)
+        return tensor
+
     def fetch(
         self, tensors: Sequence[Tensor], source: Callable[[torch.device], Cell]
     ) -> dict[int, Tensor]:
@@ -218,27 +235,37 @@ class Copies:
         #: The original, held so that no other tensor gets its identity; its version; and the copy.
         self._found: dict[int, tuple[Tensor, int, Tensor]] = {}
 
+    def get(self, tensor: Tensor) -> Tensor | None:
+        """The valid copy of a tensor; None if there is none."""
+        found = self._found.get(id(tensor))
+        if found is None:
+            return None
+        _, version, copy = found
+        # guard: copies of what has changed
+        if version != tensor._version:
+            return None
+        # A copy that was made without grad mode passes no gradient back.
+        # guard: copies without grad
+        if tensor.requires_grad and not copy.requires_grad and torch.is_grad_enabled():
+            return None
+        return copy
+
     def known(self, tensors: Iterable[Tensor]) -> tuple[dict[int, Tensor], list[Tensor]]:
         """The valid copies, by the identities of the originals, and the tensors that have none."""
         copies: dict[int, Tensor] = {}
-        missing = {id(x): x for x in tensors}
-        for key, tensor in [*missing.items()]:
-            _, version, copy = self._found.get(key, (tensor, -1, None))
-            now = version_of(tensor)
-            # The tensor was changed in place since, or has no version counter.
-            # guard: copies of what has changed
-            if copy is None or version != now or now < 0:
-                continue
-            # A copy that was made without grad mode passes no gradient back.
-            # guard: copies without grad
-            if tensor.requires_grad and not copy.requires_grad and torch.is_grad_enabled():
-                continue
-            copies[key] = copy
-            del missing[key]
+        missing: dict[int, Tensor] = {}
+        for tensor in tensors:
+            copy = self.get(tensor)
+            if copy is None:
+                missing[id(tensor)] = tensor
+            else:
+                copies[id(tensor)] = copy
         return copies, [*missing.values()]
 
     def added(self, tensors: Sequence[Tensor], copies: Sequence[Tensor]) -> dict[int, Tensor]:
         """Take note of copies, and return them by the identities of the originals."""
         for tensor, made in zip(tensors, copies):
-            self._found[id(tensor)] = tensor, version_of(tensor), made
+            # Without a version counter, no change would be noticed.
+            if (version := version_of(tensor)) >= 0:
+                self._found[id(tensor)] = tensor, version, made
         return {id(tensor): made for tensor, made in zip(tensors, copies)}

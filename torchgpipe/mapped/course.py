@@ -22,7 +22,7 @@ micro-batch would wait for this one to come back.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -34,17 +34,16 @@ from torch.overrides import TorchFunctionMode
 from torchgpipe.ambient import labels
 from torchgpipe.ambient.context import current_hooks, is_in_checkpoint
 from torchgpipe.ambient.modes import own_casts
-from torchgpipe.ambient.notes import add_note, noted
+from torchgpipe.ambient.notes import add_note, contextmanager, layer, note_layer, noted
 from torchgpipe.devices.streams import has_streams, make_current, use_stream, wait_stream
-from torchgpipe.mapped.calls import MappedBody
+from torchgpipe.mapped.calls import MappedBody, inside
 from torchgpipe.mapped.cell import Cell
-from torchgpipe.mapped.containers import elsewhere_in, replaced, tensors_of, unfilled
+from torchgpipe.mapped.containers import elsewhere_in, map_arguments, tensors_of, unfilled
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.mapped.exchanged import Exchanged, mappings_of
-from torchgpipe.mapped.glue import paused
 from torchgpipe.mapped.numbers import CourseNumbers
 from torchgpipe.mapped.on_demand import omissible
-from torchgpipe.mapped.step import MappedStep
+from torchgpipe.mapped.step import DeviceVisit, MappedStep
 from torchgpipe.mapped.tail import Tail
 from torchgpipe.mapped.threads import Turns
 from torchgpipe.recompute.verification import is_verifying
@@ -78,8 +77,8 @@ class Course:
         self._way: list[torch.device] = []
         #: The latest cell on each device.
         self._cells: dict[torch.device, Cell] = {}
-        #: The position of code between mapped modules, for notes on exceptions.
-        self._place = "in front of the first mapped module"
+        #: The module that was called last, and whether an exception of its call is on its way.
+        self._latest: Mapped | None = None
         self._noted = False
         #: How often each module with names on several devices was called.
         self._counts: Counter[Mapped] = Counter()
@@ -94,12 +93,15 @@ class Course:
         #: The code after the latest mapped module, if it may be the last one.
         self.tail: Tail | None = None
         self._omits = False
-        self._latest = ""
+        #: The layer that this thread runs, if the wrapper is within another one.
+        self._layer, layer.name = layer.name, None
 
     def note(self, error: BaseException) -> None:
         """Add a note to what the model has raised, unless a mapped module did."""
         if not self._noted:
-            add_note(error, f"raised {self._place}, micro-batch {self.i}")
+            last = self._latest
+            place = f"after {last.place}" if last else "in front of the first mapped module"
+            add_note(error, f"raised {place}, micro-batch {self.i}")
 
     def call(
         self,
@@ -108,7 +110,7 @@ class Course:
         inner: Callable[..., Any],
         value: tuple[Any, Any],
     ) -> Any:
-        """Compute a mapped module on its device: enter the cell, fetch, compute, note.
+        """Compute a mapped module on its device: enter the cell, fetch, compute.
 
         Args:
             mapped: the place of the module in the map.
@@ -116,7 +118,6 @@ class Course:
             inner: calls the module's own forward, with its hooks.
             value: the positional arguments, and the keyword arguments.
         """
-        self._noted = True
         if self.tail:
             self.tail.keep()
             self.tail = None
@@ -125,39 +126,51 @@ class Course:
             count, places = self._counts[mapped], (mapped, *mapped.turns)
             self._counts[mapped] += 1
             mapped = places[count % len(places)]
-        self._latest = mapped.name
-        note = f"raised in {mapped.place}, micro-batch {self.i}"
-        changes = self.step.changes or None
-        with paused(self.glue), noted(note):
-            if changes:
-                changes.wait(tensors_of(value))
-            before, cell = self._cell, self._enter(mapped.device, value)
-            if changes:
-                self._wait_for_state(module, cell)
-            if labels.observer is not None:
-                # Code after the module belongs to the cell, too.
-                labels.put(cell.label)
-            body = self.step.body(cell.stage, mapped, module, inner)
-            objects: list[Any] = []
-            value, copies = self._fetch(cell, value, objects)
-            if before is not None and before is not cell:
-                before.leave()
-            try:
-                output = self._compute(mapped, cell, body, value, objects, copies, note)
-            except RuntimeError as error:
-                found = elsewhere_in(module, mapped.device) if "same device" in str(error) else []
-                if not found:
+        self._latest, self._noted = mapped, True
+        try:
+            with inside(self.glue):
+                changed, before, cell = self.step.changes.last, self._cell, self._cell
+                if changed:
+                    self.step.changes.wait(tensors_of(value))
+                if cell is None or cell.stage.device != mapped.device:
+                    cell = self._enter(mapped.device, value)
+                if changed:
+                    self._wait_for_state(module, cell)
+                if labels.observer is not None:
+                    # Code after the module belongs to the cell, too.
+                    labels.put(cell.label)
+                body = self.step.body(cell.stage, mapped, module, inner)
+                objects: list[Any] = []
+                value, copies = self._fetch(cell, value, objects)
+                if before is not None and before is not cell:
+                    before.leave()
+                try:
+                    output = self._compute(mapped, cell, body, value, objects, copies)
+                except RuntimeError as error:
+                    if "same device" in str(error):
+                        self._explain(error, mapped, module)
                     raise
-                raise RuntimeError(
-                    "modules of a device map must not hand tensors to modules on other devices "
-                    f"through lists, dicts or objects that they hold (module: {mapped.place}, "
-                    f"found: {', '.join(found[:5])}); call the modules with the object, whose "
-                    "tensors come along then, or map them to one device"
-                ) from error
-            if cell.stage.visit:
-                cell.made(output)
-        self._noted, self._place = False, f"after {mapped.place}"
+                if cell.stage.visit:
+                    cell.made(output)
+        except BaseException as error:
+            note_layer(error, self._note(mapped))
+            layer.name = None
+            raise
+        self._noted = False
         return output
+
+    def _note(self, mapped: Mapped) -> str:
+        return f"raised in {mapped.place}, micro-batch {self.i}"
+
+    def _explain(self, error: RuntimeError, mapped: Mapped, module: nn.Module) -> None:
+        """Explain an error about devices, if the module holds tensors of other devices."""
+        if found := elsewhere_in(module, mapped.device):
+            raise RuntimeError(
+                "modules of a device map must not hand tensors to modules on other devices through "
+                f"lists, dicts or objects that they hold (module: {mapped.place}, found: "
+                f"{', '.join(found[:5])}); call the modules with the object, whose tensors come "
+                "along then, or map them to one device"
+            ) from error
 
     def _wait_for_state(self, module: nn.Module, cell: Cell) -> None:
         """Have a module wait for what the model's own code has changed of it."""
@@ -193,11 +206,14 @@ class Course:
             The arguments, and the lists and dicts in them that are copies.
         """
         copies: list[Any] = []
-        tensors, here = tensors_of(value, objects), cell.stage.device
-        if cell.stage.visit or {x.device for x in tensors} - {here}:
-            value = replaced(value, cell.fetch(tensors, self._at), copies)
-        # The dict of keyword arguments is made by the call, so the module may fill it.
-        return value, [x for x in copies if x is not value[1]]
+        missing: list[Tensor] = []
+        found = map_arguments(partial(cell.known, missing), value, copies, objects)
+        # Most often nothing is needed that has not come yet.
+        if missing:
+            copies.clear()
+            fetched = cell.fetch(tensors_of(value), self._at)
+            found = map_arguments(lambda x: fetched.get(id(x), x), value, copies)
+        return found, copies
 
     def _items(self, cell: Cell, items: dict[Any, Any]) -> dict[Any, Any]:
         """Copy the tensors in a mapping to the device of a cell."""
@@ -212,25 +228,21 @@ class Course:
         value: tuple[Any, Any],
         objects: list[Any],
         copies: list[Any],
-        note: str,
     ) -> Any:
         """Run a module whose arguments are on its device, perhaps under checkpointing."""
         step, stage = self.step, cell.stage
-        label = None if labels.observer is None else cell.label
-        if label is not None:
-            label = label._replace(layer=mapped.name, layer_type=type(body.layers).__name__)
-        # Autocast's cache has weights that were cast on one visit's stream, and may free them any
-        # time.
-        # guard: weights that were cast
-        casts = own_casts() if stage.visit and body.shared else NOTHING
-        undrawn, again = NOTHING, self.i < body.checkpointed
-        if is_in_checkpoint():
-            undrawn = self._numbers.undrawn(mapped.name, mapped.device)
+        again, within_checkpoint = self.i < body.checkpointed, is_in_checkpoint()
+        if within_checkpoint:
             # A checkpoint in the model's own code calls the module once more by itself, and matches
             # what it saves then with what it saves here.
             # guard: checkpoints around modules
             again = again and current_hooks() == self._hooks
-        with use_stream(stage.compute), casts, undrawn, labels.within(label):
+        label = None if labels.observer is None else cell.label
+        if label is not None:
+            label = label._replace(layer=mapped.name, layer_type=type(body.layers).__name__)
+        note = self._note(mapped) if again or body.visited else ""
+        rare = label or within_checkpoint or (stage.visit and body.shared)
+        with self._around(mapped, stage, body.shared, label) if rare else use_stream(stage.compute):
             given = body.attributes.begin() if body.attributes else None
             new = cell.leaving(body.offloading) if body.offloading else None
             run: Callable[..., Any] = (
@@ -266,6 +278,21 @@ class Course:
             if body.attributes and given:
                 body.attributes.end(given)
         return output
+
+    @contextmanager
+    def _around(
+        self, mapped: Mapped, stage: DeviceVisit, shared: bool, label: labels.Label | None
+    ) -> Iterator[None]:
+        """The stream of a call, and the contexts that few calls need."""
+        # Autocast's cache has weights that were cast on one visit's stream, and may free them any
+        # time.
+        # guard: weights that were cast
+        casts = own_casts() if stage.visit and shared else NOTHING
+        undrawn = NOTHING
+        if is_in_checkpoint():
+            undrawn = self._numbers.undrawn(mapped.name, stage.device)
+        with use_stream(stage.compute), casts, undrawn, labels.within(label):
+            yield
 
     def _may_be_last(self, name: str) -> bool:
         """Whether code after a module may be a tail, which is recomputed with the module."""
@@ -316,7 +343,7 @@ class Course:
     def end(self, output: Any) -> Batch:
         """Finish the forward of the micro-batch: copy outputs to their device, and fence them."""
         batch = Batch(output)
-        self.step.last = self._latest
+        self.step.last = self._latest.name if self._latest else ""
         omitted = self._end_tail(output, batch)
         if self._cell:
             self._cell.leave()
@@ -358,6 +385,7 @@ class Course:
         """End the course, after a failure too, and release all tensors."""
         if labels.current.label is not self._outer:
             labels.put(self._outer)
+        layer.name = self._layer
         self._numbers.end()
         self.step.drawn_behind |= self._numbers.drawn_behind
         for cell in self._all:
@@ -370,19 +398,17 @@ class Course:
         self._cell = None
 
     def _enter(self, device: torch.device, value: Any) -> Cell:
-        """The cell of a module that is called on a device, with a value."""
-        cell = self._cell
-        if cell is None or cell.stage.device != device:
-            found = self._cells.get(device)
-            if self._turns:
-                self._take_turn(device, found, value)
-            # Tensors of the caller, or code between modules, may have begun a cell on the device
-            # already, with which its first module goes on.
-            cell = self._begin(device) if found is None or found.entered else found
-            cell.entered = True
-            self._cell = cell
-            self._way.append(device)
-            self._numbers.go_to(device)
+        """The cell of a module that is called on another device, with a value."""
+        found = self._cells.get(device)
+        if self._turns:
+            self._take_turn(device, found, value)
+        # Tensors of the caller, or code between modules, may have begun a cell on the device
+        # already, with which its first module goes on.
+        cell = self._begin(device) if found is None or found.entered else found
+        cell.entered = True
+        self._cell = cell
+        self._way.append(device)
+        self._numbers.go_to(device)
         return cell
 
     def _take_turn(self, device: torch.device, found: Cell | None, value: Any) -> None:

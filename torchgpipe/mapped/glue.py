@@ -9,8 +9,7 @@ Such code may also use tensors of several devices together, as ``x + block(x)`` 
 copied to the device among theirs that the model has visited last, since the model goes on there. A
 tensor that is changed in place stays on its device, and the others are copied to it.
 
-Within mapped modules the mode is off. All tensors are on one device there, and a mode takes a
-microsecond for each operator.
+Within mapped modules the mode is off: see :class:`~torchgpipe.mapped.calls.inside`.
 """
 
 from __future__ import annotations
@@ -64,18 +63,15 @@ class Glue(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in ATTRIBUTES:
             return self._moved(func, args, kwargs)
-        changes, changed = self._course.step.changes, tensors_of(_changed(name, args, kwargs))
+        # Once for all that follows, since a step may call thousands of functions.
+        tensors = tensors_of(args) + tensors_of(kwargs) if kwargs else tensors_of(args)
+        changes, target = self._course.step.changes, _changed(name, args, kwargs)
+        changed = [] if target is None else tensors_of(target)
         if not (changed and (state := changes.of(changed))):
-            return self._together(func, name, args, kwargs, changed)
+            return self._together(func, name, args, kwargs, tensors, changed)
         versions = [*map(version_of, state)]
-        result = self._together(
-            func,
-            name,
-            args,
-            kwargs,
-            changed,
-            partial(changes.begin, state, self._course.step.streams_of),
-        )
+        begin = partial(changes.begin, state, self._course.step.streams_of)
+        result = self._together(func, name, args, kwargs, tensors, changed, begin)
         # Statistics are not changed in evaluation.
         if versions != [*map(version_of, state)]:
             self._course.verify_alone(name)
@@ -88,18 +84,21 @@ class Glue(TorchFunctionMode):
         name: str,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
+        tensors: Sequence[Tensor],
         changed: Sequence[Tensor],
         begin: Callable[[], None] | None = None,
     ) -> Any:
         """Call a function with its tensors on one device."""
         brought: dict[int, Tensor] = {}
-        if func not in TARGETS and name not in APART and not name.startswith("_foreach_"):
-            tensors = tensors_of((args, kwargs))
-            if len({x.device for x in tensors}) > 1:
-                device = changed[0].device if changed else None
-                brought = self._course.together(tensors, device)
-        if changes := self._course.step.changes:
-            changes.wait([x for x in tensors_of((args, kwargs)) if id(x) not in brought])
+        if (
+            len(tensors) > 1
+            and len({x.device for x in tensors}) > 1
+            and not (func in TARGETS or name in APART or name.startswith("_foreach_"))
+        ):
+            brought = self._course.together(tensors, changed[0].device if changed else None)
+        changes = self._course.step.changes
+        if changes.last:
+            changes.wait([x for x in tensors if id(x) not in brought])
         if begin is not None:
             begin()
         if not brought:
@@ -109,7 +108,7 @@ class Glue(TorchFunctionMode):
         result = self._called(func, *taken)
         # guard: changes that would be lost
         if any(version_of(x) != version for x, version in versions):
-            raise _apart(name, tensors_of((args, kwargs)), "changes one of another device in place")
+            raise _apart(name, tensors, "changes one of another device in place")
         return result
 
     def _called(
@@ -194,23 +193,6 @@ class Glue(TorchFunctionMode):
         if not (has_streams(device) and has_streams(tensor.device)):
             return tensor
         return self._course.move(tensor, device)
-
-
-class paused:
-    """Leave a mode within a ``with`` block, if it is the innermost one."""
-
-    def __init__(self, mode: TorchFunctionMode | None) -> None:
-        self._mode = mode
-
-    def __enter__(self) -> None:
-        count = _torch.count_function_modes()
-        self._popped = bool(count) and _torch.function_mode_at(count - 1) is self._mode
-        if self._popped:
-            _torch.pop_function_mode()
-
-    def __exit__(self, *_: object) -> None:
-        if self._popped:
-            _torch.push_function_mode(self._mode)
 
 
 #: Functions that are about the tensor object, and not its values.

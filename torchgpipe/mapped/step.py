@@ -70,6 +70,8 @@ class DeviceVisit:
     lanes: tuple[AbstractStream, ...]
     #: How what cells save leaves for the host, if it does.
     offloadings: dict[Offload, Offloading] = field(default_factory=dict)
+    #: The bodies of the modules that are called in this stage.
+    bodies: dict[nn.Module, MappedBody] = field(default_factory=dict)
 
     def lead_of(self, target: DeviceVisit) -> range:
         """Tell the fence how far a stage that this one sends to may be ahead of it in backward.
@@ -147,11 +149,9 @@ class MappedStep:
         self._stages: dict[tuple[torch.device, int], DeviceVisit] = {}
         #: What code between mapped modules has changed of the model's state.
         self.changes = Changes(model)
-        #: The bodies of each module, one for each stage that calls the module.
-        self._bodies: dict[nn.Module, dict[DeviceVisit, MappedBody]] = {}
         #: The devices of the outputs of the last micro-batch.
         self.places: list[torch.device] = []
-        #: The stage in which each module was called last.
+        #: The stage in which each module was called last, or first if no other one calls it.
         self._last: dict[nn.Module, DeviceVisit] = {}
         self._weights: StepWeights | None = None
         #: Whether a function of the user's got tensors of several devices.
@@ -214,34 +214,44 @@ class MappedStep:
         self, stage: DeviceVisit, mapped: Mapped, module: nn.Module, inner: Callable[..., Any]
     ) -> MappedBody:
         """The body of a mapped module that is called in a stage, by its own call."""
-        bodies = self._bodies.setdefault(module, {})
-        body = bodies.get(stage)
-        if body is None:
-            state = attributes = None
-            mode = self._modes.get(mapped.key, "never")
-            count = checkpointed(recomputed_by(mode), self.m)
-            if count:
-                state = LayersState(module, self._lasting.learned)
-                attributes = self._known.get(module) or Attributes(module)
-                self._known[module] = attributes
-                if not bodies:
-                    attributes.begin_step()
-            if mapped.lent is not None:
-                inner = partial(self._lent(stage, mapped.lent).call, inner)
-            body = MappedBody(mapped.name, module, inner, self._lasting.lock, state, attributes)
-            body.checkpointed, body.omits = count, mode == "always"
-            body.policy = policy_of(mode)
-            body.offloading = self._offloading(stage, offload_of(mode))
-            bodies[stage] = body
-        body.shared = len(bodies) > 1
+        body = stage.bodies.get(module) or self._new_body(stage, mapped, module, inner)
         if body.shared:
             # It may change its buffers, which two visits must not do at the same time.
-            last = self._last[module]
+            last, self._last[module] = self._last[module], stage
             # guard: one visit at a time
             if last is not stage and any(True for _ in module.buffers()):
                 wait_stream(stage.compute, last.compute)
-        self._last[module] = stage
         return body
+
+    def _new_body(
+        self, stage: DeviceVisit, mapped: Mapped, module: nn.Module, inner: Callable[..., Any]
+    ) -> MappedBody:
+        state = attributes = None
+        mode = self._modes.get(mapped.key, "never")
+        count = checkpointed(recomputed_by(mode), self.m)
+        others = [x.bodies[module] for x in [*self._stages.values()] if module in x.bodies]
+        if count:
+            state = LayersState(module, self._lasting.learned)
+            attributes = self._known.get(module) or Attributes(module)
+            self._known[module] = attributes
+            if not others:
+                attributes.begin_step()
+        if mapped.lent is not None:
+            inner = partial(self._lent(stage, mapped.lent).call, inner)
+        body = MappedBody(mapped.name, module, inner, self._lasting.lock, state, attributes)
+        body.checkpointed, body.omits = count, mode == "always"
+        body.policy = policy_of(mode)
+        body.offloading = self._offloading(stage, offload_of(mode))
+        stage.bodies[module] = body
+        self._last.setdefault(module, stage)
+        for x in (body, *others) if others else ():
+            x.shared = True
+        return body
+
+    @property
+    def _bodies(self) -> list[MappedBody]:
+        """All bodies of this step."""
+        return [body for stage in self._stages.values() for body in stage.bodies.values()]
 
     def _offloading(self, stage: DeviceVisit, offload: Offload | None) -> Offloading | None:
         """The offloading of a stage, which modules of one mode have in common."""
@@ -303,21 +313,20 @@ class MappedStep:
         """Take note that all micro-batches were computed."""
         if torch.is_grad_enabled():
             self._lasting.functions = self._functions
-        for bodies in self._bodies.values():
-            for body in bodies.values():
-                body.settle()
-            if body.attributes is not None:
-                # All bodies of a module share its attributes.
-                body.attributes.end_step(self.m)
+        for body in self._bodies:
+            body.settle()
+        # All bodies of a module share its attributes.
+        for attributes in dict.fromkeys(body.attributes for body in self._bodies):
+            if attributes is not None:
+                attributes.end_step(self.m)
         for context in self._contexts:
             context.over = True
 
     def fail(self) -> None:
         """Release the attributes of modules after a failure."""
-        for bodies in self._bodies.values():
-            for body in bodies.values():
-                if body.attributes is not None:
-                    body.attributes.let_go()
+        for body in self._bodies:
+            if body.attributes is not None:
+                body.attributes.let_go()
 
     @property
     def is_divisible(self) -> bool:
@@ -327,9 +336,8 @@ class MappedStep:
         micro-batch. And if several stages, or code between modules, change buffers, the order of
         these changes would depend on the timing of the threads.
         """
-        return not (self.drawn_behind or self.changes) and not any(
-            len(bodies) > 1 and any(True for _ in module.buffers())
-            for module, bodies in self._bodies.items()
+        return not (self.drawn_behind or self.changes.last) and not any(
+            body.shared and any(True for _ in body.layers.buffers()) for body in self._bodies
         )
 
     def _own(self) -> list[DeviceVisit]:
@@ -345,8 +353,7 @@ class MappedStep:
     def _end_backward(self) -> None:
         """Hand gradients over, whose memory belongs to streams of later visits."""
         self.have_caller_wait()
-        for module, bodies in self._bodies.items():
-            for stage in bodies:
-                if stage.visit:
-                    caller = current_stream(stage.device)
-                    record_all([x.grad for x in module.parameters()], caller)
+        for stage in self._own():
+            caller = current_stream(stage.device)
+            for module in stage.bodies:
+                record_all([x.grad for x in module.parameters()], caller)

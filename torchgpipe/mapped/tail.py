@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Container, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +49,7 @@ __all__: list[str] = []
 STATISTICS = frozenset({"batch_norm", "instance_norm"})
 
 
+@cache
 def is_in_place(name: str) -> bool:
     """Whether a function of this name changes its first argument."""
     if name.endswith("__"):

@@ -5,7 +5,14 @@ from collections import OrderedDict, namedtuple
 import pytest
 import torch
 
-from torchgpipe.mapped.containers import lists_and_dicts, replaced, tensors_of, unfilled
+from torchgpipe.mapped.containers import (
+    lists_and_dicts,
+    map_arguments,
+    map_tensors,
+    replaced,
+    tensors_of,
+    unfilled,
+)
 
 Pair = namedtuple("Pair", "first second")
 A, B, C = (torch.tensor(float(k)) for k in range(3))
@@ -35,12 +42,35 @@ def test_only_what_changes_is_copied():
     same, other = [B], [A]
     value = ((same, other), {"x": {"y": A}, "z": []})
     copies = []
-    args, kwargs = replaced(value, {id(A): C}, copies)
+    args, kwargs = map_tensors(lambda x: C if x is A else x, value, copies)
     assert args[0] is same
     assert args[1] == [C]
     assert kwargs["z"] is value[1]["z"]
     assert list(kwargs) == ["x", "z"]
     assert [*map(id, copies)] == [id(args[1]), id(kwargs["x"]), id(kwargs)]
+
+
+def test_arguments_of_a_call():
+    copies, objects, cache = [], [], object()
+    given = ((A, [A]), {"x": (B, None), "cache": cache})
+    args, kwargs = map_arguments(lambda x: C, given, copies, objects)
+    assert [*map(id, tensors_of((args, kwargs)))] == [id(C)] * 3
+    assert tensors_of(given)[0] is A
+    # The call itself has made the dict of keyword arguments.
+    assert [*map(id, copies)] == [id(args[1])]
+    assert objects == [cache]
+
+
+def test_a_class_that_pytorch_does_not_know():
+    class Arguments(dict):
+        """A dict that stays as it is while none of its tensors has to be replaced."""
+
+    value, objects, cache = Arguments(x=A, cache=object()), [], object()
+    value["cache"] = cache
+    assert map_tensors(lambda x: x, (value,), [], objects)[0] is value
+    assert objects == [cache]
+    with pytest.raises(TypeError):
+        map_tensors(lambda x: C, (value,))
 
 
 def test_state_stays_where_it_is():

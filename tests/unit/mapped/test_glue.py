@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from torchgpipe.mapped.calls import inside
 from torchgpipe.mapped.containers import Changes
-from torchgpipe.mapped.course import paused
 from torchgpipe.mapped.glue import Glue
 
 CPU = torch.device("cpu")
@@ -88,11 +88,11 @@ def test_devices_without_streams():
     assert course.moved == []
 
 
-def test_paused(course):
+def test_off_within_modules(course):
     with Glue(course) as glue:
-        with paused(glue):
+        with inside(glue):
             torch.rand(2).to("meta")
-        with torch.device("cpu"), paused(glue):
+        with torch.device("cpu"), inside(glue):
             # Another mode is within, which must not be left.
             assert torch.rand(2).to("meta").is_meta
         assert len(course.moved) == 1
