@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from torchgpipe.partition.keeping import Keeping, offload_of, recomputed_by
-from torchgpipe.planner.given import FILLED, FILLED_WITH_SKIPS
-from torchgpipe.planner.layers import LayerCosts, Line
+from torchgpipe.planner.layers import Line
 from torchgpipe.planner.memory import UNKNOWN, Computation, count, issued, may_leave, peaks, ways
-from torchgpipe.planner.record import Sizes
+from torchgpipe.planner.problem import HOST, Problem
 from torchgpipe.planner.stage_memory import Stage
 from torchgpipe.schedule.built_in import fill_drain
 from torchgpipe.schedule.candidates import built_in
@@ -27,49 +26,6 @@ from torchgpipe.schedule.rewrite import checkpointed, recomputes
 from torchgpipe.schedule.simulator import Rehearsal
 
 __all__: list[str] = []
-
-#: The number of the host among workers, in the table of links.
-HOST = -1
-
-
-@dataclass(frozen=True, eq=False)
-class Problem:
-    """A model to plan, and the devices to plan it for."""
-
-    layers: Sequence[LayerCosts]
-    sizes: Sizes
-    #: Whether the last layer is the loss.
-    has_loss: bool
-    batch: int
-    places: Sequence[torch.device]
-    #: The bytes that each worker may use.
-    memory: Sequence[float]
-    #: By which factor each worker is slower than the one that was measured.
-    slowness: Sequence[float]
-    #: The time of a copy between each pair of workers, by the bytes, and between each of them and
-    #: the host, if it has a memory of its own.
-    links: dict[tuple[int, int], Line]
-    #: Memory of the optimizer, for each byte of a parameter that it changes.
-    state: float
-    #: Memory of the input of a mini-batch.
-    given: float
-    #: Memory of the targets of a mini-batch.
-    targets: float
-    #: The checkpoint modes, one for all partitions or one for each, if they are given; None to
-    #: search them.
-    modes: Keeping | tuple[Keeping, ...] | None = None
-    #: Pairs of layers that share a weight, so they must be on one worker.
-    ties: Sequence[tuple[int, int]] = ()
-
-    @property
-    def share(self) -> float:
-        """The share of a limit that a plan fills. Without a loss, autograd runs backward."""
-        return FILLED if self.has_loss or not self.sizes.has_skips else FILLED_WITH_SKIPS
-
-    @property
-    def count(self) -> int:
-        """The number of layers, without the loss."""
-        return len(self.layers) - self.has_loss
 
 
 @dataclass(frozen=True, eq=False)
@@ -334,7 +290,7 @@ class Trials:
     def _order(
         self, setting: Setting, skips: Skips, words: tuple[str, ...]
     ) -> Sequence[Computation]:
-        """What the host issues, in an order that does not depend on what the layers cost."""
+        """The computations as the host issues them, whatever the layers cost."""
         rehearsal = self.replayed(setting, skips, words)
         table = Table(Costs(), setting.schedule.placement, skips)
         self.effort += 10 * len(rehearsal.steps)
