@@ -20,7 +20,7 @@ from torchgpipe.partition.arguments import MISSING, checked_balance, checked_dev
 from torchgpipe.partition.keeping import Keeping
 from torchgpipe.partition.placement import place, verify_placement, verify_sharding
 from torchgpipe.partition.split import own_key, plain_module, rename, split_module, verify_module
-from torchgpipe.planner.search import chosen
+from torchgpipe.planner.auto import chosen
 from torchgpipe.show.describe import Description
 from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.values.structure import arguments

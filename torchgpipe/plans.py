@@ -23,6 +23,7 @@ from torchgpipe.engine.stages import stages_of
 from torchgpipe.gpipe import GPipe
 from torchgpipe.partition.keeping import Keeping, Offload
 from torchgpipe.partition.split import verify_module
+from torchgpipe.planner.auto import too_large
 from torchgpipe.planner.given import (
     Memory,
     chunks_of,
@@ -33,7 +34,8 @@ from torchgpipe.planner.given import (
     state_of,
 )
 from torchgpipe.planner.layers import LayerCosts
-from torchgpipe.planner.search import problem_of, search, too_large
+from torchgpipe.planner.problem import problem_of
+from torchgpipe.planner.search import search
 from torchgpipe.planner.trial import Trial, by_device
 from torchgpipe.schedule.limits import bounds
 from torchgpipe.schedule.simulator import Report, simulate

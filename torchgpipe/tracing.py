@@ -21,7 +21,8 @@ from torchgpipe.gpipe import GPipe
 from torchgpipe.mapped_gpipe import MappedGPipe, calls_of, workers_of
 from torchgpipe.partition.keeping import keepings_of
 from torchgpipe.planner.cuts import cut, others
-from torchgpipe.planner.observed import LATE, HostWait, Layers, TracedLayer, Waits, figures_of
+from torchgpipe.planner.figures import LATE, figures_of
+from torchgpipe.planner.observed import HostWait, Layers, TracedLayer, Waits
 from torchgpipe.planner.replays import Modules, TracedStep, Wrapping
 from torchgpipe.planner.trial import simulated
 from torchgpipe.schedule.program import operations_of

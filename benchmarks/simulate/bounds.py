@@ -19,7 +19,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from torchgpipe.planner.trial import HOST, Setting, Trials
+from torchgpipe.planner.problem import HOST
+from torchgpipe.planner.trial import Setting, Trials
 from torchgpipe.schedule.lifetimes import Trip, trips
 from torchgpipe.schedule.program import Op, Program, operations
 from torchgpipe.schedule.rewrite import checkpointed

@@ -27,7 +27,8 @@ from torchgpipe.partition.keeping import checkpointed, words_of
 from torchgpipe.planner.blocks import recorded
 from torchgpipe.planner.given import limits_of, state_of
 from torchgpipe.planner.memory import Footprint, weights_of
-from torchgpipe.planner.search import problem_of, search
+from torchgpipe.planner.problem import problem_of
+from torchgpipe.planner.search import search
 from torchgpipe.planner.trial import Trial, Trials
 from torchgpipe.testing import dry_run, observe
 from torchgpipe.testing.dry_run import weightless, without_values

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from torchgpipe import GPipe, ScheduledLoss
-from torchgpipe.planner import search as choice
-from torchgpipe.planner.search import problem_of
+from torchgpipe.planner import auto as choice
+from torchgpipe.planner.problem import problem_of
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from torch import nn
 
 from torchgpipe._torch.dynamo import VERSION
 from torchgpipe.planner.blocks import timed
-from torchgpipe.planner.search import problem_of
+from torchgpipe.planner.problem import problem_of
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.rst"
@@ -54,7 +54,7 @@ def test_readme(run):
 def at_once(monkeypatch):
     """Measure models twice, and not for a second."""
     monkeypatch.setattr("torchgpipe.planner.maps.timed", partial(timed, timeout=0))
-    monkeypatch.setattr("torchgpipe.planner.search.problem_of", partial(problem_of, timeout=0))
+    monkeypatch.setattr("torchgpipe.planner.auto.problem_of", partial(problem_of, timeout=0))
 
 
 @pytest.mark.parametrize(

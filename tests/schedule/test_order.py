@@ -10,7 +10,7 @@ from tests.schedule.cases import examples, random_skips, schedules, with_copies
 from torchgpipe.schedule import Costs, interleaved, one_f_one_b, parse, simulate
 from torchgpipe.schedule.costs import Table
 from torchgpipe.schedule.program import needs, operations, operations_of
-from torchgpipe.schedule.rewrite import checkpointed
+from torchgpipe.schedule.rewrite import checkpointed, recomputes
 from torchgpipe.schedule.simulator import Rehearsal, in_order
 
 
@@ -75,8 +75,10 @@ def test_recomputations_that_are_added_to_what_was_rehearsed(case, seed, is_inst
         return
     costs = with_copies(rng, costs, schedule.placement, skips)
     table = Table(Costs(F=0, I=0, W=1, R=0) if is_instant else costs, schedule.placement, skips)
-    found = Rehearsal(schedule.program, skips).with_again(program)
-    right = Rehearsal(program, skips)
+    plain, right = Rehearsal(schedule.program, skips), Rehearsal(program, skips)
+    found = plain.with_again(program)
+    again = recomputes(schedule.program, modes, schedule.chunks)
+    assert plain.makespan(table, again) == right.makespan(table)
     assert found.program == program
     assert found.makespan(table) == right.makespan(table)
     order, expected = (x.order(x.times(table)[0]) for x in (found, right))

@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.support.planning import Join, Keep, by_hand, run
-from torchgpipe.planner.search import Search, problem_of, search
+from torchgpipe.planner.problem import problem_of
+from torchgpipe.planner.search import Search, search
 from torchgpipe.planner.trial import settings
 from torchgpipe.skip import Namespace
 from torchgpipe.testing import observe

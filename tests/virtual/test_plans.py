@@ -27,7 +27,8 @@ from tests.support.planning import (
 from tests.support.size import SOAK
 from torchgpipe import GPipe, ScheduledLoss, plan, trace
 from torchgpipe.planner.layers import measured, measured_links
-from torchgpipe.planner.search import Search, problem_of, search
+from torchgpipe.planner.problem import problem_of
+from torchgpipe.planner.search import Search, search
 from torchgpipe.planner.trial import settings
 from torchgpipe.testing import observe
 
@@ -40,7 +41,7 @@ CHUNKS = [1, 2, 4, 8, 16]
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
     """Measure once: virtual time does not vary."""
-    monkeypatch.setattr("torchgpipe.planner.search.problem_of", partial(problem_of, timeout=0))
+    monkeypatch.setattr("torchgpipe.planner.auto.problem_of", partial(problem_of, timeout=0))
 
 
 @pytest.fixture
@@ -84,7 +85,7 @@ def limited(layers, x, options, share):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "search", lambda *a: problems.append(a[0]) or search(*a))
-        patch.setattr("torchgpipe.planner.search.measured", once)
+        patch.setattr("torchgpipe.planner.problem.measured", once)
         limit = share * max(planned(layers, x, options).best.memory.values())
         return planned(layers, x, options, memory=limit), limit, problems[-1]
 
@@ -202,7 +203,7 @@ def case(devices):
     """Layers, input, target, and the arguments of plans, and these plans."""
     layers, x, y, options, _ = random_case(9, devices)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchgpipe.planner.search.problem_of", partial(problem_of, timeout=0))
+        patch.setattr("torchgpipe.planner.auto.problem_of", partial(problem_of, timeout=0))
         return layers, x, y, options, planned(layers, x, options)
 
 

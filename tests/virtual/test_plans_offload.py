@@ -11,7 +11,8 @@ from tests.support.planning import Join, Keep, Timed, by_hand, links, run
 from tests.support.size import some
 from torchgpipe import GPipe, Offload, plan
 from torchgpipe.partition.keeping import offload_of
-from torchgpipe.planner.search import Search, problem_of
+from torchgpipe.planner.problem import problem_of
+from torchgpipe.planner.search import Search
 from torchgpipe.planner.trial import settings
 from torchgpipe.skip import Namespace
 from torchgpipe.testing import observe

@@ -89,6 +89,7 @@ def peaks(
     loss: tuple[int, int] | None,
     away: Sequence[float] = (),
     ahead: Sequence[int] = (),
+    aside: Collection[int] = (),
 ) -> list[float]:
     """Find the most memory of each worker, if the host issues computations in an order.
 
@@ -96,7 +97,7 @@ def peaks(
     changes, what is given to the first stage, and the targets, where the last stage is. Gradients
     are summed by a schedule, or else by autograd. A loss of None is a stage. So many bytes of a
     cell of each stage are away in the memory of the host for a while, and come back so many
-    computations ahead of its backward.
+    computations ahead of its backward. Of workers aside only what they get and give counts.
     """
     come, gone = (defaultdict[tuple[int, int], float](float) for _ in range(2))
     for w in {*placement} if any(ahead) else ():
@@ -104,8 +105,8 @@ def peaks(
         for x in trips(line, ahead):
             come[w, x.back] += away[x.stage]
             gone[w, x.gone] += away[x.stage]
-    place = [0] * (max(placement) + 1)
-    walk = _Walk(order, placement, stages, is_summed, loss)
+    leaves, place = bool(come), [0] * (max(placement) + 1)
+    walk = _Walk(order, placement, stages, is_summed, loss, aside)
     for j, stage in enumerate(stages):
         walk.now[placement[j]] += stage.weights.all + state * stage.weights.trainable
     walk.now[placement[0]] += given
@@ -116,10 +117,12 @@ def peaks(
         if is_due and kind != "F":
             walk.loss()
             is_due = False
-        walk.now[w] += come[w, place[w]]
+        if leaves:
+            walk.now[w] += come[w, place[w]]
         walk.does[kind](w, j, i)
-        walk.now[w] -= gone[w, place[w]]
-        place[w] += 1
+        if leaves:
+            walk.now[w] -= gone[w, place[w]]
+            place[w] += 1
     return walk.peak
 
 
@@ -131,12 +134,13 @@ class _Walk:
         stages: Sequence[Stage],
         is_summed: bool,
         loss: tuple[int, int] | None,
+        aside: Collection[int],
     ) -> None:
         #: The cells that are computed again, and the number of micro-batches.
         self._again = {(j, i) for _, j, kind, i in order if kind == "R"}
         self._m = count(order)
         self._placement, self._stages = placement, stages
-        self._is_summed, self._loss = is_summed, loss
+        self._is_summed, self._loss, self._aside = is_summed, loss, aside
         self.now = [0.0] * (max(placement) + 1)
         self.peak: list[float] = []
         #: What each stage gets, and what it gives to others.
@@ -145,6 +149,9 @@ class _Walk:
         for k, arrivals in enumerate(self._in):
             for j, x in arrivals:
                 self._out[j].append((k, x))
+        #: The gradients that each stage gives back, as it holds them, and those that it gets.
+        self._holds = [sum(x.holds for _, x in own) for own in self._in]
+        self._gets = [sum(x.gradient for _, x in own) for own in self._out]
         self._backwards: Counter[int] = Counter()
         #: The memory of each value of a micro-batch for a stage, until nothing keeps it there.
         self._waiting: dict[tuple[int, Arrival, int], float] = {}
@@ -181,6 +188,9 @@ class _Walk:
                 self.now[w] += size
                 self._during(w, 0.0)
                 self.now[self._placement[source]] -= size
+        if w in self._aside:
+            self._give(w, j, i)
+            return
         self._during(w, stage.forward[is_again])
         self.now[w] += stage.stored if is_again else stage.held
         if not is_again:
@@ -191,10 +201,8 @@ class _Walk:
 
     def _give(self, w: int, j: int, i: int) -> None:
         """Send what a cell has made, whose original is there until all of it is sent."""
-        stage = self._stages[j]
-        rest = {
-            v: x for v, x in stage.leaving.items() if (j, i) in self._again or v not in stage.kept
-        }
+        stage, is_again = self._stages[j], (j, i) in self._again
+        rest = {v: x for v, x in stage.leaving.items() if is_again or v not in stage.kept}
         for k, x in self._out[j]:
             there = self._placement[k]
             shared = there == w and (x.source < 0 or self._keeps(j, i, x))
@@ -230,7 +238,7 @@ class _Walk:
 
     def _r(self, w: int, j: int, i: int) -> None:
         stage = self._stages[j]
-        if stage.at_once:
+        if stage.at_once and w not in self._aside:
             self._during(w, stage.again)
             self.now[w] += stage.held - stage.stored
             self._free(w, j, i, kept=True)
@@ -242,6 +250,9 @@ class _Walk:
         return self._stages[j].weights.trainable if self._backwards[j] == 1 else 0.0
 
     def _b(self, w: int, j: int, i: int) -> None:
+        if w in self._aside:
+            self._give_back(w, j, i)
+            return
         stage, number = self._stages[j], self._backwards[j]
         is_within = (j, i) in self._again and not stage.at_once
         if self._is_summed:
@@ -268,7 +279,7 @@ class _Walk:
         """The gradients that are there before they are due, of other micro-batches."""
         most = EARLY if j else EARLY_AT_FIRST
         others = min(most, self._m - 1 - self._backwards[j])
-        return others * sum(x.gradient for _, x in self._out[j])
+        return others * self._gets[j]
 
     def _i(self, w: int, j: int, i: int) -> None:
         stage, arrived = self._stages[j], self._arrived(w, j, i)
@@ -306,7 +317,7 @@ class _Walk:
 
     def _give_back(self, w: int, j: int, i: int, kept: float = 0.0) -> None:
         """Send the gradients of what has arrived; all are there until then, and W keeps some."""
-        rest = sum(x.holds for _, x in self._in[j]) - kept
+        rest = self._holds[j] - kept
         for source, x in self._in[j]:
             there = self._placement[source]
             if there != w:
@@ -381,6 +392,7 @@ class Footprint:
                 given=self.chunks * self.found.given,
                 is_summed=False,
                 loss=INSIDE if self.found.has_loss else CROSS_ENTROPY,
+                aside=range(1, 1 + len(stages)),
             )[0]
         )
 

@@ -199,12 +199,14 @@ class Run:
                 owners.add(ticks[piece.gone - 1])
             for k in owners:
                 owned.setdefault(k, []).append(piece)
+        parts: dict[int, range] = {}
+        for tick, k in enumerate(ticks):
+            parts[k] = range(parts[k].start if k in parts else tick, tick + 1)
         for k, own in owned.items():
-            span = [t for t, x in enumerate(ticks) if x == k]
-            if span and k >= 0:
-                part, section = range(span[0], span[-1] + 1), self.sections[k]
+            if k in parts and k >= 0:
+                section = self.sections[k]
                 section.free, section.held = (
-                    Peaks(*[self._most(k, own, part, way, is_held=x) for way in WAYS])
+                    Peaks(*[self._most(k, own, parts[k], way, is_held=x) for way in WAYS])
                     for x in (False, True)
                 )
 

@@ -27,10 +27,11 @@ from torchgpipe.devices.recorder import memory_total
 from torchgpipe.engine.step_plan import Choice, chosen, completed
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.partition.keeping import Keeping, is_policy, offload_of, recomputed_by
+from torchgpipe.planner.figures import Figures, thread_of
 from torchgpipe.planner.memory import Computation, peaks
-from torchgpipe.planner.observed import Figures, thread_of
+from torchgpipe.planner.problem import Problem
 from torchgpipe.planner.stage_memory import known
-from torchgpipe.planner.trial import Problem, Trials
+from torchgpipe.planner.trial import Trials
 from torchgpipe.schedule.built_in import fill_drain
 from torchgpipe.schedule.costs import Table
 from torchgpipe.schedule.language import Schedule

@@ -13,63 +13,19 @@ from typing import Any, NamedTuple
 import torch
 
 from torchgpipe.partition.keeping import Keeping, offload_of, recomputed_by
-from torchgpipe.planner.given import FILLED, FILLED_WITH_SKIPS
-from torchgpipe.planner.layers import LayerCosts, Line
+from torchgpipe.planner.layers import Line
 from torchgpipe.planner.memory import UNKNOWN, Computation, count, issued, may_leave, peaks, ways
-from torchgpipe.planner.record import Sizes
+from torchgpipe.planner.problem import HOST, Problem
 from torchgpipe.planner.stage_memory import Stage
 from torchgpipe.schedule.built_in import fill_drain
 from torchgpipe.schedule.candidates import built_in
 from torchgpipe.schedule.costs import Costs, Table
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.program import Overlap, Skips, operations_of
-from torchgpipe.schedule.rewrite import checkpointed
+from torchgpipe.schedule.rewrite import checkpointed, recomputes
 from torchgpipe.schedule.simulator import Rehearsal
 
 __all__: list[str] = []
-
-#: The number of the host among workers, in the table of links.
-HOST = -1
-
-
-@dataclass(frozen=True, eq=False)
-class Problem:
-    """A model to plan, and the devices to plan it for."""
-
-    layers: Sequence[LayerCosts]
-    sizes: Sizes
-    #: Whether the last layer is the loss.
-    has_loss: bool
-    batch: int
-    places: Sequence[torch.device]
-    #: The bytes that each worker may use.
-    memory: Sequence[float]
-    #: By which factor each worker is slower than the one that was measured.
-    slowness: Sequence[float]
-    #: The time of a copy between each pair of workers, by the bytes, and between each of them and
-    #: the host, if it has a memory of its own.
-    links: dict[tuple[int, int], Line]
-    #: Memory of the optimizer, for each byte of a parameter that it changes.
-    state: float
-    #: Memory of the input of a mini-batch.
-    given: float
-    #: Memory of the targets of a mini-batch.
-    targets: float
-    #: The checkpoint modes, one for all partitions or one for each, if they are given; None to
-    #: search them.
-    modes: Keeping | tuple[Keeping, ...] | None = None
-    #: Pairs of layers that share a weight, so they must be on one worker.
-    ties: Sequence[tuple[int, int]] = ()
-
-    @property
-    def share(self) -> float:
-        """The share of a limit that a plan fills. Without a loss, autograd runs backward."""
-        return FILLED if self.has_loss or not self.sizes.has_skips else FILLED_WITH_SKIPS
-
-    @property
-    def count(self) -> int:
-        """The number of layers, without the loss."""
-        return len(self.layers) - self.has_loss
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,36 +55,38 @@ class Trial:
         """The problem, with all that was measured."""
         return self._trials.problem
 
-    def _made(self) -> tuple[Schedule, Table, Rehearsal]:
-        trials, placement = self._trials, self.setting.schedule.placement
-        stages, times = trials.each(self.balance, self.setting)
-        costs = trials.costs(stages, times, placement, trials.sent(stages, placement, self.modes))
-        schedule, rehearsal, _ = self._rehearsal(stages)
-        return schedule, Table(costs, placement, schedule.skips), rehearsal
+    @property
+    def _table(self) -> Table:
+        away = tuple("never" if offload_of(x) is None else x for x in self.modes)
+        return self._trials.table(self.setting, self.balance, away)
 
-    def _rehearsal(
-        self, stages: Sequence[Stage]
-    ) -> tuple[Schedule, Rehearsal, Sequence[Computation]]:
-        words = tuple(map(recomputed_by, self.modes))
-        # The pairs of stages, apart from each other, from and to which some values go.
-        skips = {(j, k) for k, own in enumerate(ways(stages)) for j, _ in own if k > j + 1}
-        return self._trials.rehearsal(self.setting, words, tuple(sorted(skips)))
+    @property
+    def _words(self) -> tuple[str, ...]:
+        return tuple(map(recomputed_by, self.modes))
+
+    @property
+    def _skips(self) -> tuple[tuple[int, int], ...]:
+        return self._trials.skips(self.balance, self.setting.schedule.chunks)
 
     @cached_property
     def time(self) -> float:
         """The simulated time of a step, in milliseconds."""
-        _, table, rehearsal = self._made()
-        self._trials.effort += len(rehearsal.steps)
-        return rehearsal.makespan(table)
+        trials, setting, table = self._trials, self.setting, self._table
+        again = trials.again(setting, self._words)
+        if again and any(table.ahead):
+            rehearsal, again = trials.replayed(setting, self._skips, self._words), frozenset()
+        else:
+            rehearsal = trials.rehearsal(setting, self._skips)
+        trials.effort += len(rehearsal.steps) + len(again)
+        return rehearsal.makespan(table, again)
 
     @cached_property
     def memory(self) -> list[float]:
         """The most memory of each worker, in bytes."""
-        trials, placement = self._trials, self.setting.schedule.placement
-        stages = trials.stages(self.balance, self.setting.schedule.chunks)
-        _, rehearsal, order = self._rehearsal(stages)
-        trials.effort += 3 * len(rehearsal.steps)
-        return trials.peaks(order, placement, self.balance, self.modes)
+        trials, setting = self._trials, self.setting
+        order = trials.order(setting, self._skips, self._words)
+        trials.effort += 3 * len(order)
+        return trials.peaks(order, setting.schedule.placement, self.balance, self.modes)
 
     @cached_property
     def excess(self) -> float:
@@ -161,12 +119,14 @@ class Trial:
     @cached_property
     def schedule(self) -> Schedule:
         """The schedule, with its recomputations."""
-        return self._made()[0]
+        base = self.setting.schedule
+        program = checkpointed(base.program, self._words, base.chunks)
+        return replace(base, program=program, skips=self._skips)
 
     @cached_property
     def costs(self) -> Costs:
         """The costs of its stages, in milliseconds."""
-        return self._made()[1].costs
+        return self._table.costs
 
     @property
     def checkpoint(self) -> Keeping | list[Keeping]:
@@ -239,9 +199,13 @@ class Trials:
         self.stage = cache(self._stage)
         self.times = cache(self._times)
         self.trial = cache(partial(Trial, self))
+        self.skips = cache(self._skips)
+        self.cells = cache(self._cells)
         # Each has thousands of instructions.
         self.rehearsal = lru_cache(256)(self._rehearsal)
-        self.plain = lru_cache(256)(self._plain)
+        self.replayed = lru_cache(4)(self._replayed)
+        self.order = lru_cache(256)(self._order)
+        self.table = lru_cache(256)(self._table)
         self.fastest = cache(self._fastest)
         #: The number of instructions that could have been timed so far.
         self.effort = 0
@@ -296,27 +260,41 @@ class Trials:
 
     # What a setting takes.
 
-    def _plain(self, setting: Setting, skips: Skips) -> Rehearsal:
+    def _skips(self, balance: tuple[int, ...], m: int) -> tuple[tuple[int, int], ...]:
+        """The pairs of stages, apart from each other, from and to which some values go."""
+        pairs = ((j, k) for k, own in enumerate(ways(self.stages(balance, m))) for j, _ in own)
+        return tuple(sorted({(j, k) for j, k in pairs if k > j + 1}))
+
+    def _cells(self, setting: Setting, mode: str) -> frozenset[tuple[int, int]]:
+        return recomputes(setting.schedule.program, mode, setting.schedule.chunks)
+
+    def again(self, setting: Setting, words: Sequence[str]) -> frozenset[tuple[int, int]]:
+        """The cells that are computed again."""
+        found = (x for word in {*words} for x in self.cells(setting, word) if words[x[0]] == word)
+        return frozenset(found)
+
+    def _rehearsal(self, setting: Setting, skips: Skips) -> Rehearsal:
         """A setting of which nothing is computed again, ready to be timed."""
         self.effort += 25 * sum(map(len, setting.schedule.program))
         return Rehearsal(setting.schedule.program, skips)
 
-    def _rehearsal(
-        self, setting: Setting, modes: tuple[str, ...], skips: Skips
-    ) -> tuple[Schedule, Rehearsal, Sequence[Computation]]:
-        """The schedule of a setting with modes of checkpointing, ready to be timed.
+    def _replayed(self, setting: Setting, skips: Skips, words: tuple[str, ...]) -> Rehearsal:
+        """A setting of which some is computed again, ready to be timed."""
+        base, found = setting.schedule, self.rehearsal(setting, skips)
+        program = checkpointed(base.program, words, base.chunks)
+        if program is base.program:
+            return found
+        self.effort += 10 * sum(map(len, program))
+        return found.with_again(program)
 
-        The last item is what the host issues, in an order that does not depend on what the layers
-        cost.
-        """
-        base = setting.schedule
-        program = checkpointed(base.program, modes, base.chunks)
-        rehearsal = self.plain(setting, skips)
-        if program is not base.program:
-            rehearsal = rehearsal.with_again(program)
-        self.effort += 20 * len(rehearsal.steps)
-        order = rehearsal.order(rehearsal.times(Table(Costs(), base.placement, skips))[0])
-        return replace(base, program=program, skips=tuple(skips)), rehearsal, issued(order)
+    def _order(
+        self, setting: Setting, skips: Skips, words: tuple[str, ...]
+    ) -> Sequence[Computation]:
+        """The computations as the host issues them, whatever the layers cost."""
+        rehearsal = self.replayed(setting, skips, words)
+        table = Table(Costs(), setting.schedule.placement, skips)
+        self.effort += 10 * len(rehearsal.steps)
+        return issued(rehearsal.order(rehearsal.times(table)[0]))
 
     def _fastest(self, setting: Setting, balance: tuple[int, ...]) -> float:
         """The time of a setting if nothing is computed again."""
@@ -362,14 +340,13 @@ class Trials:
             found.append(Departure(away, out, back, offload.ahead))
         return found
 
-    def costs(
-        self,
-        stages: Sequence[Stage],
-        times: Sequence[Durations],
-        placement: Sequence[int],
-        sent: Sequence[Departure],
-    ) -> Costs:
-        links = self.problem.links
+    def _table(
+        self, setting: Setting, balance: tuple[int, ...], modes: tuple[Keeping, ...]
+    ) -> Table:
+        """The costs of a setting whose cells leave as modes say."""
+        placement, links = setting.schedule.placement, self.problem.links
+        stages, times = self.each(balance, setting)
+        sent = self.sent(stages, placement, modes)
         copy = {way: 0.0 for j in range(1, len(stages)) for way in ((j - 1, j), (j, j - 1))}
         #: By stage, the time of the clones of what it sends: of values, and of gradients.
         there, back = ([0.0] * len(stages) for _ in range(2))
@@ -390,4 +367,4 @@ class Trials:
             away, out, back, ahead = map(list, zip(*sent))
             # Memory is counted elsewhere, but for that of the host.
             costs = replace(costs, activation=away, away=away, out=out, back=back, ahead=ahead)
-        return costs
+        return Table(costs, placement, self.skips(balance, setting.schedule.chunks))

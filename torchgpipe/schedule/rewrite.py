@@ -153,10 +153,23 @@ def checkpointed(program: Program, modes: str | Sequence[str], chunks: int) -> P
             cell whose backward comes right after its forward, since that would free no memory.
         chunks: the number of micro-batches.
     """
+    cells = recomputes(program, modes, chunks)
+
+    def again(instruction: Instruction) -> list[Instruction]:
+        own = [(j, i) for j, kind, i in operations(instruction) if kind in "BI"]
+        return [*(Op(j, "R", i) for j, i in own if (j, i) in cells), instruction]
+
+    return _replaced(program, again) if cells else program
+
+
+def recomputes(
+    program: Program, modes: str | Sequence[str], chunks: int
+) -> frozenset[tuple[int, int]]:
+    """The stages and micro-batches of the R that :func:`checkpointed` adds."""
     given = {modes} if isinstance(modes, str) else {*modes}
     assert given <= {"never", "except_last", "always"}
     if given == {"never"} or any(op.kind == "R" for op in operations_of(program)):
-        return program
+        return frozenset()
     at_once = {
         (op.stage, op.microbatch)
         for line in program
@@ -171,11 +184,8 @@ def checkpointed(program: Program, modes: str | Sequence[str], chunks: int) -> P
             return i < chunks - 1 and (j, i) not in at_once
         return mode == "always"
 
-    def again(instruction: Instruction) -> list[Instruction]:
-        cells = [(j, i) for j, kind, i in operations(instruction) if kind in "BI"]
-        return [*(Op(j, "R", i) for j, i in cells if is_again(j, i)), instruction]
-
-    return _replaced(program, again)
+    cells = ((j, i) for j, kind, i in operations_of(program) if kind in "BI")
+    return frozenset(x for x in cells if is_again(*x))
 
 
 def _replaced(program: Program, change: Callable[[Instruction], list[Instruction]]) -> Program:

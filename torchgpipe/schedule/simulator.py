@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy as copied
 from dataclasses import dataclass, field
 from itertools import product
@@ -154,7 +154,9 @@ class Rehearsal:
         ways: dict[tuple[int, int], int] = {}
         #: For each step its worker, the number of its kind, and for each edge the step that it
         #: comes from, and the number of its way.
-        self._waits: list[tuple[int, int, list[tuple[int, int]]]] = []
+        self._waits: list[tuple[int, int, tuple[tuple[int, int], ...]]] = []
+        #: The number of the step of each cell's backward.
+        self._backward: dict[tuple[int, int], int] = {}
         for k, (w, instruction, edges) in enumerate(self.steps):
             ops = operations(instruction)
             kind = tuple([(op.kind, op.stage) for op in ops])
@@ -165,7 +167,8 @@ class Rehearsal:
                 self._ways.setdefault(way, (source, op))
                 found.append((place[source], ways.setdefault(way, len(ways))))
             place.update(dict.fromkeys(ops, k))
-            self._waits.append((w, kinds.setdefault(kind, len(kinds)), found))
+            self._backward |= {(op.stage, op.microbatch): k for op in ops if op.kind in "BI"}
+            self._waits.append((w, kinds.setdefault(kind, len(kinds)), (*found,)))
 
     def with_again(self, program: Program) -> Rehearsal:
         """The same with R in it, each right before its backward, for a fraction of the time.
@@ -186,11 +189,11 @@ class Rehearsal:
                     if own.stage not in number:
                         number[own.stage] = len(found._kinds)
                         found._kinds[(("R", own.stage),)] = own
-                    found._waits.append((w, number[own.stage], []))
+                    found._waits.append((w, number[own.stage], ()))
                     found.steps.append((w, own, [(Op(own.stage, "F", own.microbatch), own)]))
                     edges = [*edges, (own, op)]
             place.append(len(found.steps))
-            found._waits.append((w, kind, [(place[k], way) for k, way in waits]))
+            found._waits.append((w, kind, (*[(place[k], way) for k, way in waits],)))
             found.steps.append((w, instruction, edges))
         return found
 
@@ -198,19 +201,30 @@ class Rehearsal:
         """The start and the end of each step, if each starts as soon as it can."""
         return self.with_copies(table)[:2]
 
-    def with_copies(self, table: Table) -> tuple[list[float], list[float], Tracks | None]:
-        """The start and the end of each step, and the copies to the host, if there are any."""
+    def with_copies(
+        self, table: Table, again: Iterable[tuple[int, int]] = ()
+    ) -> tuple[list[float], list[float], Tracks | None]:
+        """The start and the end of each step, and the copies to the host, if there are any.
+
+        Some cells may have an R right before their backward, if nothing leaves.
+        """
         tracks = table.tracks(self.program)
         duration = [*map(table.duration, self._kinds.values())]
         delay = [*map(table.delay, self._ways.values())]
         free: list[float] = [0] * len(self.program)
         start: list[float] = [0] * len(self._waits)
         end = [*start]
+        #: How long the worker computes again before each step.
+        before = [*start]
+        for cell in again:
+            before[self._backward[cell]] += table.time["R"][cell[0]]
         # Of copies over a shared link, the one goes first that the host issues first.
         is_shared = tracks is not None and table.switch
         for k in self._issued() if is_shared else range(len(start)):
             w, kind, waits = self._waits[k]
-            begin = free[w] if tracks is None else tracks.before(w, free[w])
+            begin = free[w] + before[k]
+            if tracks is not None:
+                begin = tracks.before(w, begin)
             for source, way in waits:
                 arrival = end[source] + delay[way]
                 if arrival > begin:
@@ -221,9 +235,12 @@ class Rehearsal:
                 free[w] = tracks.after(w, end[k])
         return start, end, tracks
 
-    def makespan(self, table: Table) -> float:
-        """The time of all steps together."""
-        return max(self.times(table)[1])
+    def makespan(self, table: Table, again: Iterable[tuple[int, int]] = ()) -> float:
+        """The time of all steps together, with an R right before the backward of some cells.
+
+        If there are such cells, nothing may leave.
+        """
+        return max(self.with_copies(table, again)[1])
 
     def order(self, start: Sequence[float]) -> Sequence[Step]:
         """The steps by their starts, as a driver issues them.

@@ -13,8 +13,8 @@ from benchmarks.simulate import exhaustive
 from benchmarks.simulate.bounds import KEEPING, Bounds, Costs
 from torchgpipe.partition.keeping import Offload
 from torchgpipe.planner.layers import LayerCosts, Line
-from torchgpipe.planner.search import problem_of
-from torchgpipe.planner.trial import HOST, Trials, settings
+from torchgpipe.planner.problem import HOST, problem_of
+from torchgpipe.planner.trial import Trials, settings
 
 M = 4
 

@@ -12,8 +12,8 @@ from tests.support.helpers import note_of
 from tests.support.skips import Pop, Stash
 from torchgpipe import GPipe, NoChunk, Offload, arguments
 from torchgpipe.partition.arguments import MISSING
-from torchgpipe.planner import search as choice
-from torchgpipe.planner.search import problem_of
+from torchgpipe.planner import auto as choice
+from torchgpipe.planner.problem import problem_of
 
 # Layers that are as small as these may well be fastest in one piece.
 pytestmark = pytest.mark.filterwarnings("ignore:GPipe trains without pipelining")

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from torchgpipe.planner.observed import HostWait, TracedLayer, figures_of
+from torchgpipe.planner.figures import figures_of
+from torchgpipe.planner.observed import HostWait, TracedLayer
 from torchgpipe.show.span import Stream, computation, copy
 
 

@@ -1,0 +1,89 @@
+"""Choices that the balance ``"auto"`` of a wrapper leaves open, made by the search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from torchgpipe.batchnorm import has_batch_norms
+from torchgpipe.checks import verify
+from torchgpipe.devices.streams import Device
+from torchgpipe.partition.arguments import MISSING, checked_chunks
+from torchgpipe.partition.keeping import checked_keepings, is_policy, keepings_of
+from torchgpipe.planner.given import chunks_of, input_of, places_of, rows_of
+from torchgpipe.planner.problem import problem_of
+from torchgpipe.planner.search import search
+from torchgpipe.planner.trial import Trial
+
+__all__: list[str] = []
+
+
+def too_large(name: str | None, chunks: int, balance: Sequence[int], excess: float) -> ValueError:
+    """The error that nothing fits, with what comes nearest to it."""
+    return ValueError(
+        "a model must fit into the memory of its devices (nearest: "
+        f"{name or 'GPipe'} with chunks={chunks} and balance={[*balance]}, too much by "
+        f"{round(excess)} bytes); use more devices, smaller mini-batches, or an optimizer with "
+        "less state"
+    )
+
+
+def chosen(
+    module: nn.Sequential,
+    balance: Iterable[int] | str | None,
+    sample: Any,
+    devices: Iterable[Device] | None,
+    chunks: int,
+    checkpoint: Any,
+) -> tuple[Any, Any, Any, Any, Trial | None]:
+    """Choose what ``"auto"`` leaves open, and leave the rest to the user.
+
+    Returns:
+        The balance, devices, chunks and checkpoint modes, and the trial that has them, if they are
+        planned.
+    """
+    if not isinstance(balance, str):
+        if sample is not None:
+            raise ValueError(
+                "a sample is for a balance that is measured (balance: "
+                f"{type(balance).__name__}, given: sample); leave it out, or pass 'auto' as the "
+                "balance"
+            )
+        chunks = 1 if chunks is MISSING else chunks
+        checkpoint = "except_last" if checkpoint is MISSING else checkpoint
+        return balance, devices, chunks, checkpoint, None
+    if balance != "auto":
+        raise ValueError(
+            "balance is a list with the number of layers of each partition, or the word 'auto' "
+            f"(balance: {balance!r}); pass 'auto' and a sample, or such as [2, 2]"
+        )
+    if sample is None:
+        raise TypeError(
+            "the balance 'auto' needs a sample to measure the layers with (sample: None); pass the "
+            "arguments of a call with as many rows as a mini-batch"
+        )
+    input, places = input_of(sample), places_of(devices)
+    # What is wrong is better told before anything is measured.
+    own = None if chunks is MISSING else checked_chunks(chunks)
+    count = min(len(places), len(module))
+    modes = None if checkpoint is MISSING else checked_keepings(checkpoint, count)
+    verify(
+        modes is None or not any(map(is_policy, keepings_of(modes, count))),
+        "a plan knows what cells keep whole, and nothing of what a policy chooses",
+        "checkpoint",
+        "selective",
+        "pass 'always', whose balance serves as well, or leave checkpoint out, and assign "
+        "model.checkpoint when the model is wrapped",
+    )
+    rows = rows_of(None, input)
+    tried = chunks_of(
+        None if own is None else [min(own, rows)], rows, has_norms=has_batch_norms(module)
+    )
+    best = search(replace(problem_of(module, input, places, rows), modes=modes), tried)[0]
+    if best.excess:
+        raise too_large(best.setting.name, best.schedule.chunks, best.balance, best.excess)
+    chunks = best.schedule.chunks if own is None else own
+    return [*best.balance], best.devices, chunks, modes or best.checkpoint, best

@@ -1,0 +1,159 @@
+"""A problem to search: a model whose layers are measured, and the devices to plan it for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.checks import checked_flag, verify_kind
+from torchgpipe.devices.recorder import model_of
+from torchgpipe.devices.streams import CPU
+from torchgpipe.partition.arguments import checked_timeout, verify_loss
+from torchgpipe.partition.keeping import Keeping
+from torchgpipe.planner.given import (
+    FILLED,
+    FILLED_WITH_SKIPS,
+    leaves_of,
+    limits_of,
+    looks_of,
+    state_of,
+    with_loss,
+)
+from torchgpipe.planner.layers import LayerCosts, Line, measured, measured_links
+from torchgpipe.planner.record import Sizes
+from torchgpipe.planner.sandbox import verify_timed
+from torchgpipe.values.division import row_count
+from torchgpipe.values.microbatch import scatter
+
+__all__: list[str] = []
+
+#: The number of the host among workers, in the table of links.
+HOST = -1
+
+#: Devices whose times differ by less than this share are taken to be alike.
+ALIKE = 0.05
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A model to plan, and the devices to plan it for."""
+
+    layers: Sequence[LayerCosts]
+    sizes: Sizes
+    #: Whether the last layer is the loss.
+    has_loss: bool
+    batch: int
+    places: Sequence[torch.device]
+    #: The bytes that each worker may use.
+    memory: Sequence[float]
+    #: By which factor each worker is slower than the one that was measured.
+    slowness: Sequence[float]
+    #: The time of a copy between each pair of workers, by the bytes, and between each of them and
+    #: the host, if it has a memory of its own.
+    links: dict[tuple[int, int], Line]
+    #: Memory of the optimizer, for each byte of a parameter that it changes.
+    state: float
+    #: Memory of the input of a mini-batch.
+    given: float
+    #: Memory of the targets of a mini-batch.
+    targets: float
+    #: The checkpoint modes, one for all partitions or one for each, if they are given; None to
+    #: search them.
+    modes: Keeping | tuple[Keeping, ...] | None = None
+    #: Pairs of layers that share a weight, so they must be on one worker.
+    ties: Sequence[tuple[int, int]] = ()
+
+    @property
+    def share(self) -> float:
+        """The share of a limit that a plan fills. Without a loss, autograd runs backward."""
+        return FILLED if self.has_loss or not self.sizes.has_skips else FILLED_WITH_SKIPS
+
+    @property
+    def count(self) -> int:
+        """The number of layers, without the loss."""
+        return len(self.layers) - self.has_loss
+
+
+def problem_of(
+    layers: nn.Sequential,
+    input: Any,
+    places: Sequence[torch.device],
+    rows: int,
+    *,
+    loss: Callable[..., Any] | None = None,
+    targets: Sequence[Any] = (),
+    timeout: float = 1.0,
+    progress: bool = False,
+) -> Problem:
+    """Measure layers, and copies between devices.
+
+    The arguments are those of :func:`torchgpipe.plan`, but for the input, which is one value. The
+    memory is what there is, and the optimizer AdamW.
+    """
+    if loss is not None:
+        verify_loss(loss)
+    rule, remedy = "targets must be the arguments of the loss", "pass such as targets=(target,)"
+    verify_kind(targets, (list, tuple), rule, "targets", remedy)
+    checked_timeout(timeout)
+    progress = checked_flag(progress, "progress")
+    have = max(1, row_count(input))
+    after = [loss] if isinstance(loss, nn.Module) else []
+    # On one device, as on the CPU, all are together.
+    ties = _ties([*layers, *after]) if len({*places}) > 1 else []
+    module, looks, few = with_loss(layers, loss, targets), *looks_of(input, have, rows)
+    found, sizes = measured(module, few, looks, places[0], timeout=timeout, progress=progress)
+    if loss is not None:
+        # The targets are counted by themselves.
+        own = [x for own in after for x in chain(own.parameters(), own.buffers())]
+        weights = found[-1].weights._replace(all=sum(x.nbytes for x in own))
+        found[-1] = replace(found[-1], weights=weights)
+    elsewhere = f"on the CPU, by devices=['cpu'] * {len(places)}"
+    verify_timed([x.time(rows) for x in found], places[0], "layers", elsewhere)
+    least = dict([[*few.items()][-1]])
+
+    def time_on(place: torch.device) -> float:
+        return sum(x.time(rows) for x in measured(module, least, least, place, timeout=0)[0])
+
+    number = {CPU: HOST} | {place: w for w, place in reversed([*enumerate(places)])}
+    links = measured_links(places).items()
+    (whole,) = scatter(input, 1)
+    scale = rows / have
+    problem = Problem(
+        found,
+        sizes,
+        loss is not None,
+        rows,
+        places,
+        [],
+        slowness_of(places, time_on),
+        {(number[a], number[b]): line for (a, b), line in links},
+        state_of(torch.optim.AdamW),
+        scale * sum(x.nbytes for x in whole),
+        scale * sum(x.nbytes for x in leaves_of(targets)[0] if isinstance(x, Tensor)),
+        ties=ties,
+    )
+    return replace(problem, memory=limits_of(None, places, problem.share))
+
+
+def slowness_of(
+    places: Sequence[torch.device], measure: Callable[[torch.device], float]
+) -> list[float]:
+    """By which factor each device is slower than the first; one of each model is measured."""
+    models = {model_of(place): place for place in reversed(places)}
+    if len(models) == 1:
+        return [1.0] * len(places)
+    times = {model: measure(place) for model, place in models.items()}
+    factors = [times[model_of(x)] / times[model_of(places[0])] for x in places]
+    return [1.0 if abs(x - 1) < ALIKE else x for x in factors]
+
+
+def _ties(layers: Iterable[nn.Module]) -> list[tuple[int, int]]:
+    """The pairs of layers that share a parameter or a buffer, by their numbers."""
+    first: dict[Tensor, int] = {}
+    tensors = ((k, x) for k, y in enumerate(layers) for x in chain(y.parameters(), y.buffers()))
+    return sorted({(first[x], k) for k, x in tensors if first.setdefault(x, k) != k})
