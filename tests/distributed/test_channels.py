@@ -96,16 +96,34 @@ def test_what_is_sent_may_change(ends):
 
 def test_slots_are_used_again(ends):
     one, other = ends
+    numbers = set()
     for size in (10, 3000, 10, 2000, 3000):
         for _ in range(3):
             arrivals = []
             for _ in range(2):
                 one.send(torch.ones(size), 0)
                 arrivals.append(other.receive(torch.empty(size), 0))
+            assert other._read()
+            numbers.update(other._full.values())
             for arrival in arrivals:
                 arrival.wait()
     # Two of each size are on their way at once.
-    assert [len(x) for x in one._own] == [LEAST, LEAST, 4 * LEAST, 4 * LEAST]
+    sizes = sorted(len(one._own[number]) for number in numbers)
+    assert sizes == [LEAST, LEAST, 2 * LEAST, 2 * LEAST, 4 * LEAST, 4 * LEAST]
+
+
+def test_more_on_their_way_than_a_socket_takes_files(ends):
+    """Nobody reads meanwhile, as where a receiver waits for somebody else."""
+    one, other = ends
+    count, before = 1000, len(os.listdir("/proc/self/fd"))
+    for number in range(count):
+        one.send(torch.tensor(number), 0)
+    # Both ends are in this process.
+    arrivals = [other.receive(torch.tensor(-1), 0) for _ in range(count)]
+    for arrival in arrivals:
+        arrival.wait()
+    assert [int(x.tensor) for x in arrivals] == [*range(count)]
+    assert len(os.listdir("/proc/self/fd")) - before < 40
 
 
 def test_many_at_once(ends):

@@ -11,9 +11,9 @@ which copies it twice, and has a thread in each process that takes it from there
 processes compute, these threads wait for their turns (docs/decisions/across_processes.rst has the
 figures). Here the system wakes the process that waits as soon as the other one has filled a slot.
 
-A slot is a file without a name. Its sender passes it on once, by a socket, and fills it again each
-time that the receiver has emptied it. So a channel keeps as many slots as were on their way at
-once.
+A slot is a part of a file without a name, which has several of one size. Its sender passes the
+file on once, by a socket, and fills a slot again each time that the receiver has emptied it. So a
+channel keeps as much memory as messages of each size were on their way at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import os
 import select
 import socket
 import struct
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import suppress
 from secrets import token_hex
 from typing import TYPE_CHECKING, NamedTuple
@@ -50,6 +50,10 @@ AT_ONCE = 512 * RECORD.size
 
 #: The least size of a slot, in bytes.
 LEAST = 4096
+
+#: How many slots a file has. A socket takes some 278 files that nobody has received yet, and each
+#: takes a descriptor, of which a process often has 1024.
+SLOTS = 64
 
 
 class Incoming(NamedTuple):
@@ -93,8 +97,8 @@ class Channel:
         #: The slots that this process fills, and those that the other one does, as bytes.
         self._own: list[Tensor] = []
         self._others: list[Tensor] = []
-        #: The numbers of those of its own that are free.
-        self._free: list[int] = []
+        #: The numbers of those of its own that are free, by size.
+        self._free: defaultdict[int, list[int]] = defaultdict(list)
         #: The slots with messages that nobody has taken yet, and how many have come, by tag.
         self._full: dict[tuple[int, int], int] = {}
         self._came: Counter[int] = Counter()
@@ -125,13 +129,6 @@ class Channel:
     def send(self, tensor: Tensor, tag: int) -> None:
         """Send a tensor, whose memory may be changed after that."""
         number = self._find(tensor.nbytes)
-        if number == len(self._own):
-            # Sizes are powers of two, so that a few kinds of slots do for all messages. What is
-            # never written takes no memory.
-            file = os.memfd_create("torchgpipe")
-            os.ftruncate(file, max(LEAST, 1 << (tensor.nbytes - 1).bit_length()))
-            socket.send_fds(self._socket, [b"."], [file])
-            self._own.append(_bytes_of(file))
         _seen_as(tensor, self._own[number]).copy_(tensor)
         self._tell(number, tag)
 
@@ -158,15 +155,20 @@ class Channel:
             self._tell(~number, 0)
 
     def _find(self, size: int) -> int:
-        """A slot that is free, the smallest that has so many bytes; or the number of a new one."""
-        for _ in range(2):
-            fits = [(len(self._own[k]), k) for k in self._free if len(self._own[k]) >= size]
-            if fits:
-                number = min(fits)[1]
-                self._free.remove(number)
-                return number
-            self._read()
-        return len(self._own)
+        """A slot that is free, and has so many bytes or a few more."""
+        # Sizes are powers of two, so that a few kinds of slots do for all messages.
+        size = max(LEAST, 1 << (size - 1).bit_length())
+        # Those that are free again come before those that nobody has written yet.
+        self._read()
+        free = self._free[size]
+        if not free:
+            file = os.memfd_create("torchgpipe")
+            # What is never written takes no memory.
+            os.ftruncate(file, SLOTS * size)
+            socket.send_fds(self._socket, [b"."], [file])
+            free += range(len(self._own), len(self._own) + SLOTS)
+            self._own += _slots_of(file)
+        return free.pop()
 
     def _tell(self, number: int, tag: int) -> None:
         record = RECORD.pack(number, tag)
@@ -193,10 +195,10 @@ class Channel:
                 self._is_closed = True
                 break
             if number < 0:
-                self._free.append(~number)
+                self._free[len(self._own[~number])].append(~number)
                 continue
-            if number == len(self._others):
-                self._others.append(_bytes_of(self._file()))
+            while number >= len(self._others):
+                self._others += _slots_of(self._file())
             self._full[tag, self._came[tag]] = number
             self._came[tag] += 1
         return True
@@ -275,11 +277,11 @@ def _address(name: str) -> str:
     return f"\0torchgpipe {name}"
 
 
-def _bytes_of(file: int) -> Tensor:
-    """The memory of a file, as bytes; the file is closed."""
+def _slots_of(file: int) -> tuple[Tensor, ...]:
+    """The slots of a file, as bytes; the file is closed."""
     memory = mmap.mmap(file, os.fstat(file).st_size)
     os.close(file)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(SLOTS, -1).unbind()
 
 
 def _seen_as(tensor: Tensor, slot: Tensor) -> Tensor:
