@@ -126,6 +126,20 @@ def test_more_on_their_way_than_a_socket_takes_files(ends):
     assert len(os.listdir("/proc/self/fd")) - before < 40
 
 
+def test_large_slots(ends, monkeypatch):
+    """A file has few of them, since a process may have a limit of addresses, too."""
+    one, other = ends
+    monkeypatch.setattr("torchgpipe.distributed.channels.BYTES", 2 * LEAST)
+    for size in (LEAST, 4 * LEAST):
+        for number in range(3):
+            one.send(torch.full((size,), number, dtype=torch.uint8), 0)
+        for number in range(3):
+            arrival = other.receive(torch.empty(size, dtype=torch.uint8), 0)
+            arrival.wait()
+            assert torch.equal(arrival.tensor, torch.full_like(arrival.tensor, number))
+    assert [len(x) for x in one._own] == [LEAST] * 4 + [4 * LEAST] * 3
+
+
 def test_many_at_once(ends):
     """Both send hundreds of messages before either takes what the other has sent."""
     count = 250
@@ -170,6 +184,34 @@ def test_a_closed_end_that_a_forked_process_has_still(ends):
     with pytest.raises(ConnectionError, match="closed by peer"):
         arrivals[1].wait()
     os.close(kept)
+
+
+def test_a_forked_process_that_ends(ends):
+    """The parent's finalizers run there, too."""
+    one, other = ends
+    child = os.fork()
+    if not child:
+        try:
+            one.close()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    one.send(torch.ones(2), 0)
+    arrival = other.receive(torch.empty(2), 0)
+    arrival.wait()
+    assert arrival.tensor.sum() == 2
+
+
+def test_another_process_that_makes_no_end():
+    mine, theirs = socket.socketpair()
+    one = Channel(mine, 0.01)
+    with pytest.raises(TimeoutError):
+        one.open()
+    theirs.recv(1)
+    theirs.close()
+    with pytest.raises(ConnectionError, match="closed by peer"):
+        one.open()
+    one.close()
 
 
 def test_a_system_that_forbids_channels(monkeypatch):

@@ -51,9 +51,10 @@ AT_ONCE = 512 * RECORD.size
 #: The least size of a slot, in bytes.
 LEAST = 4096
 
-#: How many slots a file has. A socket takes some 278 files that nobody has received yet, and each
-#: takes a descriptor, of which a process often has 1024.
-SLOTS = 64
+#: The most slots that a file has, and the most bytes if it has several. A socket takes some 278
+#: files that nobody has received yet, and each takes a descriptor, of which a process often has
+#: 1024.
+SLOTS, BYTES = 64, 1 << 26
 
 
 class Incoming(NamedTuple):
@@ -85,8 +86,9 @@ class Channel:
     """
 
     def __init__(self, connection: socket.socket, patience: float) -> None:
-        self._socket = connection
+        self._socket, self._process = connection, os.getpid()
         self._milliseconds = min(1000 * patience, 2**31 - 1)
+        connection.settimeout(self._milliseconds / 1000)
         # A pipe holds thousands of records, which nobody has to read yet, and a socket hundreds.
         theirs, self._out = os.pipe()
         os.set_blocking(self._out, False)
@@ -109,7 +111,7 @@ class Channel:
 
     def open(self) -> None:
         """Wait until the other process has made its end."""
-        self._in = self._file()
+        _, self._in = self._file()
         os.set_blocking(self._in, False)
         self._readable.register(self._in, select.POLLIN)
         self._either.register(self._in, select.POLLIN)
@@ -117,14 +119,24 @@ class Channel:
 
     def close(self) -> None:
         """Close the connection, so that the other process waits no longer."""
-        # Processes that were forked, as those of a data loader, keep a pipe open.
-        with suppress(OSError):
-            os.write(self._out, RECORD.pack(0, CLOSED))
+        # A process that was forked, and ends or lets go of the pipeline, closes none but its own
+        # files.
+        if self._process == os.getpid():
+            # Processes that were forked, as those of a data loader, keep a pipe open.
+            with suppress(OSError):
+                os.write(self._out, RECORD.pack(0, CLOSED))
         self._socket.close()
         for file in (self._in, self._out):
             if file >= 0:
                 os.close(file)
         self._in = self._out = -1
+
+    def is_closed(self) -> bool:
+        """Whether the other process has closed its end."""
+        with suppress(OSError):
+            while self._read():
+                pass
+        return self._is_closed
 
     def send(self, tensor: Tensor, tag: int) -> None:
         """Send a tensor, whose memory may be changed after that."""
@@ -164,10 +176,11 @@ class Channel:
         if not free:
             file = os.memfd_create("torchgpipe")
             # What is never written takes no memory.
-            os.ftruncate(file, SLOTS * size)
-            socket.send_fds(self._socket, [b"."], [file])
-            free += range(len(self._own), len(self._own) + SLOTS)
-            self._own += _slots_of(file)
+            count = max(1, min(SLOTS, BYTES // size))
+            os.ftruncate(file, count * size)
+            socket.send_fds(self._socket, [bytes([count])], [file])
+            free += range(len(self._own), len(self._own) + count)
+            self._own += _slots_of(count, file)
         return free.pop()
 
     def _tell(self, number: int, tag: int) -> None:
@@ -198,15 +211,17 @@ class Channel:
                 self._free[len(self._own[~number])].append(~number)
                 continue
             while number >= len(self._others):
-                self._others += _slots_of(self._file())
+                self._others += _slots_of(*self._file())
             self._full[tag, self._came[tag]] = number
             self._came[tag] += 1
         return True
 
-    def _file(self) -> int:
-        """The next file that the other process has passed on."""
-        _, (file,), _, _ = socket.recv_fds(self._socket, 1, 1)
-        return file
+    def _file(self) -> tuple[int, int]:
+        """The next file that the other process has passed on, after how many slots it has."""
+        data, files, _, _ = socket.recv_fds(self._socket, 1, 1)
+        if not data:
+            raise ConnectionResetError("connection closed by peer")
+        return data[0], files[0]
 
     def _wait(self, events: select.poll) -> None:
         if not events.poll(self._milliseconds):
@@ -277,11 +292,11 @@ def _address(name: str) -> str:
     return f"\0torchgpipe {name}"
 
 
-def _slots_of(file: int) -> tuple[Tensor, ...]:
+def _slots_of(count: int, file: int) -> tuple[Tensor, ...]:
     """The slots of a file, as bytes; the file is closed."""
     memory = mmap.mmap(file, os.fstat(file).st_size)
     os.close(file)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(SLOTS, -1).unbind()
+    return torch.frombuffer(memory, dtype=torch.uint8).view(count, -1).unbind()
 
 
 def _seen_as(tensor: Tensor, slot: Tensor) -> Tensor:
