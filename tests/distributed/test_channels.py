@@ -1,5 +1,6 @@
 """Channels: what is sent arrives as it was, in memory that is used again, without a deadlock."""
 
+import fcntl
 import gc
 import os
 import socket
@@ -141,8 +142,11 @@ def test_large_slots(ends, monkeypatch):
 
 
 def test_many_at_once(ends):
-    """Both send hundreds of messages before either takes what the other has sent."""
-    count = 250
+    """Both send more messages than a pipe holds before either takes what the other has sent."""
+    count = 1000
+    for end in ends:
+        # Which is 512 records.
+        fcntl.fcntl(end._out, fcntl.F_SETPIPE_SZ, 4096)
 
     def run(k):
         for number in range(count):
@@ -152,6 +156,9 @@ def test_many_at_once(ends):
             arrival.wait()
             assert arrival.tensor == number
         done.append(k)
+        # The other one also tells which slots are free, and has as many records of that.
+        while threads[1 - k].is_alive() and len(done) < 2:
+            ends[k].is_closed()
 
     done = []
     threads = [threading.Thread(target=run, args=(k,)) for k in range(2)]
@@ -172,6 +179,20 @@ def test_a_process_that_is_gone(ends):
         arrivals[1].wait()
     with pytest.raises(ConnectionError):
         other.send(torch.ones(2), 0)
+
+
+def test_a_process_that_is_killed(ends):
+    """The system closes its files, and nobody says so."""
+    one, other = ends
+    one.send(torch.ones(2), 0)
+    for file in (one._out, one._in):
+        # The end is closed once more after the test.
+        os.dup2(one._socket.fileno(), file)
+    arrivals = [other.receive(torch.empty(2), 0) for _ in range(2)]
+    arrivals[0].wait()
+    with pytest.raises(ConnectionError, match="closed by peer"):
+        arrivals[1].wait()
+    assert other.is_closed()
 
 
 def test_a_closed_end_that_a_forked_process_has_still(ends):
@@ -200,6 +221,15 @@ def test_a_forked_process_that_ends(ends):
     arrival = other.receive(torch.empty(2), 0)
     arrival.wait()
     assert arrival.tensor.sum() == 2
+
+
+def test_nothing_stays_open():
+    before = os.listdir("/proc/self/fd")
+    with pair() as (one, other):
+        one.send(torch.ones(2), 0)
+        other.receive(torch.empty(2), 0).wait()
+    del one, other
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_another_process_that_makes_no_end():
