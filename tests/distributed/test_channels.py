@@ -17,7 +17,7 @@ from tests.distributed.test_schedules import pipe_of
 from tests.support.schedules import linear
 from torchgpipe._torch import pipelining
 from torchgpipe.devices.streams import CPU
-from torchgpipe.distributed.channels import LEAST, Channel, connected
+from torchgpipe.distributed.channels import LEAST, RECORD, Channel, connected
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="channels need Linux")
 
@@ -266,6 +266,21 @@ def test_a_pipe_that_is_full():
                 one._tell(0, 0)
         assert other._read()
         one._tell(0, 0)
+
+
+def test_both_pipes_are_full():
+    """A process that waits reads what comes meanwhile, so that the other one can go on."""
+    with pair(patience=0.01) as both:
+        for end in both:
+            end.send(torch.ones(1), 0)
+        for end in both:
+            with pytest.raises(BlockingIOError):
+                while True:
+                    os.write(end._out, RECORD.pack(0, 0))
+        one, other = both
+        with pytest.raises(TimeoutError):
+            one._tell(0, 0)
+        other._tell(0, 0)
 
 
 class Texts:
