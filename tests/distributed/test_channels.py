@@ -1,5 +1,6 @@
 """Channels: what is sent arrives as it was, in memory that is used again, without a deadlock."""
 
+import fcntl
 import gc
 import os
 import socket
@@ -16,7 +17,7 @@ from tests.distributed.test_schedules import pipe_of
 from tests.support.schedules import linear
 from torchgpipe._torch import pipelining
 from torchgpipe.devices.streams import CPU
-from torchgpipe.distributed.channels import LEAST, Channel, connected
+from torchgpipe.distributed.channels import LEAST, RECORD, Channel, connected
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="channels need Linux")
 
@@ -96,21 +97,56 @@ def test_what_is_sent_may_change(ends):
 
 def test_slots_are_used_again(ends):
     one, other = ends
+    numbers = set()
     for size in (10, 3000, 10, 2000, 3000):
         for _ in range(3):
             arrivals = []
             for _ in range(2):
                 one.send(torch.ones(size), 0)
                 arrivals.append(other.receive(torch.empty(size), 0))
+            assert other._read()
+            numbers.update(other._full.values())
             for arrival in arrivals:
                 arrival.wait()
     # Two of each size are on their way at once.
-    assert [len(x) for x in one._own] == [LEAST, LEAST, 4 * LEAST, 4 * LEAST]
+    sizes = sorted(len(one._own[number]) for number in numbers)
+    assert sizes == [LEAST, LEAST, 2 * LEAST, 2 * LEAST, 4 * LEAST, 4 * LEAST]
+
+
+def test_more_on_their_way_than_a_socket_takes_files(ends):
+    """Nobody reads meanwhile, as where a receiver waits for somebody else."""
+    one, other = ends
+    count, before = 1000, len(os.listdir("/proc/self/fd"))
+    for number in range(count):
+        one.send(torch.tensor(number), 0)
+    # Both ends are in this process.
+    arrivals = [other.receive(torch.tensor(-1), 0) for _ in range(count)]
+    for arrival in arrivals:
+        arrival.wait()
+    assert [int(x.tensor) for x in arrivals] == [*range(count)]
+    assert len(os.listdir("/proc/self/fd")) - before < 40
+
+
+def test_large_slots(ends, monkeypatch):
+    """A file has few of them, since a process may have a limit of addresses, too."""
+    one, other = ends
+    monkeypatch.setattr("torchgpipe.distributed.channels.BYTES", 2 * LEAST)
+    for size in (LEAST, 4 * LEAST):
+        for number in range(3):
+            one.send(torch.full((size,), number, dtype=torch.uint8), 0)
+        for number in range(3):
+            arrival = other.receive(torch.empty(size, dtype=torch.uint8), 0)
+            arrival.wait()
+            assert torch.equal(arrival.tensor, torch.full_like(arrival.tensor, number))
+    assert [len(x) for x in one._own] == [LEAST] * 4 + [4 * LEAST] * 3
 
 
 def test_many_at_once(ends):
-    """Both send hundreds of messages before either takes what the other has sent."""
-    count = 250
+    """Both send more messages than a pipe holds before either takes what the other has sent."""
+    count = 1000
+    for end in ends:
+        # Which is 512 records.
+        fcntl.fcntl(end._out, fcntl.F_SETPIPE_SZ, 4096)
 
     def run(k):
         for number in range(count):
@@ -120,6 +156,9 @@ def test_many_at_once(ends):
             arrival.wait()
             assert arrival.tensor == number
         done.append(k)
+        # The other one also tells which slots are free, and has as many records of that.
+        while threads[1 - k].is_alive() and len(done) < 2:
+            ends[k].is_closed()
 
     done = []
     threads = [threading.Thread(target=run, args=(k,)) for k in range(2)]
@@ -142,6 +181,20 @@ def test_a_process_that_is_gone(ends):
         other.send(torch.ones(2), 0)
 
 
+def test_a_process_that_is_killed(ends):
+    """The system closes its files, and nobody says so."""
+    one, other = ends
+    one.send(torch.ones(2), 0)
+    for file in (one._out, one._in):
+        # The end is closed once more after the test.
+        os.dup2(one._socket.fileno(), file)
+    arrivals = [other.receive(torch.empty(2), 0) for _ in range(2)]
+    arrivals[0].wait()
+    with pytest.raises(ConnectionError, match="closed by peer"):
+        arrivals[1].wait()
+    assert other.is_closed()
+
+
 def test_a_closed_end_that_a_forked_process_has_still(ends):
     one, other = ends
     one.send(torch.ones(2), 0)
@@ -152,6 +205,43 @@ def test_a_closed_end_that_a_forked_process_has_still(ends):
     with pytest.raises(ConnectionError, match="closed by peer"):
         arrivals[1].wait()
     os.close(kept)
+
+
+def test_a_forked_process_that_ends(ends):
+    """The parent's finalizers run there, too."""
+    one, other = ends
+    child = os.fork()
+    if not child:
+        try:
+            one.close()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    one.send(torch.ones(2), 0)
+    arrival = other.receive(torch.empty(2), 0)
+    arrival.wait()
+    assert arrival.tensor.sum() == 2
+
+
+def test_nothing_stays_open():
+    before = os.listdir("/proc/self/fd")
+    with pair() as (one, other):
+        one.send(torch.ones(2), 0)
+        other.receive(torch.empty(2), 0).wait()
+    del one, other
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_another_process_that_makes_no_end():
+    mine, theirs = socket.socketpair()
+    one = Channel(mine, 0.01)
+    with pytest.raises(TimeoutError):
+        one.open()
+    theirs.recv(1)
+    theirs.close()
+    with pytest.raises(ConnectionError, match="closed by peer"):
+        one.open()
+    one.close()
 
 
 def test_a_system_that_forbids_channels(monkeypatch):
@@ -176,6 +266,21 @@ def test_a_pipe_that_is_full():
                 one._tell(0, 0)
         assert other._read()
         one._tell(0, 0)
+
+
+def test_both_pipes_are_full():
+    """A process that waits reads what comes meanwhile, so that the other one can go on."""
+    with pair(patience=0.01) as both:
+        for end in both:
+            end.send(torch.ones(1), 0)
+        for end in both:
+            with pytest.raises(BlockingIOError):
+                while True:
+                    os.write(end._out, RECORD.pack(0, 0))
+        one, other = both
+        with pytest.raises(TimeoutError):
+            one._tell(0, 0)
+        other._tell(0, 0)
 
 
 class Texts:

@@ -1,5 +1,6 @@
 """Failures of one process: the others end soon, and name it."""
 
+import gc
 import os
 import re
 import signal
@@ -81,6 +82,28 @@ def fail(group, rank, how, name):
         pipe.step(*x)
     notes = getattr(found.value, "__notes__", [])
     return type(found.value).__name__, " ".join([str(found.value), *notes]), took
+
+
+def end_between(group):
+    """End the pipeline of one process, which lives on; return what another one raises."""
+    pipe = pipe_of([linear(), linear()], "1f1b", group, chunks=2)
+    x = torch.rand(2, 4, 6)
+    pipe.step(*x)
+    if pipe.is_last:
+        del pipe
+        gc.collect()
+        return ""
+    with pytest.raises(RuntimeError) as found:
+        pipe.step(*x)
+    return str(found.value)
+
+
+@pytest.mark.full
+def test_process_that_ends_its_pipeline(processes):
+    """The interpreter does so at its end, before the group is gone."""
+    texts = processes.run(end_between, 2)
+    processes.stop()
+    assert "process of the pipeline is lost (rank 1: " in texts[0]
 
 
 NAMES = ("1f1b", "fill_drain", "zbh1", "1f1b")

@@ -11,9 +11,9 @@ which copies it twice, and has a thread in each process that takes it from there
 processes compute, these threads wait for their turns (docs/decisions/across_processes.rst has the
 figures). Here the system wakes the process that waits as soon as the other one has filled a slot.
 
-A slot is a file without a name. Its sender passes it on once, by a socket, and fills it again each
-time that the receiver has emptied it. So a channel keeps as many slots as were on their way at
-once.
+A slot is a part of a file without a name, which has several of one size. Its sender passes the
+file on once, by a socket, and fills a slot again each time that the receiver has emptied it. So a
+channel keeps as much memory as messages of each size were on their way at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import os
 import select
 import socket
 import struct
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import suppress
 from secrets import token_hex
 from typing import TYPE_CHECKING, NamedTuple
@@ -50,6 +50,11 @@ AT_ONCE = 512 * RECORD.size
 
 #: The least size of a slot, in bytes.
 LEAST = 4096
+
+#: The most slots that a file has, and the most bytes if it has several. A socket takes some 278
+#: files that nobody has received yet, and each takes a descriptor, of which a process often has
+#: 1024.
+SLOTS, BYTES = 64, 1 << 26
 
 
 class Incoming(NamedTuple):
@@ -81,8 +86,9 @@ class Channel:
     """
 
     def __init__(self, connection: socket.socket, patience: float) -> None:
-        self._socket = connection
+        self._socket, self._process = connection, os.getpid()
         self._milliseconds = min(1000 * patience, 2**31 - 1)
+        connection.settimeout(self._milliseconds / 1000)
         # A pipe holds thousands of records, which nobody has to read yet, and a socket hundreds.
         theirs, self._out = os.pipe()
         os.set_blocking(self._out, False)
@@ -93,8 +99,8 @@ class Channel:
         #: The slots that this process fills, and those that the other one does, as bytes.
         self._own: list[Tensor] = []
         self._others: list[Tensor] = []
-        #: The numbers of those of its own that are free.
-        self._free: list[int] = []
+        #: The numbers of those of its own that are free, by size.
+        self._free: defaultdict[int, list[int]] = defaultdict(list)
         #: The slots with messages that nobody has taken yet, and how many have come, by tag.
         self._full: dict[tuple[int, int], int] = {}
         self._came: Counter[int] = Counter()
@@ -105,7 +111,7 @@ class Channel:
 
     def open(self) -> None:
         """Wait until the other process has made its end."""
-        self._in = self._file()
+        _, self._in = self._file()
         os.set_blocking(self._in, False)
         self._readable.register(self._in, select.POLLIN)
         self._either.register(self._in, select.POLLIN)
@@ -113,25 +119,28 @@ class Channel:
 
     def close(self) -> None:
         """Close the connection, so that the other process waits no longer."""
-        # Processes that were forked, as those of a data loader, keep a pipe open.
-        with suppress(OSError):
-            os.write(self._out, RECORD.pack(0, CLOSED))
+        # A process that was forked, and ends or lets go of the pipeline, closes none but its own
+        # files.
+        if self._process == os.getpid():
+            # Processes that were forked, as those of a data loader, keep a pipe open.
+            with suppress(OSError):
+                os.write(self._out, RECORD.pack(0, CLOSED))
         self._socket.close()
         for file in (self._in, self._out):
             if file >= 0:
                 os.close(file)
         self._in = self._out = -1
 
+    def is_closed(self) -> bool:
+        """Whether the other process has closed its end."""
+        with suppress(OSError):
+            while self._read():
+                pass
+        return self._is_closed
+
     def send(self, tensor: Tensor, tag: int) -> None:
         """Send a tensor, whose memory may be changed after that."""
         number = self._find(tensor.nbytes)
-        if number == len(self._own):
-            # Sizes are powers of two, so that a few kinds of slots do for all messages. What is
-            # never written takes no memory.
-            file = os.memfd_create("torchgpipe")
-            os.ftruncate(file, max(LEAST, 1 << (tensor.nbytes - 1).bit_length()))
-            socket.send_fds(self._socket, [b"."], [file])
-            self._own.append(_bytes_of(file))
         _seen_as(tensor, self._own[number]).copy_(tensor)
         self._tell(number, tag)
 
@@ -158,15 +167,21 @@ class Channel:
             self._tell(~number, 0)
 
     def _find(self, size: int) -> int:
-        """A slot that is free, the smallest that has so many bytes; or the number of a new one."""
-        for _ in range(2):
-            fits = [(len(self._own[k]), k) for k in self._free if len(self._own[k]) >= size]
-            if fits:
-                number = min(fits)[1]
-                self._free.remove(number)
-                return number
-            self._read()
-        return len(self._own)
+        """A slot that is free, and has so many bytes or a few more."""
+        # Sizes are powers of two, so that a few kinds of slots do for all messages.
+        size = max(LEAST, 1 << (size - 1).bit_length())
+        # Those that are free again come before those that nobody has written yet.
+        self._read()
+        free = self._free[size]
+        if not free:
+            file = os.memfd_create("torchgpipe")
+            # What is never written takes no memory.
+            count = max(1, min(SLOTS, BYTES // size))
+            os.ftruncate(file, count * size)
+            socket.send_fds(self._socket, [bytes([count])], [file])
+            free += range(len(self._own), len(self._own) + count)
+            self._own += _slots_of(count, file)
+        return free.pop()
 
     def _tell(self, number: int, tag: int) -> None:
         record = RECORD.pack(number, tag)
@@ -193,18 +208,20 @@ class Channel:
                 self._is_closed = True
                 break
             if number < 0:
-                self._free.append(~number)
+                self._free[len(self._own[~number])].append(~number)
                 continue
-            if number == len(self._others):
-                self._others.append(_bytes_of(self._file()))
+            while number >= len(self._others):
+                self._others += _slots_of(*self._file())
             self._full[tag, self._came[tag]] = number
             self._came[tag] += 1
         return True
 
-    def _file(self) -> int:
-        """The next file that the other process has passed on."""
-        _, (file,), _, _ = socket.recv_fds(self._socket, 1, 1)
-        return file
+    def _file(self) -> tuple[int, int]:
+        """The next file that the other process has passed on, after how many slots it has."""
+        data, files, _, _ = socket.recv_fds(self._socket, 1, 1)
+        if not data:
+            raise ConnectionResetError("connection closed by peer")
+        return data[0], files[0]
 
     def _wait(self, events: select.poll) -> None:
         if not events.poll(self._milliseconds):
@@ -275,11 +292,11 @@ def _address(name: str) -> str:
     return f"\0torchgpipe {name}"
 
 
-def _bytes_of(file: int) -> Tensor:
-    """The memory of a file, as bytes; the file is closed."""
+def _slots_of(count: int, file: int) -> tuple[Tensor, ...]:
+    """The slots of a file, as bytes; the file is closed."""
     memory = mmap.mmap(file, os.fstat(file).st_size)
     os.close(file)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(count, -1).unbind()
 
 
 def _seen_as(tensor: Tensor, slot: Tensor) -> Tensor:

@@ -115,8 +115,11 @@ def _first_failure(peers: Peers, error: BaseException) -> tuple[bool, str]:
 
 def _close(peers: Peers) -> list[int]:
     """Close the connections to all other processes; return those that are closed already."""
-    closed = []
-    for channel in peers.channels.values():
+    closed = set()
+    for rank, channel in peers.channels.items():
+        # A process that ends closes its channels some time before its group.
+        if channel.is_closed():
+            closed.add(rank)
         channel.close()
     for rank in range(peers.size):
         if rank == peers.rank:
@@ -127,13 +130,13 @@ def _close(peers: Peers) -> list[int]:
             work.wait(datetime.timedelta(milliseconds=1))
         except Exception as error:
             if _is_closed(error):
-                closed.append(rank)
+                closed.add(rank)
     if peers.device.type != "cpu":
         # Work on accelerators that waits for other processes.
         with suppress(Exception):
             group: Any = peers.group
             group.abort()
-    return closed
+    return sorted(closed)
 
 
 def _text(error: BaseException) -> str:
