@@ -23,7 +23,7 @@ from torchgpipe.devices.streams import accelerators
 
 # The same examples in every run; `make test HYPOTHESIS=explore` looks for new ones.
 hypothesis.settings.register_profile(
-    "default", deadline=None, derandomize=True, max_examples=some(100, 40)
+    "default", deadline=None, derandomize=True, max_examples=some(100, 25)
 )
 hypothesis.settings.register_profile("explore", deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS", "default"))

@@ -48,7 +48,7 @@ def test_one_gpu(tmp_path):
 
 
 def test_speed(tmp_path, monkeypatch):
-    small = Experiment("pipeline-2", unet(1, 16), 96, 64, 2, 8, published=35.502)
+    small = Experiment("pipeline-2", unet(1, 16), 64, 32, 2, 8, published=35.502)
     monkeypatch.setattr(speed, "SPEED", {"unet": [small]})
     path = tmp_path / "speed.json"
     few = ["--experiments", "unet/pipeline-2", "--modes", "paper", "--rounds", "2"]

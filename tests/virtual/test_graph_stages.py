@@ -13,7 +13,7 @@ from tests.virtual.test_schedule_times import training_of as timed
 from torchgpipe.testing import observe
 
 TRACED = [x for x in CASES if x != "deferred norms"]
-TRACED = TRACED if SOAK else TRACED[::3]
+TRACED = TRACED if SOAK else TRACED[::6]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.support.planning import Join, Keep, Timed, by_hand, links, run
-from tests.support.size import some
+from tests.support.size import SOAK, some
 from torchgpipe import GPipe, Offload, plan
 from torchgpipe.partition.keeping import offload_of
 from torchgpipe.planner.problem import problem_of
@@ -118,9 +118,10 @@ def test_what_does_not_fit_leaves_where_links_are_fast(devices):
     # Under looped_bfs one copy back begins later than simulated, by half a forward.
     assert best.time == pytest.approx(time, rel=0.04)
     assert 0.95 * max(best.memory.values()) < max(memory.values()) < limit
-    slow, _, _ = plans_of(devices, 1e4, limit)
-    assert not any(map(offload_of, slow.best._trial.modes))
-    assert slow.best.time > best.time
+    if SOAK:
+        slow, _, _ = plans_of(devices, 1e4, limit)
+        assert not any(map(offload_of, slow.best._trial.modes))
+        assert slow.best.time > best.time
 
 
 def test_a_mode_that_is_given(devices):

@@ -41,7 +41,7 @@ from tests.support.pairs.parallel import (
     within_parent,
 )
 from tests.support.pairs.shards import sharded, tensor_parallel
-from tests.support.size import rotated
+from tests.support.size import rotated, some
 
 # DistributedDataParallel imports the compiler.
 preload("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel")
@@ -62,7 +62,10 @@ CASES = dict(
                 *rotated([unused, tied], ["never", "always"], ["default", "static graph"]),
             ]
         ],
-        *[_named(parallel, make=plain, mode=mode, setting="default", cap=25) for mode in MODES],
+        *[
+            _named(parallel, make=plain, mode=mode, setting="default", cap=25)
+            for mode in some(MODES, MODES[:1])
+        ],
         *[
             _named(function, mode=mode)
             for function, mode in rotated(
