@@ -260,6 +260,34 @@ def test_gradients_whose_memory_is_used_again(name, processes):
     processes.run(one_gradient, 4, name)
 
 
+class Conjugated(nn.Module):
+    """A layer that returns a conjugated view."""
+
+    def forward(self, x):
+        return torch.complex(x, x + 1).conj()
+
+
+class Real(nn.Module):
+    """A layer that makes a conjugated view real."""
+
+    def forward(self, x):
+        return x.real - x.imag
+
+
+def conjugated(group):
+    compare(group, [Conjugated(), nn.Sequential(Real(), linear())], "1f1b", 8, 4)
+
+
+@over_gloo
+def conjugated_over_gloo(group):
+    conjugated(group)
+
+
+@pytest.mark.parametrize("case", [conjugated, conjugated_over_gloo])
+def test_conjugated_views(case, processes):
+    processes.run(case, 2)
+
+
 class Views(nn.Module):
     """A layer that changes its input in place, where that is a view of what another one gets."""
 

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 __all__: list[str] = []
 
-#: What a pipe carries: the number of a slot that is full, with the tag of its message; or the
-#: inverted number of one that is free again.
+#: What a pipe carries: the number of a slot that is full, with the tag of its message; or, as
+#: ``~number``, that of one that is free again.
 RECORD = struct.Struct("=ii")
 
 #: The tag of the last record of a process, which closes its end.
@@ -82,14 +82,15 @@ class Channel:
 
     Args:
         connection: a socket that is connected to the other process.
-        patience: for how many seconds it may be waited for.
+        patience: for how many seconds one process waits for the other.
     """
 
     def __init__(self, connection: socket.socket, patience: float) -> None:
         self._socket, self._process = connection, os.getpid()
         self._milliseconds = min(1000 * patience, 2**31 - 1)
         connection.settimeout(self._milliseconds / 1000)
-        # A pipe holds thousands of records, which nobody has to read yet, and a socket hundreds.
+        # A pipe holds thousands of records that nobody has read. A socket would hold hundreds, and
+        # then make the sender wait.
         theirs, self._out = os.pipe()
         os.set_blocking(self._out, False)
         socket.send_fds(connection, [b"."], [theirs])
@@ -122,7 +123,8 @@ class Channel:
         # A process that was forked, and ends or lets go of the pipeline, closes none but its own
         # files.
         if self._process == os.getpid():
-            # Processes that were forked, as those of a data loader, keep a pipe open.
+            # Processes that were forked, as those of a data loader, keep the pipe open, so that the
+            # other process would see no end of it.
             with suppress(OSError):
                 os.write(self._out, RECORD.pack(0, CLOSED))
         self._socket.close()
@@ -145,7 +147,7 @@ class Channel:
         self._tell(number, tag)
 
     def receive(self, tensor: Tensor, tag: int) -> Incoming:
-        """Say what the next message of a tag is to fill; return what waits for it."""
+        """Give the next message of a tag a tensor to fill; return what waits for it."""
         number = self._asked[tag]
         self._asked[tag] += 1
         return Incoming(self, tensor, (tag, number))
@@ -236,7 +238,7 @@ def connected(peers: Peers, patience: float) -> dict[int, Channel]:
 
     Args:
         peers: the processes.
-        patience: for how many seconds a process may be waited for.
+        patience: for how many seconds one process waits for another.
     """
     # Others on this host may see the name, but not what proves that one of us has come by it.
     name, proof = token_hex(16), token_hex(16)
@@ -257,7 +259,7 @@ def connected(peers: Peers, patience: float) -> dict[int, Channel]:
             except (OSError, IndexError):
                 # It is on another host, or has another device.
                 connection.close()
-        # By then all have come that will.
+        # After this, each process that could connect has done so.
         came = [text.split() for text in peers.texts(" ".join(map(str, found)))]
         proofs = {told[k][1]: k for k, ranks in enumerate(came) if str(peers.rank) in ranks}
         while proofs:

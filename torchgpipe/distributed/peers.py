@@ -230,7 +230,7 @@ class Connections:
 
 def _real(tensor: Tensor) -> Tensor:
     """A tensor for a group, which knows no complex numbers, but the real ones in their memory."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def digest(text: str) -> int:
