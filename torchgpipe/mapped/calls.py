@@ -75,7 +75,9 @@ class Call(Interception):
             # Outside of a step, as when the model generates text.
             device = self.mapped.device
             copies: list[Any] = []
-            args, kwargs = map_arguments(lambda x: x.to(device), (args, kwargs), copies)
+            # One copy of each: the module may change it in place, or ask whether two are the same.
+            here = {id(x): x.to(device) for x in tensors_of((args, kwargs))}
+            args, kwargs = map_arguments(lambda x: here[id(x)], (args, kwargs), copies)
             if self.mapped.lent:
                 near = partial(_near, device)
                 inner = partial(Lent(self.mapped.lent, near, nullcontext()).call, inner)
