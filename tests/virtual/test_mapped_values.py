@@ -263,3 +263,20 @@ def test_one_tensor_as_several_arguments(devices):
         model(x).sum().backward()
     for own, other in zip(pipe.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(own.grad.cpu(), other.grad)
+
+
+class Returning(Model):
+    """A value comes back to the first device, for a checkpoint of PyTorch on another one."""
+
+    def forward(self, x):
+        x = self.b(self.a(x)).to(x.device)
+        return self.d(checkpoint(self.c, x, use_reentrant=False))
+
+
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
+def test_memory_of_a_lane_that_a_checkpoint_of_pytorch_reads(devices):
+    pipe = wrapped(Returning(), [devices[k] for k in (0, 1, 2, 0)], "never")
+    for seed in (None, 0, 1):
+        with observe(jitter=seed) as seen:
+            pipe(torch.rand(8, 6, device=devices[0])).sum().backward()
+        assert_no_races(seen)
