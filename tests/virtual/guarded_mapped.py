@@ -34,6 +34,7 @@ TESTS = {
         "no grad": ("test_mapped_values", "gradients_and_buffers", {"kind": "WithoutGradFirst"}),
         "norms": ("test_mapped_values", "gradients_and_buffers", {"kind": "Norms"}),
         "ways": ("test_mapped_values", "gradients_and_buffers", {"kind": "Uneven"}),
+        "lane": ("test_mapped_values", "memory_of_a_lane_that_a_checkpoint_of_pytorch_reads", {}),
         "casts": ("test_mapped_code", "weights_that_autocast_has_cast", {}),
         "late": ("test_mapped_code", "code_that_comes_back_holds_nobody_up", {}),
         "threads": ("test_mapped_threads", "makespan", {"threads": 4, "mode": "never"}),
@@ -112,6 +113,7 @@ TESTS = {
 MUTANTS = {
     "checkpoints around modules": (DROP, "mapped checkpoints"),
     "recording for a later visit": (DROP, "mapped bart"),
+    "recording for a checkpoint of PyTorch": (DROP, "mapped lane"),
     "lane of what is fetched": (("self.lane", "self.stage.compute"), "mapped copies"),
     "join of what is fetched": (("if needed", "if False"), "mapped slow host"),
     "lane of what is sent on": (("self.lane", "self.stage.compute"), "mapped makespan"),

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.helpers import MODES, assert_no_races
 from torchgpipe import GPipe, MappedGPipe
@@ -239,3 +240,43 @@ def test_a_box_that_blocks_on_several_devices_share(devices):
         pipe(torch.linspace(-1, 1, 24, device=devices[0]).view(6, 4)).sum().backward()
         found.append([p.grad.cpu() for p in pipe.parameters()])
     assert all(map(torch.equal, *found))
+
+
+class Attending(nn.Module):
+    """Attention, which computes other operators where it gets one tensor for all three."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.attention = nn.Linear(4, 4), nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x):
+        x = self.first(x)
+        return checkpoint(self.attention, x, x, x, use_reentrant=False)[0]
+
+
+def test_one_tensor_as_several_arguments(devices):
+    """A checkpoint of PyTorch calls the module a second time outside of the step."""
+    plain, x = Attending(), torch.rand(4, 3, 4)
+    names = dict(zip(("first", "attention"), devices))
+    pipe = MappedGPipe(copy.deepcopy(plain), names, chunks=2, checkpoint="never")
+    for model in (plain, pipe):
+        model(x).sum().backward()
+    for own, other in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad.cpu(), other.grad)
+
+
+class Returning(Model):
+    """A value comes back to the first device, for a checkpoint of PyTorch on another one."""
+
+    def forward(self, x):
+        x = self.b(self.a(x)).to(x.device)
+        return self.d(checkpoint(self.c, x, use_reentrant=False))
+
+
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
+def test_memory_of_a_lane_that_a_checkpoint_of_pytorch_reads(devices):
+    pipe = wrapped(Returning(), [devices[k] for k in (0, 1, 2, 0)], "never")
+    for seed in (None, 0, 1):
+        with observe(jitter=seed) as seen:
+            pipe(torch.rand(8, 6, device=devices[0])).sum().backward()
+        assert_no_races(seen)

@@ -18,6 +18,7 @@ from torchgpipe import _torch
 from torchgpipe._torch.dynamo import Interception, uncompiled
 from torchgpipe.ambient.context import registered
 from torchgpipe.ambient.notes import Visit
+from torchgpipe.devices.streams import current_stream, record_stream
 from torchgpipe.engine.body import Body
 from torchgpipe.mapped.containers import filling_nothing, map_arguments, tensors_of, unfilled
 from torchgpipe.mapped.device_map import Mapped
@@ -75,7 +76,10 @@ class Call(Interception):
             # Outside of a step, as when the model generates text.
             device = self.mapped.device
             copies: list[Any] = []
-            args, kwargs = map_arguments(lambda x: x.to(device), (args, kwargs), copies)
+            # One copy of each: the module may change it in place, or ask whether two are the same.
+            tensors = tensors_of((args, kwargs))
+            here = dict(zip(map(id, tensors), _near(device, tensors)))
+            args, kwargs = map_arguments(lambda x: here[id(x)], (args, kwargs), copies)
             if self.mapped.lent:
                 near = partial(_near, device)
                 inner = partial(Lent(self.mapped.lent, near, nullcontext()).call, inner)
@@ -85,6 +89,10 @@ class Call(Interception):
 
 
 def _near(device: torch.device, tensors: Sequence[Tensor]) -> list[Tensor]:
+    for x in tensors:
+        # A checkpoint of PyTorch has what came on a lane, or is of a later visit.
+        # guard: recording for a checkpoint of PyTorch
+        record_stream(x, current_stream(x.device))
     return [x.to(device) for x in tensors]
 
 

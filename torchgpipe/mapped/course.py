@@ -93,8 +93,6 @@ class Course:
         #: The code after the latest mapped module, if it may be the last one.
         self.tail: Tail | None = None
         self._omits = False
-        #: The layer that this thread runs, if the wrapper is within another one.
-        self._layer, layer.name = layer.name, None
 
     def note(self, error: BaseException) -> None:
         """Add a note to what the model has raised, unless a mapped module did."""
@@ -127,6 +125,8 @@ class Course:
             self._counts[mapped] += 1
             mapped = places[count % len(places)]
         self._latest, self._noted = mapped, True
+        # The wrapper may be within a layer of another one, to which code between modules belongs.
+        outer, layer.name = layer.name, None
         try:
             with inside(self.glue):
                 changed, before, cell = self.step.changes.last, self._cell, self._cell
@@ -154,8 +154,9 @@ class Course:
                     cell.made(output)
         except BaseException as error:
             note_layer(error, self._note(mapped))
-            layer.name = None
             raise
+        finally:
+            layer.name = outer
         self._noted = False
         return output
 
@@ -385,7 +386,6 @@ class Course:
         """End the course, after a failure too, and release all tensors."""
         if labels.current.label is not self._outer:
             labels.put(self._outer)
-        layer.name = self._layer
         self._numbers.end()
         self.step.drawn_behind |= self._numbers.drawn_behind
         for cell in self._all:
