@@ -20,8 +20,17 @@ from pathlib import Path
 
 #: Mutants, and before them other tests on virtual accelerators, which would take too long beside
 #: the rest of these.
-MUTANTS = ["advice", "advice_maps", "advice_memory", "advice_strays", "contract", "offload"]
-MUTANTS += ["offload_schedules", "plan_memory", "plans", "plans_offload", "plans_proven", "mutated"]
+MUTANTS = ["advice", "advice_maps", "advice_memory", "advice_strays", "contract", "exit"]
+MUTANTS += [
+    "graph_overlaps",
+    "offload",
+    "offload_schedules",
+    "plan_memory",
+    "plans",
+    "plans_offload",
+    "plans_proven",
+    "mutated",
+]
 MUTANTS = [f"tests/virtual/test_{name}.py" for name in MUTANTS]
 
 #: The paths that each process tests. The last one tests all that the others do not. The first one
