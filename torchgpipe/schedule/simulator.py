@@ -166,8 +166,10 @@ class Rehearsal:
                 way = source.stage, op.stage
                 self._ways.setdefault(way, (source, op))
                 found.append((place[source], ways.setdefault(way, len(ways))))
-            place.update(dict.fromkeys(ops, k))
-            self._backward |= {(op.stage, op.microbatch): k for op in ops if op.kind in "BI"}
+            for op in ops:
+                place[op] = k
+                if op.kind in "BI":
+                    self._backward[op.stage, op.microbatch] = k
             self._waits.append((w, kinds.setdefault(kind, len(kinds)), (*found,)))
 
     def with_again(self, program: Program) -> Rehearsal:
@@ -365,11 +367,15 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Report:
         ValueError: The schedule has faults, which the message names, or the costs do not fit it.
     """
     checked_schedule(schedule)
-    if faults := validate(schedule):
+    rehearsal = Rehearsal(schedule.program, schedule.skips)
+    faults = [*_strays(schedule), *_gaps(schedule)]
+    if len(rehearsal.steps) < sum(map(len, schedule.program)):
+        # To look for deadlocks takes as long as to rehearse, which ends early if there are any.
+        faults += _deadlocks(schedule)
+    if faults:
         rule = f"a schedule must be valid (faults: {len(faults)}); fix what validate() finds:"
         raise ValueError("\n".join([rule, *faults[:10]]))
     table = Table(costs, schedule.placement, schedule.skips)
-    rehearsal = Rehearsal(schedule.program, schedule.skips)
     start: dict[Op, float] = {}
     end: dict[Op, float] = {}
     *both, tracks = rehearsal.with_copies(table)
