@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.show.cases import A, B, step
-from torchgpipe.show.shares import shares, table
 from torchgpipe.show.span import Stream, computation, trip
+from torchgpipe.show.tables import shares, table
 
 
 def test_shares():
