@@ -35,7 +35,7 @@ from torchgpipe.devices.streams import current_stream, record_stream
 from torchgpipe.partition.arguments import positive_int, verify_a_module
 from torchgpipe.recompute.runs import is_recomputing
 from torchgpipe.recompute.selective import uncounted
-from torchgpipe.values.classes import picklable
+from torchgpipe.skip.skippable import picklable
 
 __all__ = ["DeferredBatchNorm"]
 
