@@ -114,8 +114,7 @@ def leaves(
             continue
         seen.add(node)
         edges = node.next_functions
-        for x, _ in edges:
-            waiting.append(x)
+        waiting += [x for x, _ in edges]
         if not edges:
             ends.append(node)
     found = []
@@ -183,8 +182,7 @@ class Graph:
         leaf = getattr(node, "variable", None)
         if leaf is None:
             return 0
-        if id(leaf) not in self.weights:
-            self.weights[id(leaf)] = leaf
+        self.weights.setdefault(id(leaf), leaf)
         self._leaves[node] = id(leaf)
         return WEIGHT
 

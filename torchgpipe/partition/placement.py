@@ -232,13 +232,11 @@ def tables(module: nn.Module) -> list[dict[str, Tensor | None]]:
     return found
 
 
-def tensors(
-    module: nn.Module, prefix: str = "", *, recurse: bool = True
-) -> list[tuple[str, Tensor]]:
+def tensors(module: nn.Module, *, recurse: bool = True) -> list[tuple[str, Tensor]]:
     """All parameters and buffers with their names; a shared one under each of its names."""
     return [
-        *module.named_parameters(prefix, recurse, remove_duplicate=False),
-        *module.named_buffers(prefix, recurse, remove_duplicate=False),
+        *module.named_parameters("", recurse, remove_duplicate=False),
+        *module.named_buffers("", recurse, remove_duplicate=False),
     ]
 
 

@@ -5,7 +5,7 @@ A share says how much of a step a device computed, computed again, copied and wa
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchgpipe.show.span import TRIPS, Span, Stream, order
@@ -97,7 +97,7 @@ def by_stream(spans: Sequence[Span]) -> dict[Stream, list[Span]]:
 def by_device(spans: Sequence[Span]) -> dict[str, list[Span]]:
     """The computations of each device, by their starts; on the CPU, those of each worker."""
     rows = by_stream(spans)
-    names = labels([*rows])
+    names = labels(rows)
     found: dict[str, list[Span]] = {}
     for stream, own in rows.items():
         found.setdefault(names[stream] if stream.place == CPU else stream.place, []).extend(own)
@@ -176,7 +176,7 @@ def table(found: Sequence[Shares], memory: Mapping[str, int], host: Mapping[str,
     return aligned(rows)
 
 
-def labels(streams: Sequence[Stream]) -> dict[Stream, str]:
+def labels(streams: Collection[Stream]) -> dict[Stream, str]:
     """A name for each stream: its device, and its number where several of one device compute."""
     places = [stream.place for stream in streams]
     return {

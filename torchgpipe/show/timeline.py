@@ -179,10 +179,8 @@ class Timeline:
         remedy = "pass such as simulate(schedule).timeline"
         for x in others:
             verify_kind(x, Timeline, "a timeline is drawn beside others", "others", remedy)
-        return [x._panel() for x in (self, *others) if x.spans]
-
-    def _panel(self) -> Panel:
-        return panel(self.step().spans, self.unit)._replace(title=self.title)
+        shown = [x for x in (self, *others) if x.spans]
+        return [panel(x.step().spans, x.unit)._replace(title=x.title) for x in shown]
 
     def save_trace(self, path: str | PathLike[str]) -> None:
         """Write all steps as a file that https://ui.perfetto.dev and chrome://tracing open."""
@@ -204,7 +202,7 @@ def panel(spans: Sequence[Span], unit: str) -> Panel:
     """
     end = max(span.end for span in spans)
     rows = by_stream(spans)
-    names = labels([*rows])
+    names = labels(rows)
     of_device: dict[str, list[Bar]] = {}
     found = []
     is_toned = False
@@ -313,7 +311,7 @@ def characters(spans: Sequence[Span]) -> str:
     """
     end = max(span.end for span in spans) or 1.0
     rows = by_stream(spans)
-    names = labels([*rows])
+    names = labels(rows)
     margin = max(map(len, names.values())) + 2
     lines = ["time".ljust(margin) + _ruler(end)]
     for stream, own in rows.items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
@@ -201,12 +200,7 @@ class use_skip_tracker:
         self.previous = _current.tracker
         _current.tracker = self.tracker
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _current.tracker = self.previous
 
 

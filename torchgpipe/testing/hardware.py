@@ -96,6 +96,8 @@ class Hardware:
         return replace(self, efficiency=efficiency, launch=launch, baseline=baseline)
 
 
+F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+
 #: Some accelerators, by the rates of their makers' data sheets, for dense matrices. Of the memory,
 #: what a process can have of it. Float32 has the rate of matrices that are not rounded to TF32,
 #: which is PyTorch's default. A PCI Express of 16 lanes carries 12 GB/s in its third generation,
@@ -104,12 +106,7 @@ NAMED = {
     # NVIDIA A100 Tensor Core GPU data sheet (2021): SXM, NVLink 600 GB/s in both directions.
     "a100-40gb": Hardware(
         memory=int(39.4 * GIB),
-        rates={
-            torch.float64: 9.7e12,
-            torch.float32: 19.5e12,
-            torch.bfloat16: 312e12,
-            torch.float16: 312e12,
-        },
+        rates={F64: 9.7e12, F32: 19.5e12, BF16: 312e12, F16: 312e12},
         bandwidth=1.555e12,
         link=300e9,
         host_link=25e9,
@@ -118,12 +115,7 @@ NAMED = {
     # NVIDIA H100 Tensor Core GPU data sheet (2023): SXM, NVLink 900 GB/s in both directions.
     "h100-80gb": Hardware(
         memory=int(79.1 * GIB),
-        rates={
-            torch.float64: 34e12,
-            torch.float32: 67e12,
-            torch.bfloat16: 989e12,
-            torch.float16: 989e12,
-        },
+        rates={F64: 34e12, F32: 67e12, BF16: 989e12, F16: 989e12},
         bandwidth=3.35e12,
         link=450e9,
         host_link=50e9,
@@ -132,7 +124,7 @@ NAMED = {
     # NVIDIA V100 Tensor Core GPU data sheet (2020): SXM2, NVLink 300 GB/s in both directions.
     "v100-16gb": Hardware(
         memory=int(15.7 * GIB),
-        rates={torch.float64: 7.8e12, torch.float32: 15.7e12, torch.float16: 125e12},
+        rates={F64: 7.8e12, F32: 15.7e12, F16: 125e12},
         bandwidth=0.9e12,
         link=150e9,
         host_link=12e9,
@@ -142,7 +134,7 @@ NAMED = {
     # it (CUDA C programming guide, arithmetic instructions). The GPU of torchgpipe's paper.
     "p40-24gb": Hardware(
         memory=int(22.3 * GIB),
-        rates={torch.float64: 0.367e12, torch.float32: 11.76e12, torch.float16: 0.184e12},
+        rates={F64: 0.367e12, F32: 11.76e12, F16: 0.184e12},
         bandwidth=346e9,
         link=12e9,
         host_link=12e9,
@@ -151,12 +143,7 @@ NAMED = {
     # NVIDIA Ada GPU architecture (2022), RTX 4090; half precision adds up in float32.
     "rtx4090-24gb": Hardware(
         memory=int(23.5 * GIB),
-        rates={
-            torch.float64: 1.29e12,
-            torch.float32: 82.6e12,
-            torch.bfloat16: 165e12,
-            torch.float16: 165e12,
-        },
+        rates={F64: 1.29e12, F32: 82.6e12, BF16: 165e12, F16: 165e12},
         bandwidth=1.008e12,
         link=25e9,
         host_link=25e9,

@@ -239,15 +239,6 @@ def _address(tensor: Tensor) -> int:
         return 0
 
 
-def check(value: Any) -> None:
-    """Check that a value can pass between partitions.
-
-    Raises:
-        TypeError: the value holds tensors in something that is no known container.
-    """
-    flatten(value)
-
-
 def scatter(input: Any, chunks: int) -> list[Batch]:
     """Divide a mini-batch into micro-batches: see :mod:`torchgpipe.values.division`."""
     return [Batch(part) for part in split(input, division_of(input, chunks))]
