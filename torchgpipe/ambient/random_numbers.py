@@ -117,10 +117,7 @@ class StepNumbers:
     def of(self, i: int, device: torch.device, source: Source | None = None) -> CellNumbers:
         """Context manager that installs the RNG state of micro-batch ``i`` on a device.
 
-        Args:
-            i: the micro-batch.
-            device: the device that computes.
-            source: the generator that the cell draws from on the CPU, if not that of the step.
+        On the CPU the cell may draw from another source than the step does.
         """
         # Most cells have no source, and a call takes time in each of them.
         place = self.nest if source is None else self.place(source)

@@ -129,13 +129,7 @@ def leaves(
 
 
 class Graph:
-    """The part of autograd's graph that one cell has made.
-
-    Args:
-        roots: the edges from which gradients come in.
-        inputs: the node that hands gradients to the cell's input, if any is wanted.
-        weights: the weights.
-    """
+    """The part of autograd's graph that one cell has made: see :func:`leaves` for the arguments."""
 
     def __init__(
         self, roots: Iterable[GradientEdge], inputs: Node | None, weights: Iterable[Tensor]

@@ -143,11 +143,7 @@ class Mark:
 
 
 class WorkTimes:
-    """The times around a piece of work that is no cell, on one stream.
-
-    Args:
-        stream: the stream.
-    """
+    """The times around a piece of work that is no cell, on one stream."""
 
     def __init__(self, stream: AbstractStream) -> None:
         self.stream = stream

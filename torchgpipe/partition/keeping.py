@@ -94,9 +94,7 @@ def checked_keeping(checkpoint: object) -> Keeping:
 def checked_keepings(checkpoint: object, partitions: int | None) -> Any:
     """Check one checkpoint mode for all partitions, or a sequence with one for each.
 
-    Args:
-        checkpoint: the mode or modes.
-        partitions: the number of partitions; None as long as nobody knows it.
+    The number of partitions is None as long as nobody knows it.
 
     Raises:
         ValueError: there is no such mode, or there are not as many as partitions.
@@ -177,11 +175,6 @@ def offload_of(mode: Keeping) -> Offload | None:
 
 def verify_words(modes: tuple[Keeping, ...], what: str, remedy: str) -> None:
     """Refuse modes that choose among saved tensors, for what does not see each of them.
-
-    Args:
-        modes: the modes.
-        what: what cannot do it.
-        remedy: what to do then.
 
     Raises:
         ValueError: there is such a mode.

@@ -105,11 +105,7 @@ def by_device(spans: Sequence[Span]) -> dict[str, list[Span]]:
 
 
 def shares(spans: Sequence[Span]) -> list[Shares]:
-    """Find the shares of each device that computes.
-
-    Args:
-        spans: those of one step, which begins at 0.
-    """
+    """Find the shares of each device that computes in a step, which begins at 0."""
     end = max(span.end for span in spans) or 1.0
     copied: dict[tuple[str, bool], float] = {}
     for span in spans:

@@ -191,14 +191,10 @@ class Timeline:
 
 
 def panel(spans: Sequence[Span], unit: str) -> Panel:
-    """Arrange the spans of a step in rows, one for each stream that computes.
+    """Arrange the spans of a step, which begins at 0, in a row for each stream that computes.
 
     A copy is drawn at the lower edge of the first row of the device where it arrives, and one to
     the memory of the host or back at the upper edge.
-
-    Args:
-        spans: those of one step, which begins at 0.
-        unit: the unit of time.
     """
     end = max(span.end for span in spans)
     rows = by_stream(spans)
@@ -304,10 +300,7 @@ def characters(spans: Sequence[Span]) -> str:
 
     A computation is as wide as its time, rounded to columns, and one column at least. Its kind is
     repeated where there is no room for the number of its micro-batch. Of several that begin in one
-    column, the last one is seen.
-
-    Args:
-        spans: those of one step, which begins at 0.
+    column, the last one is seen. The spans are those of one step, which begins at 0.
     """
     end = max(span.end for span in spans) or 1.0
     rows = by_stream(spans)

@@ -96,14 +96,10 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
         )
 
     def decorate(cls: Layer) -> Layer:
-        verify(
-            isinstance(cls, type) and issubclass(cls, nn.Module),
-            "only a class of layers can be skippable",
-            "class",
-            cls,
-            "write @skippable(...) above a class derived from nn.Module",
-            TypeError,
-        )
+        is_layer = isinstance(cls, type) and issubclass(cls, nn.Module)
+        rule = "only a class of layers can be skippable"
+        remedy = "write @skippable(...) above a class derived from nn.Module"
+        verify(is_layer, rule, "class", cls, remedy, TypeError)
         # Not a new class the first time: pickle, and super(Class, self), find a class by its name.
         if "skips_declared" not in vars(cls):
             return _declare(cls, declared, cls)
@@ -116,13 +112,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
 
 
 def _declare(cls: Layer, declared: Declared, first: Layer) -> Layer:
-    """Make a class skippable.
-
-    Args:
-        cls: the class.
-        declared: the names.
-        first: the class that was decorated first: ``cls`` itself, or its base.
-    """
+    """Make a class skippable, with the class that was decorated first: itself, or its base."""
     forward = cls.forward
     driven = getattr(cls, "skips_driven", None)
     if driven and forward is driven[0]:
@@ -307,14 +297,9 @@ def _undeclared(
 def _names(argument: str, names: Iterable[str]) -> tuple[str, ...]:
     is_collection = has_entries(names) and not isinstance(names, str | Mapping)
     found = tuple(names) if is_collection else ()
-    verify(
-        is_collection and all(isinstance(name, str) for name in found),
-        f"{argument} must be a collection of names",
-        argument,
-        names,
-        f'write {argument}=["name"]',
-        TypeError,
-    )
+    valid = is_collection and all(isinstance(name, str) for name in found)
+    rule, remedy = f"{argument} must be a collection of names", f'write {argument}=["name"]'
+    verify(valid, rule, argument, names, remedy, TypeError)
     return found
 
 

@@ -166,8 +166,7 @@ class Place:
 def waits_of(spans: list[Span]) -> list[Wait]:
     """Find the times between the spans of each stream, and what each stream waited for.
 
-    Args:
-        spans: in the order in which they were issued.
+    The spans are in the order in which they were issued.
     """
     ends: dict[Stream, float] = {}
     waits = []
