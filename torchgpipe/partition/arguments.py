@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchgpipe.ambient.notes import warn
 from torchgpipe.checks import has_entries, verify, verify_function, verify_kind, verify_number
-from torchgpipe.devices.streams import Device, accelerators, canonical_device
+from torchgpipe.devices.streams import CPU, Device, accelerators, canonical_device
 from torchgpipe.values.division import is_list_of_tensors, leaves_in, row_count
 from torchgpipe.values.structure import MISSING, Arguments, is_of_input, leaves_of, names
 
@@ -183,17 +183,15 @@ def checked_devices(devices: Iterable[Device] | None, partitions: int) -> list[t
         ValueError: this machine has no such device.
         IndexError: there are fewer devices than partitions.
     """
-    found: Sequence[Device]
-    if devices is not None and (isinstance(devices, str) or not has_entries(devices)):
-        raise TypeError(
-            "devices must be a sequence with a device for each partition "
-            f"(devices: {devices!r}); for one device for all, pass [{str(devices)!r}] * "
-            f"{partitions}"
-        )
+    found: Sequence[Device] = accelerators() or [CPU] * partitions
     if devices is not None:
+        if isinstance(devices, str) or not has_entries(devices):
+            raise TypeError(
+                "devices must be a sequence with a device for each partition "
+                f"(devices: {devices!r}); for one device for all, pass [{str(devices)!r}] * "
+                f"{partitions}"
+            )
         found = list(devices)
-    else:
-        found = accelerators() or [torch.device("cpu")] * partitions
     if len(found) < partitions:
         raise IndexError(
             "there must be a device for each partition "
@@ -209,7 +207,7 @@ def checked_device(device: Device) -> torch.device:
     Raises:
         ValueError: it has not.
     """
-    known = [torch.device("cpu"), *accelerators()]
+    known = [CPU, *accelerators()]
     try:
         chosen = canonical_device(device)
         there = chosen in known or chosen.type == "meta"
