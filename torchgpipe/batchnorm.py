@@ -32,10 +32,10 @@ from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient.generators import is_within_cell
 from torchgpipe.checks import verify, verify_number
 from torchgpipe.devices.streams import current_stream, record_stream
-from torchgpipe.partition.arguments import positive_int, verify_a_module
+from torchgpipe.partition.arguments import checked_count, verify_a_module
 from torchgpipe.recompute.runs import is_recomputing
 from torchgpipe.recompute.selective import uncounted
-from torchgpipe.values.classes import picklable
+from torchgpipe.skip.skippable import picklable
 
 __all__ = ["DeferredBatchNorm"]
 
@@ -106,13 +106,8 @@ class DeferredBatchNorm(Base):
         chunks: int = 1,
     ) -> None:
         rule, remedy = "num_features must be a number of features", "pass the size of dimension 1"
-        verify(
-            type(num_features) is int and num_features >= 0,
-            rule,
-            "num_features",
-            num_features,
-            remedy,
-        )
+        valid = type(num_features) is int and num_features >= 0
+        verify(valid, rule, "num_features", num_features, remedy)
         verify_number(eps, "eps must be a number that is not negative", "eps", "pass 1e-5")
         if momentum is not None:
             rule, remedy = "momentum must be a share, or None for the mean of all", "pass 0.1"
@@ -276,13 +271,8 @@ def _obstacle(norm: nn.Module) -> str | None:
 
 
 def _checked(chunks: int) -> int:
-    number = positive_int(chunks)
-    if number is None:
-        raise ValueError(
-            "chunks must be a positive integer, the number of runs that are one mini-batch outside "
-            f"of a wrapper (chunks: {chunks!r}); leave it out where all runs are in a wrapper"
-        )
-    return number
+    things = "runs that are one mini-batch outside of a wrapper"
+    return checked_count(chunks, "chunks", things, "leave it out where all runs are in a wrapper")
 
 
 def deferred_batch_norms(module: nn.Module) -> list[DeferredBatchNorm]:

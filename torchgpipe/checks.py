@@ -45,16 +45,7 @@ def verify(
     remedy: str,
     error: type[Exception] = ValueError,
 ) -> None:
-    """Raise an error unless a rule holds.
-
-    Args:
-        valid: whether it holds.
-        rule: the rule.
-        name: the argument.
-        value: its value.
-        remedy: what to do.
-        error: the class of the error.
-    """
+    """Raise an error that has the rule, ``(name: value)`` and the remedy, unless it is valid."""
     if not valid:
         raise error(f"{rule} ({name}: {shown(value)}); {remedy}")
 
@@ -88,15 +79,7 @@ def checked_flag(value: Any, name: str) -> bool:
 def verify_number(
     value: Any, rule: str, name: str, remedy: str, *, least: float = 0, above: float = -inf
 ) -> None:
-    """Raise an error unless a value is a finite number in a range.
-
-    Args:
-        value: the value.
-        rule: the rule.
-        name: the argument.
-        remedy: what to do.
-        least: the smallest number.
-        above: the largest number that is too small.
+    """Raise an error unless a value is a finite number from ``least`` on, and more than ``above``.
 
     Raises:
         TypeError: it is no number.

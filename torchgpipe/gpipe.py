@@ -22,7 +22,7 @@ from torchgpipe.partition.placement import place, verify_placement, verify_shard
 from torchgpipe.partition.split import own_key, plain_module, rename, split_module, verify_module
 from torchgpipe.planner.auto import chosen
 from torchgpipe.show.describe import Description
-from torchgpipe.skip.layout import verify_skippables
+from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.values.structure import arguments
 
 __all__ = ["GPipe"]

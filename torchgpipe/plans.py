@@ -41,7 +41,7 @@ from torchgpipe.schedule.limits import bounds
 from torchgpipe.schedule.simulator import Report, simulate
 from torchgpipe.scheduled import ScheduledLoss
 from torchgpipe.show.tables import aligned, as_mib, in_bytes
-from torchgpipe.skip.layout import verify_skippables
+from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.tracing import trace
 from torchgpipe.values.division import row_count
 from torchgpipe.values.microbatch import scatter

@@ -334,47 +334,28 @@ class ScheduledLoss(Alone):
 
 
 def _verify_model(model: Any) -> None:
-    verify_kind(
-        model,
-        GPipe,
-        "model must be a GPipe, which has the stages and their devices",
-        "model",
-        "wrap the layers first, as in GPipe(layers, balance)",
-    )
+    rule = "model must be a GPipe, which has the stages and their devices"
+    verify_kind(model, GPipe, rule, "model", "wrap the layers first, as in GPipe(layers, balance)")
     rule = "model must have a partition, after which the loss is"
     verify(model.devices, rule, "partitions", len(model.devices), "wrap at least one layer")
 
 
 def _verify_scaler(scaler: Any) -> None:
-    verify(
-        scaler is None or callable(getattr(scaler, "scale", None)),
-        "scaler must have a scale(), as a gradient scaler has",
-        "scaler",
-        scaler,
-        "pass torch.amp.GradScaler(), or None",
-        TypeError,
-    )
+    valid = scaler is None or callable(getattr(scaler, "scale", None))
+    rule = "scaler must have a scale(), as a gradient scaler has"
+    verify(valid, rule, "scaler", scaler, "pass torch.amp.GradScaler(), or None", TypeError)
 
 
 def _verify_way(stages: Any) -> None:
-    verify(
-        isinstance(stages, str) and stages in ("eager", "graph"),
-        "stages must be 'eager' or 'graph'",
-        "stages",
-        stages,
-        "use 'graph' to trace each stage once",
-    )
+    valid = isinstance(stages, str) and stages in ("eager", "graph")
+    rule, remedy = "stages must be 'eager' or 'graph'", "use 'graph' to trace each stage once"
+    verify(valid, rule, "stages", stages, remedy)
 
 
 def _verify_backend(compile: Any) -> None:
-    verify(
-        compile is None or isinstance(compile, str) or callable(compile),
-        "compile must be a backend of torch.compile",
-        "compile",
-        compile,
-        "pass such as 'inductor', or None",
-        TypeError,
-    )
+    valid = compile is None or isinstance(compile, str) or callable(compile)
+    rule, remedy = "compile must be a backend of torch.compile", "pass such as 'inductor', or None"
+    verify(valid, rule, "compile", compile, remedy, TypeError)
     if isinstance(compile, str):
         known = torch.compiler.list_backends(exclude_tags=())
         rule = "compile must be the name of a backend of torch.compile"

@@ -17,9 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchgpipe.skip.layout import inspect_skip_layout
-from torchgpipe.skip.skippable import skips
-from torchgpipe.skip.tracker import Skip, SkipTracker, use_skip_tracker
+from torchgpipe.skip.tracker import Skip, SkipTracker, inspect_skip_layout, skips, use_skip_tracker
 
 __all__ = ["carried"]
 

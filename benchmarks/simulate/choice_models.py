@@ -13,7 +13,7 @@ from benchmarks.models.amoebanet import amoebanetd
 from benchmarks.models.gpt import gpt
 from benchmarks.models.resnet import bottleneck
 from benchmarks.models.unet import unet
-from torchgpipe.skip.skippable import skips
+from torchgpipe.skip.tracker import skips
 
 __all__ = ["LLAMA", "MODELS", "Model", "llama"]
 

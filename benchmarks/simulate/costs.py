@@ -21,8 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from benchmarks.models.experiments import Model, build, samples
 from torchgpipe.balance.blockpartition import solve
-from torchgpipe.skip.skippable import skips
-from torchgpipe.skip.tracker import Skip, current_skip_tracker
+from torchgpipe.skip.tracker import Skip, current_skip_tracker, skips
 
 __all__ = ["P40", "Costs", "Gpu", "balance", "count"]
 

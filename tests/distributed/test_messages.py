@@ -18,7 +18,7 @@ from torchgpipe.distributed import peers
 from torchgpipe.distributed.messages import pack, unpack
 from torchgpipe.distributed.peers import Routes
 from torchgpipe.skip import pop, skippable, stash
-from torchgpipe.skip.layout import SkipLayout
+from torchgpipe.skip.tracker import SkipLayout
 from torchgpipe.values.microbatch import VALUE, Batch, PackedSkip
 from torchgpipe.values.structure import flatten
 

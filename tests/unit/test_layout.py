@@ -41,7 +41,6 @@ ELSEWHERE = {
     "devices/recorder": "unit/balance/test_profile.py",
     "engine/stages": "unit/engine/test_lanes.py",
     "schedule": "schedule",
-    "testing/busy": "virtual/test_clock.py",
     "testing/device_module": "virtual/test_device.py",
     "testing/dry_run/__main__": "virtual/test_dry_run_script.py",
     "testing/report": "virtual/test_labels.py",

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torchgpipe import GPipe
-from torchgpipe.skip.layout import SkipLayout
+from torchgpipe.skip.tracker import SkipLayout
 from torchgpipe.stream import CPUStreamType
 
 

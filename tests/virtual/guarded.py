@@ -370,7 +370,7 @@ MUTANTS = {
     ),
     "generators are put back": (("self._devices", "()"), "same numbers"),
     "generators are put back after an exception": (
-        ("error is None and ", ""),
+        ("kind is None and ", ""),
         "generators as found",
     ),
     "seeds of micro-batches": ((" + i", ""), "other numbers"),

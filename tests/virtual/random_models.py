@@ -8,7 +8,7 @@ import torch
 from tests.support.helpers import MODES, wrap
 from tests.virtual.models import LAYERS, POP, ROWS, STASH, WIDTH, skip_layer
 from tests.virtual.training import WAYS
-from torchgpipe.skip.skippable import skips
+from torchgpipe.skip.tracker import skips
 
 
 @dataclass

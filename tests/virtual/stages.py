@@ -12,7 +12,7 @@ from tests.support.size import some
 from torchgpipe import is_recomputing
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.testing import Busy, observe
-from torchgpipe.testing.busy import busy
+from torchgpipe.testing.hardware import busy
 
 #: Seeds of the jitter.
 SEEDS = range(some(50, 2))

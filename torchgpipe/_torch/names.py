@@ -165,7 +165,6 @@ NAMES: dict[str, Name] = {
         count().__next__,
         question=True,
     ),
-    # A function in Python takes three times as long.
     # Without it, a function in Python takes three times as long.
     "dead_end": Name(_C + "_functions.DelayedError", "schedules"),
     # One call for all weights of a stage.

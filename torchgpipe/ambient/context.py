@@ -169,11 +169,7 @@ class Context:
         )
 
     def entered(self, found: SavedSettings) -> EnteredModes:
-        """Context manager that sets the modes in this thread.
-
-        Args:
-            found: the present settings of this thread.
-        """
+        """Context manager that sets the modes in this thread, which has the settings found."""
         return EnteredModes(self.modes, self.nested, found)
 
     def lend_threads(self) -> None:

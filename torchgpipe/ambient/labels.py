@@ -18,7 +18,7 @@ __all__: list[str] = []
 
 
 class Label(NamedTuple):
-    """The cell and the layer of a piece of work.
+    """The cell and the layer of a piece of work; by default of no cell.
 
     Args:
         kind: its kind, as in :class:`~torchgpipe.show.span.Span`.
@@ -29,9 +29,9 @@ class Label(NamedTuple):
         layer_type: the class of the layer.
     """
 
-    kind: str
-    stage: int
-    microbatch: int
+    kind: str = ""
+    stage: int | None = None
+    microbatch: int | None = None
     target: int | None = None
     layer: str = ""
     layer_type: str = ""

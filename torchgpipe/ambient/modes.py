@@ -46,11 +46,7 @@ def is_within_float16() -> bool:
 
 
 class with_autocast:
-    """Compute under autocast, for some types of device alone, within a ``with`` block.
-
-    Args:
-        kinds: the types of device.
-    """
+    """Compute under autocast, for some types of device alone, within a ``with`` block."""
 
     def __init__(self, kinds: Collection[str]) -> None:
         self.kinds = kinds

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from functools import wraps
-from types import TracebackType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from torch import Tensor, nn
@@ -64,12 +63,7 @@ class noted:
         if self.label is not None:
             self.outer_label = labels.put(self.label)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is not None:
             note_layer(error, self)
         layer.name = self.outer

@@ -24,7 +24,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -107,26 +106,18 @@ class StepNumbers:
         #: The RNG states of the CPU after draws in backward, by the place in the step that drew.
         self.in_backward: dict[object, Tensor] = {}
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # guard: generators are put back
         for device in self._devices:
             # guard: generators are put back after an exception
-            is_home = error is None and device == self._home[device.type]
+            is_home = kind is None and device == self._home[device.type]
             set_state(device, self._last(device) if is_home else self._found[device])
         end_step(self.nest)
 
     def of(self, i: int, device: torch.device, source: Source | None = None) -> CellNumbers:
         """Context manager that installs the RNG state of micro-batch ``i`` on a device.
 
-        Args:
-            i: the micro-batch.
-            device: the device that computes.
-            source: the generator that the cell draws from on the CPU, if not that of the step.
+        On the CPU the cell may draw from another source than the step does.
         """
         # Most cells have no source, and a call takes time in each of them.
         place = self.nest if source is None else self.place(source)

@@ -61,13 +61,8 @@ def leave(
     """Clone tensors on the compute stream, which is the current one, for a copy stream.
 
     A tensor that leaves for several copy streams is cloned once. Autograd adds its gradients from
-    these on the compute stream, to which the clone belongs.
-
-    Args:
-        prev_stream: the compute stream.
-        next_stream: the copy stream.
-        *tensors: the tensors that leave.
-        clones: the clones so far, by the identities of their originals.
+    these on the compute stream, to which the clone belongs. The clones so far are found by the
+    identities of their originals.
     """
     if prev_stream == next_stream:
         return tensors

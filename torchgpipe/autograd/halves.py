@@ -114,8 +114,7 @@ def leaves(
             continue
         seen.add(node)
         edges = node.next_functions
-        for x, _ in edges:
-            waiting.append(x)
+        waiting += [x for x, _ in edges]
         if not edges:
             ends.append(node)
     found = []
@@ -130,13 +129,7 @@ def leaves(
 
 
 class Graph:
-    """The part of autograd's graph that one cell has made.
-
-    Args:
-        roots: the edges from which gradients come in.
-        inputs: the node that hands gradients to the cell's input, if any is wanted.
-        weights: the weights.
-    """
+    """The part of autograd's graph that one cell has made: see :func:`leaves` for the arguments."""
 
     def __init__(
         self, roots: Iterable[GradientEdge], inputs: Node | None, weights: Iterable[Tensor]
@@ -183,8 +176,7 @@ class Graph:
         leaf = getattr(node, "variable", None)
         if leaf is None:
             return 0
-        if id(leaf) not in self.weights:
-            self.weights[id(leaf)] = leaf
+        self.weights.setdefault(id(leaf), leaf)
         self._leaves[node] = id(leaf)
         return WEIGHT
 

@@ -14,7 +14,7 @@ from torchgpipe import _torch
 from torchgpipe._torch.attributes import is_alone
 from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe._torch.names import has
-from torchgpipe.autograd.fork_join import get_phony, pass_on
+from torchgpipe.autograd.fork_join import Unpack, get_phony, pass_on
 
 __all__: list[str] = []
 
@@ -252,12 +252,8 @@ MESSAGE = (
 )
 
 
-class Enter(torch.autograd.Function):
+class Enter(Unpack):
     """Begin a graph at tensors, where its backward ends: ``phony, *tensors → *tensors``."""
-
-    @staticmethod
-    def forward(ctx: Any, phony: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple([tensor.detach() for tensor in tensors])
 
     @staticmethod
     @uncompiled

@@ -33,7 +33,7 @@ from torchgpipe.planner.sandbox import (
     verify_timed,
 )
 from torchgpipe.show.tables import aligned, in_bytes
-from torchgpipe.skip.layout import verify_skippables
+from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.values.microbatch import VALUE, Batch, scatter
 from torchgpipe.values.structure import arguments
 

@@ -77,10 +77,7 @@ class HostMemory:
                     self.sizes.remove(size)
 
     def take(self, size: int) -> Tensor:
-        """Take a buffer for copies that the stream to the host is going to make.
-
-        Args:
-            size: how many bytes are wanted; the buffer may have more.
+        """Take a buffer of so many bytes, or more, for copies by the stream to the host.
 
         Raises:
             RuntimeError: there is no pinned memory of this size.
@@ -150,15 +147,10 @@ class StreamPool:
         self._hosts: dict[torch.device, HostMemory] = {}
 
     def get(self, device: torch.device, partitions: int, *, skips: bool) -> list[PartitionStreams]:
-        """Return the streams of each partition on one device.
+        """Return the streams of each of the partitions that share a device.
 
         A partition that is alone there computes on the caller's current stream. No copy stream is
         the caller's stream, whose work it would delay.
-
-        Args:
-            device: where the streams are.
-            partitions: how many partitions share the device.
-            skips: whether there are skips.
         """
         computing = self.computing(device, partitions)
         kinds = partitions * (1 + skips)
@@ -169,14 +161,10 @@ class StreamPool:
         ]
 
     def computing(self, device: torch.device, count: int) -> list[AbstractStream]:
-        """Return the stream on which each partition, or worker, of a device computes.
+        """Return the stream on which each of some partitions, or workers, of a device computes.
 
         One that is alone there computes on the caller's current stream, and so in order with what
         the caller gave to that device. Several have the first streams of the pool.
-
-        Args:
-            device: where the streams are.
-            count: how many share the device.
         """
         current = current_stream(device)
         # guard: own streams

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from time import perf_counter
 
 import torch
 
-from torchgpipe.devices.streams import (
-    AbstractStream,
-    current_stream,
-    has_streams,
-)
-from torchgpipe.show.span import TRIPS, Span, Stream, pieces
+from torchgpipe.devices.streams import AbstractStream, current_stream, has_streams
+from torchgpipe.show.span import Span, Stream, pieces
 
 __all__: list[str] = []
 
@@ -33,20 +29,17 @@ class Stopwatch:
 
     def start(self) -> None:
         """Start, or start again."""
-        if isinstance(self._stream, torch.Stream):
-            self._event = torch.Event(self._stream.device, enable_timing=True)
-            self._event.record(self._stream)
-        else:
-            self._time = perf_counter()
+        self._start = _timed(self._stream)
 
     def stop(self) -> float:
         """Wait for all that was issued since the start, and return the seconds since then."""
-        if not isinstance(self._stream, torch.Stream):
-            return perf_counter() - self._time
-        event = torch.Event(self._stream.device, enable_timing=True)
-        event.record(self._stream)
-        event.synchronize()
-        return float(self._event.elapsed_time(event)) / 1000
+        start, end = self._start, _timed(self._stream)
+        if isinstance(start, torch.Event) and isinstance(end, torch.Event):
+            end.synchronize()
+            return float(start.elapsed_time(end)) / 1000
+        assert isinstance(start, float)
+        assert isinstance(end, float)
+        return end - start
 
 
 def memory_allocated(device: torch.device) -> int | None:
@@ -148,22 +141,9 @@ class Mark:
     #: Whether its end is final.
     is_over: bool = False
 
-    @property
-    def name(self) -> str:
-        """The name of the instruction, or of the copy."""
-        if self.target is not None:
-            return f"{self.stage} to {self.target} {self.microbatch}"
-        if self.kind in TRIPS:
-            return f"{self.stage} {self.kind} {self.microbatch}"
-        return f"{self.stage}{self.kind}{self.microbatch}"
-
 
 class WorkTimes:
-    """The times around a piece of work that is no cell, on one stream.
-
-    Args:
-        stream: the stream.
-    """
+    """The times around a piece of work that is no cell, on one stream."""
 
     def __init__(self, stream: AbstractStream) -> None:
         self.stream = stream
@@ -279,7 +259,7 @@ class Recorder:
                 Stream(str(device), number),
                 max(self._time(stream, at) for stream, at in starts),
                 self._time(mark.stream, mark.end),
-                mark.name,
+                "",
                 kind=mark.kind,
                 stage=mark.stage,
                 microbatch=mark.microbatch,
@@ -287,7 +267,7 @@ class Recorder:
                 issued=self._time(mark.stream, mark.issued) if mark.issued else None,
                 step=mark.step,
             )
-            found.append(span)
+            found.append(replace(span, name=span.cell))
         return pieces(found)
 
     def _time(self, stream: AbstractStream, at: torch.Event | float) -> float:

@@ -9,7 +9,6 @@ issued before is done, it is a :class:`CPUStream`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import TracebackType
 from typing import TypeAlias
 
 import torch
@@ -125,12 +124,7 @@ class use_stream:
             self.previous = _torch.get_stream(self.stream.device_index)
             _torch.set_stream(self.stream)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if isinstance(self.stream, torch.Stream):
             _torch.set_stream(self.previous)
             _torch.set_device_index(self.device_index)

@@ -17,7 +17,7 @@ from torchgpipe._torch.attributes import is_alone
 from torchgpipe.checks import verify, verify_kind
 from torchgpipe.devices.streams import CPU
 from torchgpipe.distributed.channels import Channel, connected
-from torchgpipe.skip.layout import SkipLayout
+from torchgpipe.skip.tracker import SkipLayout
 from torchgpipe.values.microbatch import VALUE
 
 __all__: list[str] = []

@@ -49,7 +49,8 @@ from torchgpipe.partition.keeping import Keeping, words_of
 from torchgpipe.partition.placement import place, verify_placement
 from torchgpipe.partition.split import Partition, rename, split_module, verify_module
 from torchgpipe.show.describe import Description
-from torchgpipe.skip.layout import inspect_skip_layout, verify_skippables
+from torchgpipe.skip.skippable import verify_skippables
+from torchgpipe.skip.tracker import inspect_skip_layout
 from torchgpipe.values.structure import arguments
 
 __all__ = ["Pipe"]

@@ -29,7 +29,7 @@ from torchgpipe.partition.keeping import Keepings, choosing, keepings_of, recomp
 from torchgpipe.schedule.language import Schedule, write_csv
 from torchgpipe.schedule.program import Instruction, Op, operations, together
 from torchgpipe.schedule.rewrite import without_recomputation
-from torchgpipe.skip.layout import SkipLayout
+from torchgpipe.skip.tracker import SkipLayout
 
 __all__: list[str] = []
 

@@ -20,7 +20,7 @@ from torchgpipe.partition.keeping import words_of
 from torchgpipe.partition.placement import Place, groups, places_of
 from torchgpipe.recompute.buffers import Learned
 from torchgpipe.show.describe import Description, PlanFigures, StepFigures, part_of
-from torchgpipe.skip.layout import SkipLayout, inspect_skip_layout
+from torchgpipe.skip.tracker import SkipLayout, inspect_skip_layout
 
 __all__: list[str] = []
 

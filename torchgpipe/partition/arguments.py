@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchgpipe.ambient.notes import warn
 from torchgpipe.checks import has_entries, verify, verify_function, verify_kind, verify_number
-from torchgpipe.devices.streams import Device, accelerators, canonical_device
+from torchgpipe.devices.streams import CPU, Device, accelerators, canonical_device
 from torchgpipe.values.division import is_list_of_tensors, leaves_in, row_count
 from torchgpipe.values.structure import MISSING, Arguments, is_of_input, leaves_of, names
 
@@ -38,19 +38,26 @@ def positive_int(value: Any) -> int | None:
         return None
 
 
+def checked_count(value: Any, name: str, things: str, remedy: str) -> int:
+    """Check a number of things, and return it as an integer.
+
+    Raises:
+        ValueError: the number is no positive integer.
+    """
+    number = positive_int(value)
+    if number is None:
+        rule = f"{name} must be a positive integer, the number of {things}"
+        raise ValueError(f"{rule} ({name}: {value!r}); {remedy}")
+    return number
+
+
 def checked_chunks(chunks: Any) -> int:
     """Check a number of micro-batches, and return it as an integer.
 
     Raises:
         ValueError: the number is no positive integer.
     """
-    number = positive_int(chunks)
-    if number is None:
-        raise ValueError(
-            "chunks must be a positive integer, the number of micro-batches "
-            f"(chunks: {chunks!r}); chunks=1 does without micro-batches"
-        )
-    return number
+    return checked_count(chunks, "chunks", "micro-batches", "chunks=1 does without micro-batches")
 
 
 def checked_threads(threads: Any) -> int:
@@ -59,13 +66,8 @@ def checked_threads(threads: Any) -> int:
     Raises:
         ValueError: the number is no positive integer.
     """
-    number = positive_int(threads)
-    if number is None:
-        raise ValueError(
-            "threads must be a positive integer, the number of threads that compute micro-batches "
-            f"(threads: {threads!r}); threads=1 computes all in the thread of the caller"
-        )
-    return number
+    remedy = "threads=1 computes all in the thread of the caller"
+    return checked_count(threads, "threads", "threads that compute micro-batches", remedy)
 
 
 def checked_timeout(timeout: Any) -> float:
@@ -90,13 +92,11 @@ def verify_scale(param_scale: Any) -> None:
         TypeError: it is no number.
         ValueError: it is negative, or not finite.
     """
-    verify_number(
-        param_scale,
+    rule = (
         "param_scale must not be negative, since it is how many times its own memory a parameter "
-        "takes in training",
-        "param_scale",
-        "2 is for SGD, 4 for Adam",
+        "takes in training"
     )
+    verify_number(param_scale, rule, "param_scale", "2 is for SGD, 4 for Adam")
 
 
 def verify_a_module(module: Any, name: str) -> None:
@@ -109,7 +109,7 @@ def verify_a_module(module: Any, name: str) -> None:
     verify_kind(module, nn.Module, f"{name} must be an nn.Module", name, remedy)
 
 
-def verify_loss(loss: Any, remedy: str = "pass torch.nn.functional.cross_entropy, for one") -> None:
+def verify_loss(loss: Any) -> None:
     """Check that a loss can be called.
 
     Raises:
@@ -117,15 +117,11 @@ def verify_loss(loss: Any, remedy: str = "pass torch.nn.functional.cross_entropy
         ValueError: it says of itself that it is a sum.
     """
     rule = "loss must be a function of an output and its targets"
-    verify_function(loss, rule, "loss", remedy)
+    verify_function(loss, rule, "loss", "pass torch.nn.functional.cross_entropy, for one")
     given = loss.keywords if isinstance(loss, partial) else getattr(loss, "__dict__", {})
-    verify(
-        given.get("reduction") != "sum",
-        "loss must be a mean over the rows of its micro-batch",
-        "reduction",
-        "sum",
-        "take the mean, or have a function return (sum, number of what is summed up)",
-    )
+    rule = "loss must be a mean over the rows of its micro-batch"
+    remedy = "take the mean, or have a function return (sum, number of what is summed up)"
+    verify(given.get("reduction") != "sum", rule, "reduction", "sum", remedy)
 
 
 def checked_index(index: Any) -> Any:
@@ -187,17 +183,15 @@ def checked_devices(devices: Iterable[Device] | None, partitions: int) -> list[t
         ValueError: this machine has no such device.
         IndexError: there are fewer devices than partitions.
     """
-    found: Sequence[Device]
-    if devices is not None and (isinstance(devices, str) or not has_entries(devices)):
-        raise TypeError(
-            "devices must be a sequence with a device for each partition "
-            f"(devices: {devices!r}); for one device for all, pass [{str(devices)!r}] * "
-            f"{partitions}"
-        )
+    found: Sequence[Device] = accelerators() or [CPU] * partitions
     if devices is not None:
+        if isinstance(devices, str) or not has_entries(devices):
+            raise TypeError(
+                "devices must be a sequence with a device for each partition "
+                f"(devices: {devices!r}); for one device for all, pass [{str(devices)!r}] * "
+                f"{partitions}"
+            )
         found = list(devices)
-    else:
-        found = accelerators() or [torch.device("cpu")] * partitions
     if len(found) < partitions:
         raise IndexError(
             "there must be a device for each partition "
@@ -213,7 +207,7 @@ def checked_device(device: Device) -> torch.device:
     Raises:
         ValueError: it has not.
     """
-    known = [torch.device("cpu"), *accelerators()]
+    known = [CPU, *accelerators()]
     try:
         chosen = canonical_device(device)
         there = chosen in known or chosen.type == "meta"

@@ -51,13 +51,9 @@ class Offload:
         remedy = "pass 0.5, for one, or checkpoint='never' if nothing shall leave"
         verify_number(self.share, rule, "share", remedy, above=0)
         verify(self.share <= 1, rule, "share", self.share, remedy)
-        verify(
-            isinstance(self.ahead, int) and self.ahead > 0 and self.ahead is not True,
-            "ahead must be a positive integer, how many cells earlier a cell comes back",
-            "ahead",
-            self.ahead,
-            "pass 1, or 2 where copies take longer",
-        )
+        valid = isinstance(self.ahead, int) and self.ahead > 0 and self.ahead is not True
+        rule = "ahead must be a positive integer, how many cells earlier a cell comes back"
+        verify(valid, rule, "ahead", self.ahead, "pass 1, or 2 where copies take longer")
 
 
 #: What the word 'offload' stands for.
@@ -84,7 +80,9 @@ def checked_keeping(checkpoint: object) -> Keeping:
     """
     if isinstance(checkpoint, Offload) or (is_policy(checkpoint) and _gives_contexts(checkpoint)):
         return checkpoint
-    if (mode := _word(checkpoint)) in (*CHECKPOINT_MODES, "offload"):
+    # An enumeration's str() names the class, although its members may be strings.
+    mode = checkpoint if isinstance(checkpoint, str) else str(checkpoint)
+    if mode in (*CHECKPOINT_MODES, "offload"):
         return mode
     raise ValueError(
         "checkpoint must be one of 'always', 'except_last', 'never' and 'offload', an Offload, or "
@@ -93,17 +91,10 @@ def checked_keeping(checkpoint: object) -> Keeping:
     )
 
 
-def _word(checkpoint: object) -> str:
-    # An enumeration's str() names the class, although its members may be strings.
-    return checkpoint if isinstance(checkpoint, str) else str(checkpoint)
-
-
 def checked_keepings(checkpoint: object, partitions: int | None) -> Any:
     """Check one checkpoint mode for all partitions, or a sequence with one for each.
 
-    Args:
-        checkpoint: the mode or modes.
-        partitions: the number of partitions; None as long as nobody knows it.
+    The number of partitions is None as long as nobody knows it.
 
     Raises:
         ValueError: there is no such mode, or there are not as many as partitions.
@@ -185,19 +176,9 @@ def offload_of(mode: Keeping) -> Offload | None:
 def verify_words(modes: tuple[Keeping, ...], what: str, remedy: str) -> None:
     """Refuse modes that choose among saved tensors, for what does not see each of them.
 
-    Args:
-        modes: the modes.
-        what: what cannot do it.
-        remedy: what to do then.
-
     Raises:
         ValueError: there is such a mode.
     """
     found = [x for x in words_of(modes, 1) if x not in CHECKPOINT_MODES]
-    verify(
-        not found,
-        f"{what} keeps all that a cell saves, or computes it again",
-        "checkpoint",
-        found,
-        remedy,
-    )
+    rule = f"{what} keeps all that a cell saves, or computes it again"
+    verify(not found, rule, "checkpoint", found, remedy)

@@ -183,10 +183,7 @@ def verify_placement(
 ) -> None:
     """Check that all parameters and buffers are on the device of their partition.
 
-    Args:
-        partitions: the partitions.
-        devices: the device of each.
-        lent: for each partition, the places of tensors that may be on another one's device.
+    What is lent, by its places in each partition, may be on the device of another one.
 
     Raises:
         RuntimeError: a parameter or buffer was moved.
@@ -207,11 +204,7 @@ def elsewhere(
 ) -> str | None:
     """Describe the first parameter or buffer that is not on its device; None if there is none.
 
-    Args:
-        module: the module.
-        device: its device.
-        lent: the places of tensors that may be on their home devices.
-        homes: these home devices.
+    What is lent, by its places, may be on its home device.
     """
     own = {(id(table), key) for table, key in lent}
     for table in tables(module):
@@ -232,13 +225,11 @@ def tables(module: nn.Module) -> list[dict[str, Tensor | None]]:
     return found
 
 
-def tensors(
-    module: nn.Module, prefix: str = "", *, recurse: bool = True
-) -> list[tuple[str, Tensor]]:
+def tensors(module: nn.Module, *, recurse: bool = True) -> list[tuple[str, Tensor]]:
     """All parameters and buffers with their names; a shared one under each of its names."""
     return [
-        *module.named_parameters(prefix, recurse, remove_duplicate=False),
-        *module.named_buffers(prefix, recurse, remove_duplicate=False),
+        *module.named_parameters("", recurse, remove_duplicate=False),
+        *module.named_buffers("", recurse, remove_duplicate=False),
     ]
 
 

@@ -90,10 +90,6 @@ def split_module(module: nn.Sequential, balance: Sequence[int]) -> list[Partitio
     """Split a sequential module into partitions.
 
     Layers keep their names, and partitions take the training flag of the module.
-
-    Args:
-        module: the layers.
-        balance: how many layers each partition takes.
     """
     layers = iter(module._modules.items())
     partitions = []
@@ -120,13 +116,7 @@ def own_key(key: str, homes: Mapping[str, str | None]) -> str | None:
 
 
 def rename(state_dict: dict[str, Any], prefix: str, homes: Mapping[str, str | None]) -> None:
-    """Give a state dict a wrapper's own keys: see :func:`own_key`.
-
-    Args:
-        state_dict: the state dict, which is changed.
-        prefix: what the keys of the wrapper start with.
-        homes: the start of its keys of each layer, by the layer's name.
-    """
+    """Give a state dict a wrapper's own keys, which start with a prefix: see :func:`own_key`."""
     for key in [key for key in state_dict if key.startswith(prefix)]:
         own = own_key(key[len(prefix) :], homes)
         if own is None:

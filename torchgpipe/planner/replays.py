@@ -37,7 +37,7 @@ from torchgpipe.schedule.costs import Table
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.program import Op, operations
 from torchgpipe.schedule.simulator import Step, in_order
-from torchgpipe.show.shares import Shares
+from torchgpipe.show.tables import Shares
 
 __all__: list[str] = []
 

@@ -98,11 +98,9 @@ class Panel(NamedTuple):
 
 
 def svg(panels: Sequence[Panel], scale: float | None = None) -> str:
-    """Draw panels one below the other, on one scale.
+    """Draw panels one below the other, on one scale: pixels per unit of time.
 
-    Args:
-        panels: the panels.
-        scale: pixels per unit of time; chosen to fit the labels if None.
+    Without a scale, one is chosen to fit the labels.
     """
     if scale is not None:
         rule = "scale must be the pixels of a unit of time"

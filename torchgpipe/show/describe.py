@@ -169,15 +169,7 @@ class DescribedPart(NamedTuple):
 def part_of(
     j: int, layers: nn.Module, device: torch.device, checkpoint: str, loss: Any = None
 ) -> DescribedPart:
-    """A partition to be described.
-
-    Args:
-        j: its number.
-        layers: its layers.
-        device: its device.
-        checkpoint: its checkpoint mode.
-        loss: the loss after the layers, which counts if it is a module.
-    """
+    """A partition to be described; a loss after the layers counts if it is a module."""
     after = [loss] if isinstance(loss, nn.Module) else []
     modules = nn.ModuleList([layers, *after])
     names = [*layers._modules, *["loss" for _ in after]]
@@ -220,17 +212,7 @@ class Description:
         figures: StepFigures | None = None,
         prediction: PlanFigures | None = None,
     ) -> Description:
-        """Describe partitions.
-
-        Args:
-            parts: the partitions.
-            chunks: as in the class.
-            title: as in the class.
-            schedule: as in the class.
-            rank: as in the class.
-            figures: what a trace has measured.
-            prediction: what a plan had predicted for these settings.
-        """
+        """Describe partitions, also by what a trace has measured and a plan had predicted."""
         rows, together = [], []
         for name, layers, tensors, device, checkpoint in parts:
             own = [*tensors]

@@ -154,15 +154,11 @@ def trip(stream: Stream, start: float, end: float, way: str, stage: int, i: int)
 #
 # A backward may begin before recomputation, which then starts at the first missing tensor, so one
 # span lies within the other. And a cell under a device map is several modules, each of which was
-# recorded.
+# recorded. Both functions take spans in the order in which they were issued.
 
 
 def pieces(spans: Sequence[Span]) -> list[Span]:
-    """Cut recomputation out of the backward around it, and join the parts of one cell.
-
-    Args:
-        spans: the spans, in the order in which they were issued.
-    """
+    """Cut recomputation out of the backward around it, and join the parts of one cell."""
     again: dict[tuple[object, ...], list[Span]] = {}
     for span in spans:
         if span.kind == "R":
@@ -175,11 +171,7 @@ def pieces(spans: Sequence[Span]) -> list[Span]:
 
 
 def cells(spans: Sequence[Span]) -> list[Span]:
-    """Make one span of the operators of each computation, as if the cell had been recorded.
-
-    Args:
-        spans: the spans of operators, in the order in which they were issued.
-    """
+    """Make one span of the operators of each computation, as if the cell had been recorded."""
     places = {span.stage: span.stream.device for span in spans if span.computes}
     found = []
     for span in spans:

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from torchgpipe.checks import checked_path, verify_kind
 from torchgpipe.show.bars import EDGES, KINDS, Bar, BarRow, Panel, lighter, svg
-from torchgpipe.show.shares import Shares, by_stream, labels, shares, table
 from torchgpipe.show.span import Span, Stream, order
+from torchgpipe.show.tables import Shares, by_stream, labels, shares, table
 
 __all__ = ["Timeline", "Advice", "panel", "png", "characters"]
 
@@ -179,10 +179,8 @@ class Timeline:
         remedy = "pass such as simulate(schedule).timeline"
         for x in others:
             verify_kind(x, Timeline, "a timeline is drawn beside others", "others", remedy)
-        return [x._panel() for x in (self, *others) if x.spans]
-
-    def _panel(self) -> Panel:
-        return panel(self.step().spans, self.unit)._replace(title=self.title)
+        shown = [x for x in (self, *others) if x.spans]
+        return [panel(x.step().spans, x.unit)._replace(title=x.title) for x in shown]
 
     def save_trace(self, path: str | PathLike[str]) -> None:
         """Write all steps as a file that https://ui.perfetto.dev and chrome://tracing open."""
@@ -193,18 +191,14 @@ class Timeline:
 
 
 def panel(spans: Sequence[Span], unit: str) -> Panel:
-    """Arrange the spans of a step in rows, one for each stream that computes.
+    """Arrange the spans of a step, which begins at 0, in a row for each stream that computes.
 
     A copy is drawn at the lower edge of the first row of the device where it arrives, and one to
     the memory of the host or back at the upper edge.
-
-    Args:
-        spans: those of one step, which begins at 0.
-        unit: the unit of time.
     """
     end = max(span.end for span in spans)
     rows = by_stream(spans)
-    names = labels([*rows])
+    names = labels(rows)
     of_device: dict[str, list[Bar]] = {}
     found = []
     is_toned = False
@@ -306,14 +300,11 @@ def characters(spans: Sequence[Span]) -> str:
 
     A computation is as wide as its time, rounded to columns, and one column at least. Its kind is
     repeated where there is no room for the number of its micro-batch. Of several that begin in one
-    column, the last one is seen.
-
-    Args:
-        spans: those of one step, which begins at 0.
+    column, the last one is seen. The spans are those of one step, which begins at 0.
     """
     end = max(span.end for span in spans) or 1.0
     rows = by_stream(spans)
-    names = labels([*rows])
+    names = labels(rows)
     margin = max(map(len, names.values())) + 2
     lines = ["time".ljust(margin) + _ruler(end)]
     for stream, own in rows.items():

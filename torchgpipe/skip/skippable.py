@@ -1,4 +1,4 @@
-"""Skippable layers: their ``forward`` is a generator that stashes tensors, and pops them.
+"""Skippable layers: what they declare, and their ``forward``, which stashes tensors and pops them.
 
 ::
 
@@ -20,17 +20,27 @@ Such layers are used like any other, in a plain :class:`nn.Sequential` as well a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import cache, wraps
-from typing import Any, NamedTuple, TypeVar, cast
+from inspect import isgeneratorfunction
+from itertools import pairwise
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
 from torchgpipe.checks import has_entries, shown, verify, verify_kind
-from torchgpipe.skip.tracker import Namespace, Skip, current_skip_tracker
-from torchgpipe.values.classes import picklable
+from torchgpipe.partition.arguments import verify_a_module
+from torchgpipe.skip.tracker import (
+    Declared,
+    Namespace,
+    Skip,
+    current_skip_tracker,
+    describe,
+    namespaces,
+    skips,
+)
 
-__all__ = ["skippable", "stash", "pop"]
+__all__ = ["skippable", "stash", "pop", "verify_skippables"]
 
 Layer = TypeVar("Layer", bound=type[nn.Module])
 
@@ -63,13 +73,6 @@ class pop:
         self.name = name
 
 
-class Declared(NamedTuple):
-    """The names that a class of layers declares."""
-
-    stash: tuple[str, ...]
-    pop: tuple[str, ...]
-
-
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[Layer], Layer]:
     """Declare what layers of a class stash and pop, so that ``forward`` may be a generator.
 
@@ -93,14 +96,10 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
         )
 
     def decorate(cls: Layer) -> Layer:
-        verify(
-            isinstance(cls, type) and issubclass(cls, nn.Module),
-            "only a class of layers can be skippable",
-            "class",
-            cls,
-            "write @skippable(...) above a class derived from nn.Module",
-            TypeError,
-        )
+        is_layer = isinstance(cls, type) and issubclass(cls, nn.Module)
+        rule = "only a class of layers can be skippable"
+        remedy = "write @skippable(...) above a class derived from nn.Module"
+        verify(is_layer, rule, "class", cls, remedy, TypeError)
         # Not a new class the first time: pickle, and super(Class, self), find a class by its name.
         if "skips_declared" not in vars(cls):
             return _declare(cls, declared, cls)
@@ -113,13 +112,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
 
 
 def _declare(cls: Layer, declared: Declared, first: Layer) -> Layer:
-    """Make a class skippable.
-
-    Args:
-        cls: the class.
-        declared: the names.
-        first: the class that was decorated first: ``cls`` itself, or its base.
-    """
+    """Make a class skippable, with the class that was decorated first: itself, or its base."""
     forward = cls.forward
     driven = getattr(cls, "skips_driven", None)
     if driven and forward is driven[0]:
@@ -165,6 +158,30 @@ def _declared_again(first: Any, declared: Declared) -> Any:
     return picklable(again, _declared_again, first, declared)
 
 
+def picklable(cls: Any, make: Callable[..., Any], *args: Any) -> Any:
+    """Make instances of a class picklable, though pickle does not find the class by its name.
+
+    Instances of subclasses are pickled in the ordinary way.
+
+    Args:
+        cls: the class, which is returned.
+        make: a function with a name in a module. ``make(*args)`` returns the class, each time.
+        *args: objects that can be pickled.
+    """
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        found = super(cls, self).__reduce_ex__(protocol)
+        return (_new, (make, *args), *found[2:]) if type(self) is cls else found
+
+    cls.__reduce_ex__ = reduce
+    return cls
+
+
+def _new(make: Callable[..., Any], *args: Any) -> Any:
+    cls = make(*args)
+    return cls.__new__(cls)
+
+
 def _unknown(layer: nn.Module, key: str) -> int:
     """Count the names at the end of a key that lead nowhere in a layer."""
     names = key.split(".")
@@ -204,24 +221,6 @@ def isolate(self: Any, ns: Namespace, *, only: Iterable[str] | None = None) -> A
             )
     self.skip_namespaces = {**namespaces(self), **dict.fromkeys(names, ns)}
     return self
-
-
-def namespaces(layer: nn.Module) -> dict[str, Namespace]:
-    """The namespaces of the names that were isolated."""
-    found: dict[str, Namespace] = layer.__dict__.get("skip_namespaces", {})
-    return found
-
-
-def skips(layer: nn.Module) -> tuple[list[Skip], list[Skip]]:
-    """The skips that a layer stashes, and the skips that it pops; none if it is not skippable."""
-    declared: Declared | None = getattr(type(layer), "skips_declared", None)
-    if declared is None:
-        return [], []
-    spaces = namespaces(layer)
-    return (
-        [(spaces.get(name), name) for name in declared.stash],
-        [(spaces.get(name), name) for name in declared.pop],
-    )
 
 
 def _drive(layer: nn.Module, declared: Declared, output: Any) -> Any:
@@ -298,9 +297,97 @@ def _undeclared(
 def _names(argument: str, names: Iterable[str]) -> tuple[str, ...]:
     is_collection = has_entries(names) and not isinstance(names, str | Mapping)
     found = tuple(names) if is_collection else ()
-    if not is_collection or not all(isinstance(name, str) for name in found):
-        raise TypeError(
-            f"{argument} must be a collection of names ({argument}: {shown(names)}); "
-            f'write {argument}=["name"]'
-        )
+    valid = is_collection and all(isinstance(name, str) for name in found)
+    rule, remedy = f"{argument} must be a collection of names", f'write {argument}=["name"]'
+    verify(valid, rule, argument, names, remedy, TypeError)
     return found
+
+
+# Faults in what layers declare, which are found before anything runs.
+
+
+def verify_skippables(module: nn.Sequential) -> None:
+    """Check that every skip is stashed once, and popped once by a later layer.
+
+    A skip that a layer both stashes and pops, within itself, may repeat in other such layers.
+
+    Args:
+        module: the layers, with skippable ones anywhere within them. A layer may run the layers
+            within it in any order.
+
+    Raises:
+        TypeError: a skip is not stashed once and popped once, or a layer yields and is not
+            skippable; the message lists every fault.
+    """
+    verify_a_module(module, "module")
+    faults: list[str] = []
+    stashed: dict[Skip, str] = {}
+    popped: dict[Skip, str] = {}
+    closed: set[Skip] = set()
+    for child, layer in module._modules.items():
+        if layer is None:
+            continue
+        faults += _undecorated(child, layer)
+        found = [(path, *skips(submodule)) for path, submodule in layer.named_modules(prefix=child)]
+        here = _closed(found)
+        for path, stashes, _ in found:
+            for skip in stashes:
+                if skip in stashed and not (skip in here and skip in closed):
+                    faults.append(
+                        f"{path} stashes {describe(skip)}, which {stashed[skip]} has stashed before"
+                    )
+                stashed.setdefault(skip, path)
+                closed |= here & {skip}
+        for path, _, pops in found:
+            for skip in pops:
+                if skip in popped and not (skip in here and skip in closed):
+                    faults.append(
+                        f"{path} pops {describe(skip)}, which {popped[skip]} has popped before"
+                    )
+                elif skip not in stashed:
+                    faults.append(f"{path} pops {describe(skip)}, which no layer before it stashes")
+                popped.setdefault(skip, path)
+    faults += [
+        f"{path} stashes {describe(skip)}, which no layer pops"
+        for skip, path in stashed.items()
+        if skip not in popped
+    ]
+    if faults:
+        raise TypeError(
+            "every skip must be stashed by one layer and popped by one that comes later, or by "
+            f"turns within one layer (faults: {len(faults)}); declare both ends with @skippable, "
+            "and put layers of one class into namespaces with isolate(Namespace()):\n"
+            + "\n".join(f"- {fault}" for fault in faults)
+        )
+
+
+def _closed(layers: Sequence[tuple[str, list[Skip], list[Skip]]]) -> set[Skip]:
+    """Find the skips that one layer both stashes and pops, and pops before it stashes them again.
+
+    Args:
+        layers: the path of the layer, and of each layer within it, and what it stashes and pops.
+    """
+    ends: dict[Skip, list[str]] = {}
+    for _, stashes, pops in layers:
+        for kind, skips_of_kind in (("stash", stashes), ("pop", pops)):
+            for skip in skips_of_kind:
+                ends.setdefault(skip, []).append(kind)
+    return {
+        skip
+        for skip, kinds in ends.items()
+        if len(kinds) % 2 == 0 and all(a != b for a, b in pairwise(kinds))
+    }
+
+
+def _undecorated(path: str, layer: nn.Module) -> Iterator[str]:
+    """Report layers that yield and are not skippable: the next layer would get a generator."""
+    if isgeneratorfunction(layer.forward):
+        yield (
+            f"{path} ({type(layer).__name__}) yields in forward, and its class is not decorated "
+            "with @skippable"
+        )
+    elif getattr(layer.forward, "__func__", None) is nn.Sequential.forward:
+        # Other layers may run the generators of the layers within them.
+        for child, inner in layer._modules.items():
+            if inner is not None:
+                yield from _undecorated(f"{path}.{child}", inner)

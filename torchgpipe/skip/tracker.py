@@ -1,12 +1,13 @@
-"""Values on their way: what a layer has stashed, until another one pops it, past stages between."""
+"""Skips on their way: between which partitions they lead, and values between stash and pop."""
 
 from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Iterable, Mapping
-from types import TracebackType
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import nn
 
 from torchgpipe._torch.dynamo import uncompiled_before_2_13
 from torchgpipe.ambient.context import registered
@@ -49,6 +50,67 @@ def describe(skip: Skip) -> str:
     """The name of a skip in messages."""
     namespace, name = skip
     return repr(name) if namespace is None else f"{name!r} in {namespace}"
+
+
+# The layout of skips. Layers declare what they stash and pop, so it is known before anything runs.
+
+
+class Declared(NamedTuple):
+    """The names that a class of layers declares."""
+
+    stash: tuple[str, ...]
+    pop: tuple[str, ...]
+
+
+def namespaces(layer: nn.Module) -> dict[str, Namespace]:
+    """The namespaces of the names that were isolated."""
+    found: dict[str, Namespace] = layer.__dict__.get("skip_namespaces", {})
+    return found
+
+
+def skips(layer: nn.Module) -> tuple[list[Skip], list[Skip]]:
+    """The skips that a layer stashes, and the skips that it pops; none if it is not skippable."""
+    declared: Declared | None = getattr(type(layer), "skips_declared", None)
+    if declared is None:
+        return [], []
+    spaces = namespaces(layer)
+    return (
+        [(spaces.get(name), name) for name in declared.stash],
+        [(spaces.get(name), name) for name in declared.pop],
+    )
+
+
+class SkipLayout:
+    """The skips that lead from one partition to another.
+
+    Args:
+        partitions: the number of partitions.
+        ends: for each skip, the partition that stashes it and the one that pops it.
+    """
+
+    def __init__(self, partitions: int, ends: dict[Skip, tuple[int, int]]) -> None:
+        #: For each partition, the skips that it stashes for another one, and that other one.
+        self.stashed: list[dict[Skip, int]] = [{} for _ in range(partitions)]
+        #: For each partition, the skips that another one has stashed for it, and that other one.
+        self.popped: list[dict[Skip, int]] = [{} for _ in range(partitions)]
+        for skip, (source, target) in ends.items():
+            if source != target:
+                self.stashed[source][skip] = target
+                self.popped[target][skip] = source
+        #: The partitions that a skip leads from and to, as schedules know them.
+        self.pairs = sorted({x for x in ends.values() if x[0] != x[1]})
+
+
+def inspect_skip_layout(partitions: Sequence[nn.Module]) -> SkipLayout:
+    """Find out between which partitions skips lead."""
+    source: dict[Skip, int] = {}
+    target: dict[Skip, int] = {}
+    for j, partition in enumerate(partitions):
+        for layer in partition.modules():
+            stashed, popped = skips(layer)
+            source.update(dict.fromkeys(stashed, j))
+            target.update(dict.fromkeys(popped, j))
+    return SkipLayout(len(partitions), {skip: (source[skip], j) for skip, j in target.items()})
 
 
 # Trackers, which keep values from when one layer stashes them until another pops them.
@@ -138,12 +200,7 @@ class use_skip_tracker:
         self.previous = _current.tracker
         _current.tracker = self.tracker
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _current.tracker = self.previous
 
 

@@ -1,4 +1,4 @@
-"""The speed of virtual accelerators: described hardware, or costs, bandwidths and a seed."""
+"""The speed of virtual accelerators: described hardware, costs and bandwidths, busy layers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,22 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor, nn
 
 from torchgpipe import _torch
-from torchgpipe.checks import finite, is_number, shown, verify, verify_kind, verify_number
+from torchgpipe.checks import (
+    MOST,
+    finite,
+    is_number,
+    shown,
+    verify,
+    verify_kind,
+    verify_number,
+)
 
-__all__ = ["Hardware"]
+__all__ = ["Hardware", "Busy"]
+
+_ops: Any = torch.ops.virtual_accelerator
 
 
 #: The kinds of operators that an efficiency can be given for.
@@ -85,6 +96,8 @@ class Hardware:
         return replace(self, efficiency=efficiency, launch=launch, baseline=baseline)
 
 
+F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+
 #: Some accelerators, by the rates of their makers' data sheets, for dense matrices. Of the memory,
 #: what a process can have of it. Float32 has the rate of matrices that are not rounded to TF32,
 #: which is PyTorch's default. A PCI Express of 16 lanes carries 12 GB/s in its third generation,
@@ -93,12 +106,7 @@ NAMED = {
     # NVIDIA A100 Tensor Core GPU data sheet (2021): SXM, NVLink 600 GB/s in both directions.
     "a100-40gb": Hardware(
         memory=int(39.4 * GIB),
-        rates={
-            torch.float64: 9.7e12,
-            torch.float32: 19.5e12,
-            torch.bfloat16: 312e12,
-            torch.float16: 312e12,
-        },
+        rates={F64: 9.7e12, F32: 19.5e12, BF16: 312e12, F16: 312e12},
         bandwidth=1.555e12,
         link=300e9,
         host_link=25e9,
@@ -107,12 +115,7 @@ NAMED = {
     # NVIDIA H100 Tensor Core GPU data sheet (2023): SXM, NVLink 900 GB/s in both directions.
     "h100-80gb": Hardware(
         memory=int(79.1 * GIB),
-        rates={
-            torch.float64: 34e12,
-            torch.float32: 67e12,
-            torch.bfloat16: 989e12,
-            torch.float16: 989e12,
-        },
+        rates={F64: 34e12, F32: 67e12, BF16: 989e12, F16: 989e12},
         bandwidth=3.35e12,
         link=450e9,
         host_link=50e9,
@@ -121,7 +124,7 @@ NAMED = {
     # NVIDIA V100 Tensor Core GPU data sheet (2020): SXM2, NVLink 300 GB/s in both directions.
     "v100-16gb": Hardware(
         memory=int(15.7 * GIB),
-        rates={torch.float64: 7.8e12, torch.float32: 15.7e12, torch.float16: 125e12},
+        rates={F64: 7.8e12, F32: 15.7e12, F16: 125e12},
         bandwidth=0.9e12,
         link=150e9,
         host_link=12e9,
@@ -131,7 +134,7 @@ NAMED = {
     # it (CUDA C programming guide, arithmetic instructions). The GPU of torchgpipe's paper.
     "p40-24gb": Hardware(
         memory=int(22.3 * GIB),
-        rates={torch.float64: 0.367e12, torch.float32: 11.76e12, torch.float16: 0.184e12},
+        rates={F64: 0.367e12, F32: 11.76e12, F16: 0.184e12},
         bandwidth=346e9,
         link=12e9,
         host_link=12e9,
@@ -140,12 +143,7 @@ NAMED = {
     # NVIDIA Ada GPU architecture (2022), RTX 4090; half precision adds up in float32.
     "rtx4090-24gb": Hardware(
         memory=int(23.5 * GIB),
-        rates={
-            torch.float64: 1.29e12,
-            torch.float32: 82.6e12,
-            torch.bfloat16: 165e12,
-            torch.float16: 165e12,
-        },
+        rates={F64: 1.29e12, F32: 82.6e12, BF16: 165e12, F16: 165e12},
         bandwidth=1.008e12,
         link=25e9,
         host_link=25e9,
@@ -292,28 +290,23 @@ def _are_ends(value: object) -> bool:
     return bool(known) and all(known)
 
 
-def put_links(ops: Any, bandwidth: Mapping[Link, float]) -> None:
+def put_links(bandwidth: Mapping[Link, float]) -> None:
     """Tell the library how much links carry."""
     for (source, target), bytes in bandwidth.items():
-        ops.set_bandwidth(_indices(source), _indices(target), bytes)
+        _ops.set_bandwidth(_indices(source), _indices(target), bytes)
 
 
-def put_hardware(ops: Any, hardware: Hardware) -> None:
-    """Tell the library how fast the devices are, in milliseconds.
-
-    Args:
-        ops: the functions of the library.
-        hardware: the hardware.
-    """
-    ops.set_speed(hardware.bandwidth / 1e3, hardware.launch * 1e3)
+def put_hardware(hardware: Hardware) -> None:
+    """Tell the library how fast the devices are, in milliseconds."""
+    _ops.set_speed(hardware.bandwidth / 1e3, hardware.launch * 1e3)
     for dtype, rate in hardware.rates.items():
-        ops.set_rate(dtype, rate / 1e3)
+        _ops.set_rate(dtype, rate / 1e3)
     for kind, share in hardware.efficiency.items():
-        ops.set_efficiency(kind, share)
+        _ops.set_efficiency(kind, share)
     ends = [_HOST, *range(torch.accelerator.device_count())]
     for source, target in itertools.permutations(ends, 2):
         rate = hardware.host_link if _HOST in (source, target) else hardware.link
-        ops.set_bandwidth([source], [target], rate / 1e3)
+        _ops.set_bandwidth([source], [target], rate / 1e3)
 
 
 def _indices(end: End) -> list[int]:
@@ -325,3 +318,93 @@ def _indices(end: End) -> list[int]:
 def name_of(index: int) -> int | str:
     """The device, or the host, that has a number in the library."""
     return CPU if index == _HOST else index
+
+
+# A layer that takes a given virtual time, to stand for a real one.
+
+
+class Busy(nn.Module):
+    """A stand-in for a layer, or a partition, of known cost: ``output = input * weight``.
+
+    On devices that are not virtual, it computes the same and spends no further time.
+
+    Args:
+        forward: the cost of a forward, in milliseconds of virtual time.
+        input: the cost of the backward for the input, if a gradient of the input is needed.
+        weight: the cost of the backward for the weight in the same way.
+        features: the size of the last dimension of the input, and of the weight.
+        name: the name of the layer in spans, where F, I or W stands before it.
+
+    Shape:
+        The input has any shape with ``features`` in the last dimension, and the output the same.
+    """
+
+    def __init__(
+        self,
+        forward: float = 1.0,
+        input: float = 1.0,
+        weight: float = 1.0,
+        *,
+        features: int = 1,
+        name: str = "",
+    ) -> None:
+        super().__init__()
+        for cost in (forward, input, weight):
+            if not (is_number(cost) and finite(cost) and cost >= 0):
+                raise ValueError(
+                    "the costs of a busy layer are times in milliseconds "
+                    f"(forward: {shown(forward)}, input: {shown(input)}, weight: {shown(weight)}); "
+                    "use 0 for what takes no time"
+                )
+        valid = type(features) is int and 0 < features <= MOST
+        rule, remedy = f"features must be from 1 to {MOST}", "pass the size of the weight"
+        verify(valid, rule, "features", features, remedy)
+        verify_kind(name, str, "the name of a busy layer is a text", "name", "pass such as 'block'")
+        self.costs = (float(forward), float(input), float(weight))
+        self.name = name
+        self.weight = nn.Parameter(torch.rand(features) + 0.5)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return busy(input, self.weight, self.costs, self.name)
+
+    def extra_repr(self) -> str:
+        forward, input, weight = self.costs
+        return f"forward={forward}, input={input}, weight={weight}"
+
+
+def busy(input: Tensor, weight: Tensor, costs: tuple[float, float, float], name: str) -> Tensor:
+    """Compute what a busy layer computes, and take the time of F, and in backward of I and W."""
+    forward, own, weights = costs
+    # Autograd runs the function that was applied last first: I, then W.
+    weight = Spend.apply(weight, 0.0, "", weights, "W" + name)
+    output: Tensor = Spend.apply(input, forward, "F" + name, own, "I" + name) * weight
+    return output
+
+
+class Spend(torch.autograd.Function):
+    """``tensor, forward, its name, backward, its name → tensor``: pass on, and take time.
+
+    There is one for the input, and another one for the weight, so that backward can be run for one
+    of them alone.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, forward: float, name: str, backward: float, its_name: str
+    ) -> Tensor:
+        ctx.backward = backward, its_name
+        if forward:
+            _spend(tensor, forward, name)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        cost, name = ctx.backward
+        if cost:
+            _spend(grad, cost, name)
+        return grad, None, None, None, None
+
+
+def _spend(tensor: Tensor, cost: float, name: str) -> None:
+    if hasattr(_ops, "busy"):
+        _ops.busy(tensor, cost, name)

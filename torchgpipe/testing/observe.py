@@ -295,11 +295,11 @@ def observe(
         if costs == MEASURED:
             _ops.set_measured()
         if isinstance(costs, Hardware):
-            put_hardware(_ops, costs)
+            put_hardware(costs)
         for op, cost in table.items():
             # An operator and its form in place may reach the device under one name.
             _ops.set_cost(op.removeprefix("aten::").rstrip("_"), cost)
-        put_links(_ops, bandwidth)
+        put_links(bandwidth)
         labels.observer = observation._naming.put
         yield observation
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -166,8 +166,7 @@ class Place:
 def waits_of(spans: list[Span]) -> list[Wait]:
     """Find the times between the spans of each stream, and what each stream waited for.
 
-    Args:
-        spans: in the order in which they were issued.
+    The spans are in the order in which they were issued.
     """
     ends: dict[Stream, float] = {}
     waits = []
@@ -212,17 +211,6 @@ _OF_LAYER = 2
 _BITS = 24
 
 
-class Work(NamedTuple):
-    """The cell and the layer of a piece of work, as a span has them; by default of no cell."""
-
-    kind: str = ""
-    stage: int | None = None
-    microbatch: int | None = None
-    target: int | None = None
-    layer: str = ""
-    layer_type: str = ""
-
-
 class Numbers(dict[tuple[Any, ...], int]):
     """Numbers from 1, each given where somebody asks for that of something new."""
 
@@ -264,7 +252,7 @@ class Naming:
         layer = self._layers.named.get(number & (1 << _BITS) - 1)
         return None if cell is None or layer is None else Label(*cell, *layer)
 
-    def work(self, own: int, node: int) -> Work:
+    def work(self, own: int, node: int) -> Label:
         """Tell what a piece of work belongs to.
 
         Args:
@@ -276,16 +264,15 @@ class Naming:
             return _NOTHING if recorded is None else _backward_of(recorded)
         if recorded is not None and label.kind in _BACKWARD and not label.layer:
             label = label._replace(layer=recorded.layer, layer_type=recorded.layer_type)
-        return Work(*label)
+        return label
 
 
-_NOTHING = Work()
+_NOTHING = Label()
 
 
-def _backward_of(label: Label) -> Work:
+def _backward_of(label: Label) -> Label:
     """The work whose node was recorded under a label."""
-    work = Work(*label)
     if label.kind != "copy":
-        return work._replace(kind="B")
+        return label._replace(kind="B")
     # A gradient goes back.
-    return work if label.target is None else work._replace(stage=label.target, target=label.stage)
+    return label if label.target is None else label._replace(stage=label.target, target=label.stage)

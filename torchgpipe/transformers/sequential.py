@@ -81,12 +81,7 @@ def layers_of(model: Any) -> nn.Sequential:
 
 
 class ModelLayer(nn.Module):
-    """One layer: a model with some of its modules.
-
-    Args:
-        model: the model.
-        output: the name of what it returns.
-    """
+    """One layer: a model with some of its modules, and the name of the output that counts."""
 
     def __init__(self, model: nn.Module, output: str) -> None:
         super().__init__()
@@ -155,10 +150,7 @@ def _copied(module: nn.Module) -> Any:
 def _verify(model: Any, layers: nn.Sequential, empty: ModelLayer) -> None:
     """Check, with two tokens, that layers compute what the model does.
 
-    Args:
-        model: the model.
-        layers: its layers.
-        empty: a part without any layers, which returns what it is given.
+    An empty part, without any of them, has to return what it is given.
 
     Raises:
         ValueError: they do not.

@@ -347,7 +347,8 @@ class PipelinedModel:
         pipe.training = pipe.module.training
         items = kwargs.pop("num_items_in_batch", None)
         sizes = division_of((args, kwargs), pipe.chunks).sizes
-        counts = counts_of(self._labels(kwargs, sum(sizes)), sizes, self._shifts(kwargs))
+        shifted = self._shifted and "shift_labels" not in kwargs
+        counts = counts_of(self._labels(kwargs, sum(sizes)), sizes, shifted)
         if items is not None:
             kwargs["num_items_in_batch"] = Chunks(told(counts, items))
         with loss_alone(pipe.module) if self._alone else nullcontext():
@@ -380,9 +381,6 @@ class PipelinedModel:
             # An answer after the end of its row counts nowhere.
             found = [x if x is None else x.masked_fill(x >= ids.shape[1], IGNORED) for x in found]
         return [x for x in found if isinstance(x, Tensor) and x.dim() and len(x) == rows]
-
-    def _shifts(self, kwargs: dict[str, Any]) -> bool:
-        return self._shifted and "shift_labels" not in kwargs
 
     def _arrived(self, x: Any) -> Any:
         return x.to(self._device) if isinstance(x, Tensor) else x

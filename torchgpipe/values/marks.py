@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from torchgpipe.checks import has_entries
-from torchgpipe.values.structure import InputMark, is_of_input, leaves_of, map_leaves
+from torchgpipe.values.structure import InputMark, is_dense, is_of_input, leaves_of, map_leaves
 
 __all__ = ["Chunk", "Chunks", "NoChunk", "PerMicroBatch"]
 
@@ -60,7 +59,7 @@ class Chunk(InputMark):
                 f"{type(value).__name__}, dim: {dim!r}); mark each tensor of a container, as "
                 "Chunk(tensor, dim=1)"
             )
-        if value.layout != torch.strided or value.is_nested:
+        if not is_dense(value):
             raise ValueError(
                 "Chunk marks a dense tensor, which has rows and views (layout: "
                 f"{'nested' if value.is_nested else value.layout}); pass a dense one, or divide it "

@@ -77,13 +77,7 @@ class Batch:
         structures: Mapping[Any, Structure],
         shared: frozenset[Any],
     ) -> Batch:
-        """Make a micro-batch of parts that are flattened already.
-
-        Args:
-            parts: the tensors of the value, and of each skip.
-            structures: the structures that these tensors are in.
-            shared: the parts with a tensor that shares memory with another one.
-        """
+        """Make a micro-batch of parts that are flattened already, as its attributes have them."""
         batch: Batch = object.__new__(cls)
         batch.parts, batch.structures, batch.shared = dict(parts), dict(structures), shared
         batch._single = len(parts) == len(batch.parts[VALUE]) == 1
@@ -239,15 +233,6 @@ def _address(tensor: Tensor) -> int:
         return 0
 
 
-def check(value: Any) -> None:
-    """Check that a value can pass between partitions.
-
-    Raises:
-        TypeError: the value holds tensors in something that is no known container.
-    """
-    flatten(value)
-
-
 def scatter(input: Any, chunks: int) -> list[Batch]:
     """Divide a mini-batch into micro-batches: see :mod:`torchgpipe.values.division`."""
     return [Batch(part) for part in split(input, division_of(input, chunks))]
@@ -300,13 +285,7 @@ def gather(outputs: Sequence[Batch], rows: Sequence[int] = (), blocks: Container
 
 
 def joined(outputs: Sequence[Batch], division: Division, blocks: Container[int] = ()) -> Any:
-    """Join the outputs of all micro-batches, or return a list of them if the caller divided all.
-
-    Args:
-        outputs: the outputs, in order.
-        division: the division of the input.
-        blocks: the indices of output tensors that have several rows per input row, block by block.
-    """
+    """Do as :func:`gather` does, or return a list of the outputs if the caller divided all."""
     if division.is_ready:
         return [unmarked(x.value) for x in outputs]
     return gather(outputs, division.rows, blocks)

@@ -70,10 +70,9 @@ class Order:
         self.known = False
 
     def begin(self, given: Tensors) -> AbstractContextManager[Any]:
-        """Context manager for a call of the layers, which watches the second micro-batch if needed.
+        """Context manager for a call of the layers with the tensors that they are given.
 
-        Args:
-            given: the tensors that the layers are called with.
+        It watches the second micro-batch if needed.
         """
         if self._grows is None or self.known:
             return NOTHING
@@ -156,13 +155,9 @@ class BlockWatch(TorchFunctionMode):
             self._known[x] = max([self._kind(name, source, x, several) for source in sources])
 
     def _kind(self, name: str, source: Tensor, result: Tensor, several: bool) -> int:
-        """Derive the knowledge of a result from one of the arguments.
+        """Derive the knowledge of a function's result from one of its arguments, the source.
 
-        Args:
-            name: the name of the function.
-            source: the argument.
-            result: the returned tensor.
-            several: whether it concatenates several tensors, or copies of one.
+        ``several`` says whether the function concatenates several tensors, or copies of one.
         """
         kind: int = self._known[source]
         rows = self._rows

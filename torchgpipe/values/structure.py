@@ -63,12 +63,7 @@ LEAF = Spec(None, None, ())
 
 
 def flatten_tree(tree: Any, is_leaf: IsLeaf | None = None) -> tuple[list[Any], Spec]:
-    """Take a tree apart into its leaves, in order, and its containers.
-
-    Args:
-        tree: the tree.
-        is_leaf: tells which containers are leaves, too.
-    """
+    """Take a tree apart into its leaves, in order, and its containers, unless these are leaves."""
     leaves: list[Any] = []
     return leaves, _flattened(tree, is_leaf, leaves)
 

@@ -14,7 +14,7 @@ from tests.support.helpers import plain
 from tests.support.size import soak
 from torchgpipe import GPipe
 from torchgpipe.skip import verify_skippables
-from torchgpipe.skip.skippable import skips
+from torchgpipe.skip.tracker import skips
 
 #: Balances of n layers, by name.
 BALANCES = {

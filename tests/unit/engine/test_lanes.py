@@ -10,7 +10,7 @@ from torchgpipe.devices.pool import StreamPool
 from torchgpipe.engine.lanes import Lanes
 from torchgpipe.engine.pipeline import clock_cycles
 from torchgpipe.engine.stages import Stages
-from torchgpipe.skip.layout import SkipLayout
+from torchgpipe.skip.tracker import SkipLayout
 from torchgpipe.values.microbatch import VALUE
 
 

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from torchgpipe.skip import Namespace, pop, skippable, stash
-from torchgpipe.skip.skippable import skips
-from torchgpipe.skip.tracker import SkipTracker, current_skip_tracker, use_skip_tracker
+from torchgpipe.skip.tracker import SkipTracker, current_skip_tracker, skips, use_skip_tracker
 
 
 @skippable(stash=["x"])

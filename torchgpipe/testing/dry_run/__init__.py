@@ -159,11 +159,7 @@ def prediction_of(
 ) -> Prediction:
     """Read what the library has counted in the last step, which ended just now.
 
-    Args:
-        hardware: the hardware that was described.
-        seen: the observation of the step.
-        state: what was there when it began.
-        too_large: the first allocation of the run that did not fit.
+    What was too large is the first allocation of the whole run that did not fit.
     """
     accelerator = torch.accelerator
     devices = [x.device for x in state]

@@ -78,14 +78,9 @@ class Steps:
 def run_script(
     path: str, arguments: Sequence[str], devices: int, hardware: Hardware, value_read: float | None
 ) -> Prediction:
-    """Run a script up to its third optimizer step.
+    """Run a script with arguments up to its third optimizer step.
 
-    Args:
-        path: the script.
-        arguments: of its command line.
-        devices: the number of devices, which it finds as ``torch.accelerator``'s.
-        hardware: what they are.
-        value_read: what each read of a value gives; None for an error.
+    It finds the devices as those of ``torch.accelerator``.
 
     Raises:
         RuntimeError: it ended before, or cannot be run dry.

@@ -7,7 +7,7 @@ from torch import nn
 
 from torchgpipe import GPipe
 from torchgpipe.skip import Namespace, skippable, stash, verify_skippables
-from torchgpipe.skip.layout import inspect_skip_layout
+from torchgpipe.skip.tracker import inspect_skip_layout
 
 
 def layer(stash=(), pop=()):

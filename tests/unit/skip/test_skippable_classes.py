@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from torchgpipe.values.classes import picklable
+from torchgpipe.skip.skippable import picklable
 
 
 class Base:
