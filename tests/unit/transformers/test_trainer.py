@@ -81,8 +81,8 @@ def wrapped(model, **options):
 
 def assert_same_weights(model, other):
     for own, expected in zip(model.parameters(), other.parameters(), strict=True):
-        # The gradient of a bias of keys is zero but for rounding, which Adam makes larger: a step of
-        # another weight moves it by about 1e-2.
+        # The gradient of a bias of keys is zero but for rounding, which Adam makes larger. A step
+        # moves other weights by about 1e-2.
         torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-4)
 
 
