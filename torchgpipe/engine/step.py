@@ -225,11 +225,7 @@ class PipelineStep(Step):
         #: The fence, if forks and joins are needed. On the CPU alone autograd has one thread, which
         #: runs the node that was recorded last first, and so keeps the order by itself.
         self.fence: Fence | None = None
-        if (
-            stages.method.fence
-            and torch.is_grad_enabled()
-            and {*stages.devices} != {torch.device("cpu")}
-        ):
+        if torch.is_grad_enabled() and {*stages.devices} != {torch.device("cpu")}:
             self.fence = Fence(self.lanes.ahead)
 
     def _lend(self) -> None:
