@@ -22,11 +22,10 @@ from torchgpipe.engine.step_plan import Choice, StepPlan, plan, text_of, title_o
 from torchgpipe.engine.wrapper import Alone, MiniBatch
 from torchgpipe.gpipe import GPipe
 from torchgpipe.graphs.cell import GraphCells
-from torchgpipe.graphs.estimates import costs_of, traced_all
 from torchgpipe.graphs.overlap import Overlaps
 from torchgpipe.graphs.parts import compiler
 from torchgpipe.graphs.slices import CHOICES, function_of
-from torchgpipe.graphs.stage import StageGraphs
+from torchgpipe.graphs.stage import StageGraphs, costs_of, traced_all
 from torchgpipe.partition.arguments import verify_loss
 from torchgpipe.partition.keeping import keepings_of, verify_words
 from torchgpipe.partition.placement import is_shard
