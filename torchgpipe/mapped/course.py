@@ -37,16 +37,15 @@ from torchgpipe.ambient.modes import own_casts
 from torchgpipe.ambient.notes import add_note, contextmanager, layer, note_layer, noted
 from torchgpipe.devices.streams import has_streams, make_current, use_stream, wait_stream
 from torchgpipe.mapped.calls import MappedBody, inside
-from torchgpipe.mapped.cell import Cell
+from torchgpipe.mapped.cell import Cell, CourseNumbers
 from torchgpipe.mapped.containers import elsewhere_in, map_arguments, tensors_of, unfilled
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.mapped.exchanged import Exchanged, mappings_of
-from torchgpipe.mapped.numbers import CourseNumbers
 from torchgpipe.mapped.on_demand import omissible
 from torchgpipe.mapped.step import DeviceVisit, MappedStep
 from torchgpipe.mapped.tail import Tail
 from torchgpipe.mapped.threads import Turns
-from torchgpipe.recompute.verification import is_verifying
+from torchgpipe.recompute.runs import is_verifying
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import Arguments
 

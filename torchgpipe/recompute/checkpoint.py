@@ -63,9 +63,17 @@ from torchgpipe.devices.streams import (
     use_stream,
     wait_stream,
 )
-from torchgpipe.recompute.runs import StoredInput, Values, checkpointing, recomputing
+from torchgpipe.recompute.runs import (
+    Compared,
+    StoredInput,
+    Values,
+    checkpointing,
+    dropped,
+    filling_memory,
+    is_verifying,
+    recomputing,
+)
 from torchgpipe.recompute.slots import Enough, Filling, Kept, Saved, Slot, explain, modified
-from torchgpipe.recompute.verification import Compared, dropped, filling_memory, is_verifying
 from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
