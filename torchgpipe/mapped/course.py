@@ -298,7 +298,7 @@ class Course:
         """Whether code after a module may be a tail, which is recomputed with the module."""
         if self.glue is None or current_hooks() is not None or is_verifying():
             return False
-        return self.step.last in (None, name)
+        return self.step.lasting.last in (None, name)
 
     def move(self, tensor: Tensor, device: torch.device) -> Tensor:
         """Copy a tensor to another device on lanes, for code between mapped modules."""
@@ -343,7 +343,7 @@ class Course:
     def end(self, output: Any) -> Batch:
         """Finish the forward of the micro-batch: copy outputs to their device, and fence them."""
         batch = Batch(output)
-        self.step.last = self._latest.name if self._latest else ""
+        self.step.lasting.last = self._latest.name if self._latest else ""
         omitted = self._end_tail(output, batch)
         if self._cell:
             self._cell.leave()

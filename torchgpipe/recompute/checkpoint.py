@@ -37,8 +37,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
-from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,9 +99,9 @@ class Checkpoint:
         context: Context,
         stream: AbstractStream,
         within: AbstractContextManager[None],
-        lasting: Mapping[int, Tensor] = MappingProxyType({}),
-        whole: bool = False,
-        shapes: dict[torch.Size, torch.Size] | None = None,
+        lasting: Mapping[int, Tensor],
+        whole: bool,
+        shapes: dict[torch.Size, torch.Size],
     ) -> None:
         self.function = function
         self.context = context
@@ -119,7 +117,7 @@ class Checkpoint:
         self.values = Values()
         #: How a slot is made for a tensor that is dropped.
         self.dropped: Callable[[Tensor, dict[torch.Size, torch.Size]], Slot] = Slot
-        self.shapes = {} if shapes is None else shapes
+        self.shapes = shapes
         #: The identities of the input's tensors, while no other tensor can have them.
         self.inputs: set[int] = set()
         self.stored: tuple[StoredInput, FirstNumbers] | None = None
@@ -186,6 +184,7 @@ class Checkpoint:
             self._forget()
 
     def _forget(self) -> None:
+        # The graph lives on, and layers or hooks may refer to it.
         self.places, self.stored = [], None
         self.kept.let_go()
         del self.function, self.lasting, self.context, self.values
@@ -215,9 +214,7 @@ class Checkpoint:
                         place.empty()
                 raise
             finally:
-                self.kept.let_go()
-                # The graph lives on, and layers or hooks may refer to it.
-                del self.function, self.lasting, self.context, self.values
+                self._forget()
 
     def compute(self) -> Batch:
         """Run the function once more for what it returns, and keep the input."""
@@ -365,29 +362,6 @@ def trigger(
         return fork(outputs)
     *tensors, phony = Recompute.apply(due, *outputs)
     return tuple(tensors), phony
-
-
-def checkpoint(function: Callable[[Any], Any], input: Any) -> Any:
-    """Run a function under checkpointing: backward recomputes what the function saves for it.
-
-    Args:
-        function: takes and gives any nested structure of tensors.
-        input: its input, with a tensor at least, all on the device where the function computes.
-
-    Returns:
-        The output of the function.
-    """
-    batch = Batch(input)
-    if not torch.is_grad_enabled():
-        return function(input)
-    checkpointed = Checkpoint(
-        lambda batch: batch.call(function),
-        Context(),
-        current_stream(batch[0].device),
-        nullcontext(),
-    )
-    output = checkpointed.forward(batch)
-    return output.value
 
 
 def _not_within_forward() -> RuntimeError:

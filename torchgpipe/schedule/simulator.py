@@ -49,6 +49,17 @@ def validate(schedule: Schedule, capacity: Each | None = None, costs: Costs = Co
     return faults if capacity is None else [*faults, *_excesses(schedule, capacity, costs)]
 
 
+def verify_valid(schedule: Schedule) -> None:
+    """Check that a schedule has no faults.
+
+    Raises:
+        ValueError: it has some, which the message names.
+    """
+    if faults := validate(schedule):
+        rule = f"a schedule must be valid (faults: {len(faults)}); fix what validate() finds:"
+        raise ValueError("\n".join([rule, *faults[:10]]))
+
+
 def _strays(schedule: Schedule) -> Iterator[str]:
     """Find computations that belong to no cell or to another worker, or that appear twice."""
     stages, chunks = range(len(schedule.placement)), range(schedule.chunks)
@@ -364,10 +375,7 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Report:
     Raises:
         ValueError: The schedule has faults, which the message names, or the costs do not fit it.
     """
-    checked_schedule(schedule)
-    if faults := validate(schedule):
-        rule = f"a schedule must be valid (faults: {len(faults)}); fix what validate() finds:"
-        raise ValueError("\n".join([rule, *faults[:10]]))
+    verify_valid(schedule)
     table = Table(costs, schedule.placement, schedule.skips)
     rehearsal = Rehearsal(schedule.program, schedule.skips)
     start: dict[Op, float] = {}
