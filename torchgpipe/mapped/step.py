@@ -50,7 +50,8 @@ from torchgpipe.partition.keeping import (
 from torchgpipe.partition.placement import Lent, Place
 from torchgpipe.recompute.buffers import Learned
 from torchgpipe.recompute.layer_state import LayersState
-from torchgpipe.recompute.offload import Offloading, offloading_of
+from torchgpipe.recompute.offload import Offloading
+from torchgpipe.schedule.lifetimes import leaving
 from torchgpipe.show.describe import StepFigures
 
 __all__: list[str] = []
@@ -69,7 +70,7 @@ class DeviceVisit:
     compute: AbstractStream
     lanes: tuple[AbstractStream, ...]
     #: How what cells save leaves for the host, if it does.
-    offloadings: dict[Offload, Offloading | None] = field(default_factory=dict)
+    offloadings: dict[Offload, Offloading] = field(default_factory=dict)
     #: The bodies of the modules that are called in this stage.
     bodies: dict[nn.Module, MappedBody] = field(default_factory=dict)
 
@@ -246,12 +247,12 @@ class MappedStep:
 
     def _offloading(self, stage: DeviceVisit, offload: Offload | None) -> Offloading | None:
         """The offloading of a stage, which modules of one mode have in common."""
-        if offload is None:
+        if offload is None or not has_streams(stage.device):
             return None
         if offload not in stage.offloadings:
-            pool, device = self.lasting.pools[0], stage.device
+            memory = self.lasting.pools[0].host(stage.device)
             recorder = None if self.recording is None else self.recording.recorder
-            found = offloading_of(offload, pool, device, stage.number, self.m, recorder)
+            found = Offloading(memory, offload, stage.number, leaving(self.m), recorder)
             stage.offloadings[offload] = found
         return stage.offloadings[offload]
 

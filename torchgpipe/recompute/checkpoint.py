@@ -206,7 +206,10 @@ class Checkpoint:
             # guard: letting go of slots
             places, self.places = self.places, []
             try:
-                self._repeat(places)
+                if has_streams(get_device(self.stream)) and _torch.is_multithreading_enabled():
+                    # This is a thread of autograd's own.
+                    self.context.lend_threads()
+                self._again(partial(self._fill, places), let_go=True)
             except BaseException:
                 # Some slots may hold wrong tensors, which another backward must not use.
                 for place in places:
@@ -226,12 +229,6 @@ class Checkpoint:
 
         self._again(run, let_go=False)
         return output[0]
-
-    def _repeat(self, places: Sequence[Saved]) -> None:
-        if has_streams(get_device(self.stream)) and _torch.is_multithreading_enabled():
-            # This is a thread of autograd's own.
-            self.context.lend_threads()
-        self._again(partial(self._fill, places), let_go=True)
 
     def _again(self, run: Callable[[FirstNumbers, Batch], None], *, let_go: bool) -> None:
         """Recompute the cell on its stream, in the modes and with the input of its first run.
