@@ -33,7 +33,7 @@ from torchgpipe.autograd.copy import Copy, copy, hand_over
 from torchgpipe.autograd.fork_join import needs_backward
 from torchgpipe.devices.pool import PartitionStreams, StreamPool
 from torchgpipe.devices.streams import AbstractStream, use_stream
-from torchgpipe.engine import cell, step
+from torchgpipe.engine import cell, lanes, step
 
 __all__ = ["PARTS", "switched_off"]
 
@@ -70,7 +70,7 @@ def switched_off(parts: Collection[str]) -> Iterator[Callable[..., GPipe]]:
             patched.enter_context(patch.object(step, "Fence", lambda ahead: None))
         if "lanes" in parts:
             patched.enter_context(patch.object(cell, "use_stream", use_compute_stream))
-            patched.enter_context(patch.object(cell, "copy", copy_for_compute))
+            patched.enter_context(patch.object(lanes, "copy", copy_for_compute))
         yield wrap
     _compute.clear()
 

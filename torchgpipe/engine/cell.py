@@ -31,7 +31,7 @@ from torch import Tensor
 
 from torchgpipe.ambient import labels
 from torchgpipe.ambient.notes import noted
-from torchgpipe.autograd.copy import copy, leave, wait
+from torchgpipe.autograd.copy import leave, wait
 from torchgpipe.autograd.fork_join import join
 from torchgpipe.devices.streams import AbstractStream, use_stream
 from torchgpipe.engine.lanes import Function, carried
@@ -76,7 +76,7 @@ class Cell:
             # guard: lane of Copy
             with use_stream(lane):
                 way = (source, lane), (k, self.j), self.i, recording
-                batch = batch.map(partial(carried, copy, *way, phonies), [part])
+                batch = batch.map(partial(carried, *way, phonies), [part])
         return batch
 
     def compute(self, batch: Batch) -> Batch:

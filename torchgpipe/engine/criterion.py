@@ -107,12 +107,12 @@ class Criterion:
         spacious = loss.untyped_storage().nbytes() > loss.nbytes
         self.found[i] = loss.detach().clone() if spacious else loss.detach(), weight
         self.depends |= loss.requires_grad
-        if output is not None:
+        if self.outputs is not None and output is not None:
             self._keep(i, output)
 
     def _keep(self, i: int, output: Batch) -> None:
-        if self.outputs is not None:
-            self.outputs[i] = output.map(lambda *xs: [x.detach() for x in xs], output.parts)
+        assert self.outputs is not None
+        self.outputs[i] = output.map(lambda *xs: [x.detach() for x in xs], output.parts)
 
     def grad(self, i: int) -> Tensor:
         """The gradient of the loss of micro-batch ``i``, with which its backward begins."""

@@ -190,7 +190,6 @@ class Lanes:
 
 
 def carried(
-    copy: Function,
     lanes: tuple[AbstractStream, AbstractStream],
     stages: tuple[int, int],
     i: int,

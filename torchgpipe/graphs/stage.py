@@ -30,7 +30,7 @@ from torchgpipe.graphs.overlap import Overlaps, cost
 from torchgpipe.graphs.parts import Maker, Parts
 from torchgpipe.graphs.picture import text, write_svg
 from torchgpipe.graphs.places import UntraceableError, kinds
-from torchgpipe.graphs.slices import Choice, Slice, everything, function_of
+from torchgpipe.graphs.slices import Choice, Slice
 from torchgpipe.graphs.trace import Marks, OutputForm, chosen, trace
 from torchgpipe.graphs.traced import (
     KINDS,
@@ -60,24 +60,25 @@ class StageGraphs:
 
     Args:
         j: the stage.
-        modules: the layers, and the loss if it is a module.
+        layers: the layers.
+        loss: what runs after them, as a part of the stage; None but for the last stage.
         overlaps: interleaved functions of parts of this stage and others.
         make: makes a function of a part of a graph.
         recompute: chooses what is computed again under checkpointing.
-        others: objects that decide what is computed, as a loss that is no module.
     """
 
     def __init__(
         self,
         j: int,
-        modules: Sequence[nn.Module],
+        layers: nn.Module,
+        loss: Any,
         overlaps: Overlaps,
-        make: Maker = function_of,
-        recompute: Choice = everything,
-        others: Sequence[Any] = (),
+        make: Maker,
+        recompute: Choice,
     ) -> None:
-        self._others = others
-        self.j, self._modules, self.overlaps = j, modules, overlaps
+        self._modules = [layers, loss] if isinstance(loss, nn.Module) else [layers]
+        self._others = [] if loss is None else [loss]
+        self.j, self.overlaps = j, overlaps
         self._make, self._recompute = make, recompute
         self.states: list[StageState] = []
         self._lock = threading.Lock()

@@ -34,7 +34,7 @@ from torchgpipe.ambient import labels
 from torchgpipe.ambient.generators import content, generator_of
 from torchgpipe.ambient.notes import contextmanager
 from torchgpipe.ambient.random_numbers import CellNumbers, StepNumbers, get_state, set_state
-from torchgpipe.autograd.copy import copy, leave, wait
+from torchgpipe.autograd.copy import leave, wait
 from torchgpipe.autograd.fork_join import join, needs_backward
 from torchgpipe.autograd.versions import version_of
 from torchgpipe.devices.streams import has_streams, record_stream, use_stream
@@ -161,7 +161,7 @@ class Cell:
         # guard: lane of what is fetched
         with use_stream(self.lane):
             way = (source.lane, self.lane), (there.number, here.number), self.i
-            arriving = carried(copy, *way, self.step.recording, phonies, *leaving)
+            arriving = carried(*way, self.step.recording, phonies, *leaving)
         with use_stream(self.stage.compute), labels.within(self.label):
             arriving = wait(self.lane, self.stage.compute, *arriving)
         self._held |= needed
