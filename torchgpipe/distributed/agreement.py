@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchgpipe._torch.attributes import parameters_of
 from torchgpipe.ambient.modes import verify_no_transform
 from torchgpipe.devices.pool import StreamPool
-from torchgpipe.devices.streams import CPU
+from torchgpipe.devices.streams import CPU, device_types
 from torchgpipe.distributed.failures import shared_failures
 from torchgpipe.distributed.mail import Mail
 from torchgpipe.distributed.peers import Exchange, Peers, Routes, digest
@@ -61,6 +61,22 @@ class StepInputs(NamedTuple):
     def batches(self) -> list[Batch]:
         """The micro-batches of the first stage."""
         return [] if self.mini_batch is None else self.mini_batch.batches
+
+    def shapes(self, recorded: bool) -> str:
+        """All that the shapes and dtypes of a step's messages depend on, as text.
+
+        Args:
+            recorded: whether the step trains.
+        """
+        kinds, batches = device_types(), self.batches
+        casts = [(x, torch.is_autocast_enabled(x), torch.get_autocast_dtype(x)) for x in kinds]
+        inputs = [
+            ([(tuple(x.shape), x.dtype, x.requires_grad) for x in batch], batch.others)
+            for batch in (batches if self.m < 0 else [*batches[:1], *batches[-1:]])
+        ]
+        # Within inference mode nothing requires a gradient, whatever is enabled within that.
+        mode = torch.is_inference_mode_enabled()
+        return repr((len(batches), self.rows, recorded, mode, casts, inputs))
 
 
 class Reader:

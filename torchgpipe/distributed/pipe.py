@@ -43,7 +43,7 @@ from torchgpipe.distributed.gradients import (
     whole,
 )
 from torchgpipe.distributed.mail import Mail
-from torchgpipe.distributed.messages import Forms, described
+from torchgpipe.distributed.messages import Forms
 from torchgpipe.distributed.peers import Peers, Routes
 from torchgpipe.distributed.runtime import Program, fitting
 from torchgpipe.engine.criterion import Criterion, explaining
@@ -352,7 +352,7 @@ class Pipe(Wrapper):
                     "several processes takes no gradient scaler (autocast: float16); use bfloat16"
                 )
             given = self._reader.read(self, input, terms, recorded)
-            shapes = described(given.batches, given.rows, recorded, given.m < 0)
+            shapes = given.shapes(recorded)
             modules = modules_of(self)
             flags, trainable = flags_of(modules), trainable_in(modules)
         except Exception as raised:

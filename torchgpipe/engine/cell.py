@@ -91,7 +91,7 @@ class Cell:
             run = partial(run, note=str(self))
         recording = step.stages.recording
         if recording is not None:
-            run = recording.around(run, (self.stream, self.j, self.j, self.i))
+            run = partial(recording.run, run, (self.stream, self.j, self.j, self.i), iter)
         again = self.i < step.checkpointed[self.j]
         numbers = step.numbers.of(self.i, step.stages.devices[self.j])
         checkpoint = new = None

@@ -264,7 +264,7 @@ class StageInStep:
         if self.state.count >= KINDS:
             self.graphs.say(f"more than {KINDS} kinds of micro-batches have come to it")
             return None, more
-        with gate:
+        with gate.tracing():
             # Another thread may have been first.
             if not entry.is_tried:
                 self._try(entry, run)

@@ -255,7 +255,7 @@ class Course:
                 run = partial(run, note=note)
             if step.recording is not None:
                 where = stage.compute, stage.number, stage.number, self.i
-                run = step.recording.around(run, where, iter if again else tensors_of)
+                run = partial(step.recording.run, run, where, iter if again else tensors_of)
             if again:
                 batch = Batch(Arguments(*value))
                 if any(x.device != stage.device for x in batch):
