@@ -1,9 +1,9 @@
-"""Agreement: what the processes of a pipeline tell each other before and after a step.
+"""Agreement: what processes are given for a step, and tell each other before and after it.
 
 Two processes that disagree, as on the number of micro-batches, would wait for each other for good,
 or take the bytes of one tensor for another. And a process that finds something wrong with its
-arguments must not leave the others waiting. So all exchange a few numbers. The
-first stage computes its first cell meanwhile.
+arguments must not leave the others waiting. So all exchange a few numbers. The first stage computes
+its first cell meanwhile.
 """
 
 from __future__ import annotations
