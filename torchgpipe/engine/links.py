@@ -175,14 +175,9 @@ class Links:
             record_all(tensors, stream)
 
     def lend(self, tensors: Iterable[Tensor | None], stream: AbstractStream) -> None:
-        """Announce that tensors of a worker's compute stream are used on its other stream."""
-        # guard: lending to an overlap
+        """Announce that tensors of one of a worker's two streams are used on its other one."""
+        # guard: lending to an overlap, and back
         record_all(tensors, stream)
-
-    def give_back(self, tensors: Iterable[Tensor | None], w: int) -> None:
-        """Announce that tensors of a worker's other stream are used on its compute stream."""
-        # guard: back from an overlap
-        record_all(tensors, self.compute[w])
 
     def leave(self, tensors: Iterable[Tensor | None], j: int) -> None:
         """Announce that tensors of a stage are used by the caller."""
