@@ -184,7 +184,6 @@ class Checkpoint:
             self._forget()
 
     def _forget(self) -> None:
-        # The graph lives on, and layers or hooks may refer to it.
         self.places, self.stored = [], None
         self.kept.let_go()
         del self.function, self.lasting, self.context, self.values
@@ -217,7 +216,9 @@ class Checkpoint:
                         place.empty()
                 raise
             finally:
-                self._forget()
+                self.kept.let_go()
+                # The graph lives on, and layers or hooks may refer to it.
+                del self.function, self.lasting, self.context, self.values
 
     def compute(self) -> Batch:
         """Run the function once more for what it returns, and keep the input."""
