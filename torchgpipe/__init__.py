@@ -4,8 +4,12 @@ from torchgpipe.gpipe import GPipe
 from torchgpipe.mapped_gpipe import MappedGPipe
 from torchgpipe.partition.keeping import Offload
 from torchgpipe.plans import plan
-from torchgpipe.recompute.runs import is_checkpointing, is_recomputing, keep
-from torchgpipe.recompute.verification import verify_recomputation
+from torchgpipe.recompute.runs import (
+    is_checkpointing,
+    is_recomputing,
+    keep,
+    verify_recomputation,
+)
 from torchgpipe.scheduled import ScheduledLoss, arguments
 from torchgpipe.show.timeline import Timeline
 from torchgpipe.tracing import trace

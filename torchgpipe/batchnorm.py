@@ -17,7 +17,7 @@ computing sample variances (1979).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -30,6 +30,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torchgpipe import _torch
 from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient.generators import is_within_cell
+from torchgpipe.ambient.notes import contextmanager
 from torchgpipe.checks import verify, verify_number
 from torchgpipe.devices.streams import current_stream, record_stream
 from torchgpipe.partition.arguments import checked_count, verify_a_module
@@ -280,32 +281,22 @@ def deferred_batch_norms(module: nn.Module) -> list[DeferredBatchNorm]:
     return [norm for norm in module.modules() if isinstance(norm, DeferredBatchNorm)]
 
 
-# A class and not a generator with @contextmanager, here and elsewhere around layers: through a
-# generator some exceptions would not pass as they are, such as those without settable attributes.
-
-
-class deferred_updates:
+@contextmanager
+def deferred_updates(norms: Sequence[DeferredBatchNorm]) -> Iterator[None]:
     """Make norms update their statistics once, after a ``with`` block, and not if it raises.
 
     Within a cell of a wrapper, an inner wrapper leaves the updates to the outermost one.
     """
-
-    def __init__(self, norms: Sequence[DeferredBatchNorm]) -> None:
-        self.norms = norms
-
-    def __enter__(self) -> None:
-        if is_within_cell():
-            self.norms = [norm for norm in self.norms if not norm._collects]
-        for norm in self.norms:
+    if is_within_cell():
+        norms = [norm for norm in norms if not norm._collects]
+    for norm in norms:
+        norm._forget()
+        norm._collects = True
+    try:
+        yield
+        for norm in norms:
+            norm._update()
+    finally:
+        for norm in norms:
+            norm._collects = False
             norm._forget()
-            norm._collects = True
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                for norm in self.norms:
-                    norm._update()
-        finally:
-            for norm in self.norms:
-                norm._collects = False
-                norm._forget()

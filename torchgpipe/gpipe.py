@@ -314,9 +314,7 @@ class GPipe(Wrapper):
             return self.module(*args, **kwargs)
         recorded = self.training and torch.is_grad_enabled()
         mini_batch = MiniBatch(self, arguments(args, kwargs), recorded)
-        pipeline = Pipeline(
-            *(self._stages, mini_batch.batches, mini_batch.checkpointed, mini_batch.modes)
-        )
+        pipeline = Pipeline(self._stages, mini_batch.batches, mini_batch.modes)
         mini_batch.compute(pipeline.run)
         return mini_batch.joined(pipeline.step.blocks)
 

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient.modes import is_within_float16
@@ -22,11 +22,10 @@ from torchgpipe.engine.step_plan import Choice, StepPlan, plan, text_of, title_o
 from torchgpipe.engine.wrapper import Alone, MiniBatch
 from torchgpipe.gpipe import GPipe
 from torchgpipe.graphs.cell import GraphCells
-from torchgpipe.graphs.estimates import costs_of, traced_all
 from torchgpipe.graphs.overlap import Overlaps
 from torchgpipe.graphs.parts import compiler
 from torchgpipe.graphs.slices import CHOICES, function_of
-from torchgpipe.graphs.stage import StageGraphs
+from torchgpipe.graphs.stage import StageGraphs, costs_of, traced_all
 from torchgpipe.partition.arguments import verify_loss
 from torchgpipe.partition.keeping import keepings_of, verify_words
 from torchgpipe.partition.placement import is_shard
@@ -301,20 +300,15 @@ class ScheduledLoss(Alone):
         basis = stages, self.loss, self.stages, self.backend, self.recompute
         if crew is None or not all(a is b for a, b in zip(crew.basis, basis)):
             _verify_stages(self.stages, self.backend, self.recompute)
-            modules: list[list[nn.Module]] = [[x] for x in model.partitions]
-            if isinstance(self.loss, nn.Module):
-                modules[-1].append(self.loss)
             cells = Cells()
             if self.stages == "graph":
                 overlaps = Overlaps()
                 make = function_of if self.backend is None else compiler(self.backend)
                 choice = CHOICES[self.recompute]
-                last = len(modules) - 1
+                after = [*[None] * (len(model.partitions) - 1), self.loss]
+                pairs = enumerate(zip(model.partitions, after))
                 cells = GraphCells(
-                    [
-                        StageGraphs(j, x, overlaps, make, choice, [self.loss] if j == last else [])
-                        for j, x in enumerate(modules)
-                    ]
+                    [StageGraphs(j, *pair, overlaps, make, choice) for j, pair in pairs]
                 )
             crew = self.__dict__["_crew"] = Crew(stages, cells, basis)
         found: Crew = crew

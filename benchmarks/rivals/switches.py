@@ -13,15 +13,16 @@ lanes
     the compute streams, as in torchgpipe 0.0.7, and autograd makes compute streams wait for each
     other.
 
-Portals are switched off outside of the package. The three other parts go through a seam of the
-engine, :class:`torchgpipe.engine.stages.Method`.
+Portals are switched off by other layers, and the three other parts by other functions in the
+engine, which knows nothing of that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +31,15 @@ from benchmarks.rivals.carried import carried
 from torchgpipe import GPipe
 from torchgpipe.autograd.copy import Copy, copy, hand_over
 from torchgpipe.autograd.fork_join import needs_backward
+from torchgpipe.devices.pool import PartitionStreams, StreamPool
 from torchgpipe.devices.streams import AbstractStream, use_stream
-from torchgpipe.engine.stages import Method
+from torchgpipe.engine import cell, lanes, step
 
 __all__ = ["PARTS", "switched_off"]
 
 PARTS = ("dependency", "streams", "portals", "lanes")
 
-#: The compute stream of the partition that each lane belongs to, while lanes are switched off.
+#: The compute stream of the partition that each lane belongs to, while parts are switched off.
 _compute: dict[AbstractStream, AbstractStream] = {}
 
 
@@ -48,25 +50,34 @@ def switched_off(parts: Collection[str]) -> Iterator[Callable[..., GPipe]]:
     Yields:
         A function that wraps layers, as the class does.
     """
-    method = Method(fence="dependency" not in parts, copy_streams="streams" not in parts)
-    if "lanes" in parts:
-        method = Method(method.fence, method.copy_streams, compute_stream, copy_for_compute)
+    get = StreamPool.get
+
+    def got(pool: StreamPool, *args: Any, **kwargs: Any) -> list[PartitionStreams]:
+        found = get(pool, *args, **kwargs)
+        if "streams" in parts:
+            found = [x._replace(values=[x[0]] * len(x[1]), skips=[x[0]] * len(x[2])) for x in found]
+        _compute.update({lane: x.compute for x in found for lane in (*x.values, *x.skips)})
+        return found
 
     def wrap(layers: nn.Sequential, balance: list[int], **options: Any) -> GPipe:
         if "portals" in parts:
             layers, balance = carried(layers, balance), [1] * len(balance)
-        model = GPipe(layers, balance, **options)
-        model._stages.method = method
-        return model
+        return GPipe(layers, balance, **options)
 
-    yield wrap
+    with ExitStack() as patched:
+        patched.enter_context(patch.object(StreamPool, "get", got))
+        if "dependency" in parts:
+            patched.enter_context(patch.object(step, "Fence", lambda ahead: None))
+        if "lanes" in parts:
+            patched.enter_context(patch.object(cell, "use_stream", use_compute_stream))
+            patched.enter_context(patch.object(lanes, "copy", copy_for_compute))
+        yield wrap
     _compute.clear()
 
 
-def compute_stream(lane: AbstractStream, compute: AbstractStream) -> AbstractStream:
-    """The compute stream, as the owner of a lane's copies and forks."""
-    _compute[lane] = compute
-    return compute
+def use_compute_stream(stream: AbstractStream) -> AbstractContextManager[None]:
+    """Have copies and forks belong to the compute stream, and not to a lane."""
+    return use_stream(_compute.get(stream, stream))
 
 
 def copy_for_compute(

@@ -62,7 +62,7 @@ def path(program: Program, time: Callable[[Op], float]) -> float:
     def duration(instruction: Instruction) -> float:
         return sum(map(time, operations(instruction)))
 
-    _, end = timetable(program, duration, lambda edge: 0)
+    _, end = timetable(program, duration)
     return max(end.values())
 
 

@@ -80,8 +80,8 @@ def test_layers_of_one_class():
     assert torch.allclose(model(x), 15 * x)
 
 
-@pytest.mark.parametrize("checkpointed", [0, 3])
-def test_devices_between_see_nothing(checkpointed):
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_devices_between_see_nothing(mode):
     """A skip is copied once, straight from the device that stashed it, and not on the way."""
     partitions = [
         nn.Sequential(Stash(torch.exp)),
@@ -90,7 +90,7 @@ def test_devices_between_see_nothing(checkpointed):
         nn.Sequential(Pop()),
     ]
     x = torch.rand(3, WIDTH, requires_grad=True)
-    output = run_pipeline(partitions, CPUS, x, chunks=3, checkpointed=checkpointed)
+    output = run_pipeline(partitions, CPUS, x, chunks=3, mode=mode)
     copies = [node for node in nodes(output) if node.name() == "CopyBackward"]
     # Three boundaries that the value crosses, and the skip.
     assert len(copies) == 3 * 4

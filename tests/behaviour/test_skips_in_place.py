@@ -43,10 +43,8 @@ class InPlace(nn.Module):
 @pytest.mark.parametrize("layer", [nn.ReLU(inplace=True), InPlace()], ids=["told", "found out"])
 @pytest.mark.parametrize("between", [[], [nn.Identity()]], ids=["next", "later"])
 @pytest.mark.parametrize("places", [[0, 0, 0, 0], [0, 1, 2, 3], [0, 1, 1, 0]])
-@pytest.mark.parametrize("checkpointed", [0, 1, 2])
-def test_output_that_is_stashed_and_changed_in_place_later(
-    view, layer, between, places, checkpointed
-):
+@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
+def test_output_that_is_stashed_and_changed_in_place_later(view, layer, between, places, mode):
     """The skip would have to change, too, wherever it is by then; so the change is an error."""
     layers = [Own(view), *between, layer, nn.Tanh(), Sum()]
     partitions = [nn.Sequential(part) for part in layers]
@@ -54,11 +52,11 @@ def test_output_that_is_stashed_and_changed_in_place_later(
     with pytest.raises(
         RuntimeError, match="must not be views of one tensor|must not change its input"
     ):
-        run_pipeline(partitions, devices, torch.rand(4, WIDTH), chunks=2, checkpointed=checkpointed)
+        run_pipeline(partitions, devices, torch.rand(4, WIDTH), chunks=2, mode=mode)
     # Within one partition, layers change the skip as in the plain module.
     x = torch.rand(4, WIDTH)
     module = nn.Sequential(*layers)
-    output = run_pipeline([module], CPUS[:1], x, chunks=2, checkpointed=checkpointed)
+    output = run_pipeline([module], CPUS[:1], x, chunks=2, mode=mode)
     expected = plain(module, x, 2)
     assert torch.equal(output, expected)
     parameters = list(module.parameters())
@@ -91,8 +89,8 @@ def in_place(name):
 
 
 @pytest.mark.parametrize("places", [[0, 0, 0], [0, 1, 2], [0, 1, 0]])
-@pytest.mark.parametrize("checkpointed", [0, 2])
-def test_popped_tensor_that_is_changed_in_place(places, checkpointed):
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_popped_tensor_that_is_changed_in_place(places, mode):
     for layers in (
         [Own(view=False), nn.Identity(), in_place("x")],
         [Both(), in_place("x"), in_place("y")],
@@ -100,9 +98,7 @@ def test_popped_tensor_that_is_changed_in_place(places, checkpointed):
         partitions = [nn.Sequential(layer) for layer in layers]
         devices = [CPUS[k] for k in places]
         with pytest.raises(RuntimeError, match="must not be views|must not change its input"):
-            run_pipeline(
-                partitions, devices, torch.rand(4, WIDTH), chunks=2, checkpointed=checkpointed
-            )
+            run_pipeline(partitions, devices, torch.rand(4, WIDTH), chunks=2, mode=mode)
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
@@ -112,9 +108,9 @@ def test_changed_in_place_without_grad(mode):
         run_pipeline(partitions, CPUS[:3], torch.rand(4, WIDTH), chunks=2)
 
 
-@pytest.mark.parametrize("checkpointed", [0, 2])
+@pytest.mark.parametrize("mode", ["never", "always"])
 @pytest.mark.parametrize("devices", [CPUS[:1] * 4, CPUS], ids=["one device", "four devices"])
-def test_what_shares_memory_with_nothing_any_more(devices, checkpointed):
+def test_what_shares_memory_with_nothing_any_more(devices, mode):
     """Skips share memory only with one another, or the other half of a tensor was dropped."""
 
     class Halves(nn.Module):
@@ -138,7 +134,7 @@ def test_what_shares_memory_with_nothing_any_more(devices, checkpointed):
     ):
         partitions = [nn.Sequential(layer) for layer in layers]
         x = torch.randn(4, WIDTH)
-        output = run_pipeline(partitions, devices, x, chunks=2, checkpointed=checkpointed)
+        output = run_pipeline(partitions, devices, x, chunks=2, mode=mode)
         assert torch.equal(output, plain(nn.Sequential(*layers), x, 2))
 
 

@@ -21,7 +21,7 @@ from torchgpipe.schedule import (
     validate,
     write_csv,
 )
-from torchgpipe.schedule.program import by_stage, needs, operations_of, timetable
+from torchgpipe.schedule.program import by_stage, needs, operations_of, walk
 
 
 def test_edges_of_a_skip():
@@ -135,7 +135,7 @@ class Counted(tuple):
 def test_nobody_looks_through_all_skips_for_each_computation():
     schedule = one_f_one_b(8, 8)
     skips = Counted((j, 7 - j) for j in range(4))
-    timetable(schedule.program, lambda x: 1, lambda edge: 0, skips)
+    assert [*walk(schedule.program, lambda waiting: None, skips)]
     assert Counted.count <= 2
 
 

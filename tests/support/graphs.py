@@ -3,14 +3,18 @@
 import random
 import threading
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from torchgpipe._torch.attributes import storage_of
+from torchgpipe.graphs.joint import tensors_of
 from torchgpipe.graphs.overlap import communicates
 from torchgpipe.graphs.parts import Parts
 from torchgpipe.graphs.places import Places
 from torchgpipe.graphs.slices import CHOICES
+from torchgpipe.graphs.stage import costs_of
 from torchgpipe.graphs.trace import Marks, chosen, trace
 from torchgpipe.testing.hardware import _spend
 from torchgpipe.values.microbatch import Batch
@@ -76,6 +80,48 @@ class Stage:
         found = self.call(self.parts.input, **given)
         count = len(self.parts.joint.input_grads)
         return found[:count], self.call(self.parts.weight, live=found[count:], **given)
+
+
+class Kept(NamedTuple):
+    """The memory that a cell keeps, in bytes."""
+
+    activation: int
+    pending: int
+    checkpoint: int
+
+
+def kept(parts):
+    """The memory that a cell keeps of the parts of a stage."""
+    costs = costs_of([SimpleNamespace(parts=parts)])
+    return Kept(costs.activation[0], costs.pending[0], costs.checkpoint[0])
+
+
+def peak(parts, part, held=()):
+    """The most memory that a part has at a time, in bytes, its arguments and results included.
+
+    Each value is freed after its last use. ``held`` has the nodes whose values stay meanwhile, as
+    those that W needs while I runs.
+    """
+    state = {x for node in parts.joint.state for x in _storages([node])}
+    last = {}
+    for k, node in enumerate(part.slice.nodes):
+        last |= dict.fromkeys(_storages([node, *node.all_input_nodes]), k)
+    results = [*held, *[x for x in part.slice.outputs if x is not None]]
+    last |= dict.fromkeys(_storages(results), len(part.slice.nodes))
+    own = {*part.slice.nodes}
+    before = [*part.slice.inputs, *[x for x in held if x not in own]]
+    alive = {x: size for x, size in _storages(before).items() if x not in state}
+    most = sum(alive.values())
+    for k, node in enumerate(part.slice.nodes):
+        alive |= {x: size for x, size in _storages([node]).items() if x not in state}
+        most = max(most, sum(alive.values()))
+        alive = {x: size for x, size in alive.items() if last.get(x, -1) > k}
+    return most
+
+
+def _storages(nodes):
+    """The storages of some nodes, with their sizes."""
+    return {storage_of(x): x.untyped_storage().nbytes() for node in nodes for x in tensors_of(node)}
 
 
 class Program(nn.Module):

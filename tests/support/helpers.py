@@ -67,12 +67,12 @@ def wrap(layers, devices="cpu", mode="always", chunks=3, balance=None, **options
     return GPipe(module, balance, devices=devices, chunks=chunks, checkpoint=mode, **options)
 
 
-def run_pipeline(partitions, devices, input, *, chunks=1, checkpointed=0, workers=None):
+def run_pipeline(partitions, devices, input, *, chunks=1, mode="never", workers=None):
     """Run a pipeline without a wrapper around it."""
     batches = scatter(input, chunks)
     stages = Stages(partitions, devices)
     stages.workers = workers or stages.workers
-    Pipeline(stages, batches, [checkpointed] * len(partitions)).run()
+    Pipeline(stages, batches, [mode] * len(partitions)).run()
     return gather(batches)
 
 

@@ -37,13 +37,12 @@ class Piped(nn.Module):
     def forward(self, input):
         if self.process != os.getpid():
             self.workers, self.process = Workers(self.devices), os.getpid()
-        stop = {"always": self.chunks, "except_last": self.chunks - 1, "never": 0}[self.checkpoint]
         return run_pipeline(
             list(self.partitions),
             self.devices,
             input,
             chunks=self.chunks,
-            checkpointed=stop if self.training and torch.is_grad_enabled() else 0,
+            mode=self.checkpoint if self.training and torch.is_grad_enabled() else "never",
             workers=self.workers,
         )
 

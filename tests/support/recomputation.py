@@ -50,6 +50,19 @@ def numbered():
     return torch.arange(M).repeat_interleave(2)[:, None].expand(-1, 2).float().requires_grad_()
 
 
+def checkpoint(function, input):
+    """Run a function of nested structures of tensors as a checkpointed cell whose output stays."""
+    batch = Batch(input)
+    if not torch.is_grad_enabled():
+        return function(input)
+    stream = current_stream(batch[0].device)
+    made = Checkpoint(
+        *(lambda batch: batch.call(function), Context(), stream, nullcontext()),
+        *({}, False, {}),
+    )
+    return made.forward(batch).value
+
+
 def forked(function, input, lasting=None):
     """Run a checkpoint as a cell does whose output leaves the device."""
     made = Checkpoint(
@@ -57,7 +70,7 @@ def forked(function, input, lasting=None):
         Context(),
         current_stream(input.device),
         nullcontext(),
-        lasting or {},
+        *(lasting or {}, False, {}),
     )
     (output,), _ = trigger([made], tuple(made.forward(Batch(input))))
     return output

@@ -22,7 +22,6 @@ OF_ALL = {
 
 #: Modules, or whole rooms, that are tested elsewhere: where, below tests.
 ELSEWHERE = {
-    "recompute/verification": "behaviour/test_verify_recomputation.py",
     "recompute/offload": "virtual/test_offload.py",
     "recompute/selective": "virtual/test_selective.py",
     "recompute/storage": "virtual/test_offload.py",
@@ -34,7 +33,6 @@ ELSEWHERE = {
     "graphs/cell": "behaviour/test_graph_stages.py",
     "engine/loop": "virtual/test_schedules.py",
     "mapped/calls": "unit/test_mapped_gpipe.py",
-    "mapped/numbers": "virtual/test_mapped_code.py",
     "mapped/cell": "virtual/test_mapped.py",
     "mapped/course": "unit/test_mapped_gpipe.py",
     "mapped/step": "virtual/test_mapped.py",

@@ -297,10 +297,10 @@ MUTANTS = {
     "target's lane": (("other=ctx.prev_stream", "other=ctx.next_stream"), "limit"),
     "one clone": (("id(tensor) not in clones", "True"), "skip leaving"),
     "hand-over in leaving": (DROP, "limit"),
-    "lane of Copy": (("method.owner(lane, self.stream)", "self.stream"), "skip"),
+    "lane of Copy": (("use_stream(lane)", "use_stream(self.stream)"), "skip"),
     "lane of arriving Wait": (("batch =", "with use_stream(lane): batch ="), "shifted"),
     "lane of leaving Wait": (("batch =", "with use_stream(lane): batch ="), "same memory"),
-    "lane of what leaves": (("owner(lane, self.stream)", "self.stream"), "limit"),
+    "lane of what leaves": (("use_stream(lane)", "use_stream(self.stream)"), "limit"),
     "a lane for skips": (
         ("streams.values if part is VALUE else streams.skips", "streams.values"),
         "skip",

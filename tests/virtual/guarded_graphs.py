@@ -65,7 +65,7 @@ MUTANTS = {
         "graph buffers",
     ),
     "autocast around a graph": (("without_autocast()", "nullcontext()"), "graph autocast"),
-    "computing beside a trace": (("gate.computing", "nullcontext()"), "graph gate"),
+    "computing beside a trace": (("with gate", "with nullcontext()"), "graph gate"),
     "arithmetic takes turns": (DROP, "graph time"),
     "communication after what it sends": (DROP, "graph overlaps"),
     "recording what is communicated": (DROP, "graph overlaps"),

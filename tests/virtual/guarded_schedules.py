@@ -71,8 +71,7 @@ MUTANTS = {
     "casts after a failure": (DROP, "casts that come late"),
     "start of an overlap": (DROP, "overlaps"),
     "end of an overlap": (DROP, "overlaps"),
-    "lending to an overlap": (DROP, "overlaps"),
-    "back from an overlap": (DROP, "the other order"),
+    "lending to an overlap, and back": (DROP, "overlaps", "the other order"),
     "strays": (
         ("cell.look_for_strays(self.sums.nodes[cell.j])", "[]"),
         "strays",

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.graphs import Stage
+from tests.support.graphs import Stage, kept, peak
 from torchgpipe import GPipe, ScheduledLoss
 from torchgpipe.engine.loop import Executor
 from torchgpipe.engine.workers import Workers
-from torchgpipe.graphs.estimates import kept, peak
 from torchgpipe.schedule import validate
 from torchgpipe.schedule.costs import Table
 

@@ -1,9 +1,9 @@
-"""Agreement: what the processes of a pipeline tell each other before and after a step.
+"""Agreement: what processes are given for a step, and tell each other before and after it.
 
 Two processes that disagree, as on the number of micro-batches, would wait for each other for good,
 or take the bytes of one tensor for another. And a process that finds something wrong with its
-arguments must not leave the others waiting. So all exchange a few numbers. The
-first stage computes its first cell meanwhile.
+arguments must not leave the others waiting. So all exchange a few numbers. The first stage computes
+its first cell meanwhile.
 """
 
 from __future__ import annotations
@@ -17,14 +17,127 @@ from torch import Tensor, nn
 
 from torchgpipe._torch.attributes import parameters_of
 from torchgpipe.ambient.modes import verify_no_transform
-from torchgpipe.devices.streams import CPU
+from torchgpipe.devices.pool import StreamPool
+from torchgpipe.devices.streams import CPU, device_types
 from torchgpipe.distributed.failures import shared_failures
 from torchgpipe.distributed.mail import Mail
-from torchgpipe.distributed.peers import Exchange, Peers, digest
+from torchgpipe.distributed.peers import Exchange, Peers, Routes, digest
+from torchgpipe.engine.criterion import arguments_of
+from torchgpipe.engine.wrapper import MiniBatch, verify_call
 from torchgpipe.schedule.language import Schedule
-from torchgpipe.values.division import Division, divided
+from torchgpipe.values.division import Division, divided, has_chunks, row_count
+from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
+
+
+# Inputs: what the caller gives to this process, checked and split; the others are told the sizes.
+
+
+class StepInputs(NamedTuple):
+    """The part of a step that the caller gives to this process.
+
+    Args:
+        mini_batch: the input; None but for the first stage.
+        arguments: the further arguments of the loss, for each micro-batch of the last stage; None
+            where none of them tells the number of rows.
+        arriving: the events of their copies.
+        rows: the number of rows of the mini-batch, as far as this process knows.
+    """
+
+    mini_batch: MiniBatch | None = None
+    arguments: Sequence[Any] | None = None
+    arriving: Sequence[Any] = ()
+    rows: int = 0
+
+    @property
+    def m(self) -> int:
+        """The number of micro-batches, negative if the caller has made them; 0 if others know."""
+        if self.mini_batch is None:
+            return 0
+        return -self.mini_batch.m if self.mini_batch.division.is_given else self.mini_batch.m
+
+    @property
+    def batches(self) -> list[Batch]:
+        """The micro-batches of the first stage."""
+        return [] if self.mini_batch is None else self.mini_batch.batches
+
+    def shapes(self, recorded: bool) -> str:
+        """All that the shapes and dtypes of a step's messages depend on, as text.
+
+        Args:
+            recorded: whether the step trains.
+        """
+        kinds, batches = device_types(), self.batches
+        casts = [(x, torch.is_autocast_enabled(x), torch.get_autocast_dtype(x)) for x in kinds]
+        inputs = [
+            ([(tuple(x.shape), x.dtype, x.requires_grad) for x in batch], batch.others)
+            for batch in (batches if self.m < 0 else [*batches[:1], *batches[-1:]])
+        ]
+        # Within inference mode nothing requires a gradient, whatever is enabled within that.
+        mode = torch.is_inference_mode_enabled()
+        return repr((len(batches), self.rows, recorded, mode, casts, inputs))
+
+
+class Reader:
+    """The checks and the split of what the caller gives to this process.
+
+    Args:
+        routes: in which process each stage is.
+        device: the device of this process.
+        streams: the streams of copies.
+    """
+
+    def __init__(self, routes: Routes, device: torch.device, streams: StreamPool) -> None:
+        self._routes, self._device, self._streams = routes, device, streams
+
+    def read(self, pipe: Any, input: Any, terms: Any, recorded: bool) -> StepInputs:
+        """Check and split.
+
+        Args:
+            pipe: the wrapper.
+            input: the input of the model.
+            terms: the further arguments of the loss; None without a loss.
+            recorded: whether the step trains.
+        """
+        mini_batch = None
+        if not self._routes.is_first:
+            verify_call(pipe, ())
+        elif input is None:
+            raise ValueError(
+                "the process of the first stage must be given the input (input: None, rank: "
+                f"{self._routes.rank}); pass it in this process at least"
+            )
+        else:
+            mini_batch = MiniBatch(pipe, input, recorded)
+        rows = 0
+        if self._routes.is_first or self._routes.is_last:
+            rows = row_count(input)
+            if not rows and not self._routes.is_first:
+                rows = row_count(terms)
+        arguments: Sequence[Any] | None = None
+        arriving: Sequence[Any] = ()
+        if self._routes.is_last and terms is not None:
+            if pipe.loss is None:
+                raise ValueError(
+                    "a step needs the loss of each micro-batch (loss: None); pass Pipe(..., "
+                    "loss=torch.nn.functional.cross_entropy), for one, or call the model for its "
+                    "output"
+                )
+            if mini_batch is not None:
+                arguments, arriving = self.arguments(terms, mini_batch.division)
+            elif rows and not has_chunks(terms):
+                division = Division(divided(rows, max(1, min(rows, pipe.chunks))))
+                arguments, arriving = self.arguments(terms, division)
+        return StepInputs(mini_batch, arguments, arriving, rows)
+
+    def arguments(self, terms: Any, division: Division) -> tuple[Sequence[Any], Sequence[Any]]:
+        """The further arguments of the loss of each micro-batch, and the events of their copies."""
+        return arguments_of(terms, division, self._streams, self._device)
+
+
+# The agreement, before a step and after it.
+
 
 #: The dtypes that a sum of losses may have, in an order that all processes know.
 DTYPES = (torch.float32, torch.float64)
@@ -153,8 +266,7 @@ class Agreement:
 
     def begin(
         self,
-        m: int,
-        rows: int,
+        given: StepInputs,
         shapes: str,
         settings: str,
         flags: list[Flags],
@@ -164,9 +276,7 @@ class Agreement:
         """Begin to agree on a step, and return what waits for the others.
 
         Args:
-            m: the number of micro-batches, where the first stage is, negative if the caller has
-                made them; 0 elsewhere.
-            rows: the number of rows, where the first and the last stage are.
+            given: what the caller gives to this process.
             shapes: describes the micro-batches, where the first stage is.
             settings: describes what all processes have to have in common.
             flags: what may make the layers of this process draw random numbers.
@@ -178,7 +288,8 @@ class Agreement:
         # Layers of this process decide on the form of what it sends, too.
         form = digest(repr((shapes, trainable, [x[0] for x in flags])))
         exchange = Exchange(self._peers, 6)
-        exchange.tell([int(error is not None), m, rows, form, digest(settings), quiet])
+        numbers = [int(error is not None), given.m, given.rows, form, digest(settings), quiet]
+        exchange.tell(numbers)
         found: list[Agreed] = []
 
         def agree() -> Agreed:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchgpipe.devices.streams import CPU, device_types
+from torchgpipe.devices.streams import CPU
 from torchgpipe.distributed.peers import Routes
 from torchgpipe.skip.tracker import describe
 from torchgpipe.values.microbatch import VALUE, Batch
@@ -257,15 +257,3 @@ def _pickled(form: Form, j: int) -> Tensor:
             "numbers, or put both layers into one stage"
         ) from error
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(CPU)
-
-
-def described(batches: Sequence[Batch], rows: int, recorded: bool, is_given: bool) -> str:
-    """All that the shapes and dtypes of a step's messages depend on, as text."""
-    kinds = device_types()
-    casts = [(x, torch.is_autocast_enabled(x), torch.get_autocast_dtype(x)) for x in kinds]
-    inputs = [
-        ([(tuple(x.shape), x.dtype, x.requires_grad) for x in batch], batch.others)
-        for batch in (batches if is_given else [*batches[:1], *batches[-1:]])
-    ]
-    # Within inference mode nothing requires a gradient, whatever is enabled within that.
-    return repr((len(batches), rows, recorded, torch.is_inference_mode_enabled(), casts, inputs))

@@ -20,7 +20,15 @@ from torchgpipe.ambient.notes import warn
 from torchgpipe.batchnorm import defer
 from torchgpipe.checks import checked_flag
 from torchgpipe.devices.streams import Device, current_device
-from torchgpipe.distributed.agreement import Agreed, Agreement, StepLoss, flags_of, trainable_in
+from torchgpipe.distributed.agreement import (
+    Agreed,
+    Agreement,
+    Reader,
+    StepInputs,
+    StepLoss,
+    flags_of,
+    trainable_in,
+)
 from torchgpipe.distributed.failures import shared_failures
 from torchgpipe.distributed.gradients import (
     Tied,
@@ -34,12 +42,11 @@ from torchgpipe.distributed.gradients import (
     verify_same,
     whole,
 )
-from torchgpipe.distributed.inputs import NOTHING, Reader, StepInputs
 from torchgpipe.distributed.mail import Mail
-from torchgpipe.distributed.messages import Forms, described
+from torchgpipe.distributed.messages import Forms
 from torchgpipe.distributed.peers import Peers, Routes
 from torchgpipe.distributed.runtime import Program, fitting
-from torchgpipe.engine.criterion import Collector, Criterion, explaining, no_loss
+from torchgpipe.engine.criterion import Criterion, explaining
 from torchgpipe.engine.loop import Crew, Executor
 from torchgpipe.engine.stages import Stages
 from torchgpipe.engine.step_plan import Choice, text_of, title_of
@@ -336,7 +343,7 @@ class Pipe(Wrapper):
         return self._run(arguments(args, kwargs) if args or kwargs else None, None, False)
 
     def _run(self, input: Any, terms: Any, recorded: bool) -> Any:
-        given, shapes, flags, trainable = NOTHING, "", [], 0
+        given, shapes, flags, trainable = StepInputs(), "", [], 0
         modules: Sequence[nn.Module] = ()
         error = None
         try:
@@ -346,7 +353,7 @@ class Pipe(Wrapper):
                     "several processes takes no gradient scaler (autocast: float16); use bfloat16"
                 )
             given = self._reader.read(self, input, terms, recorded)
-            shapes = described(given.batches, given.rows, recorded, given.m < 0)
+            shapes = given.shapes(recorded)
             modules = modules_of(self)
             flags, trainable = flags_of(modules), trainable_in(modules)
         except Exception as raised:
@@ -356,10 +363,9 @@ class Pipe(Wrapper):
         settings = repr((self.chunks, modes, recorded, terms is None))
         # Within a transform no message arrives, so each process says so for itself.
         verify_no_transform()
-        with shared_failures(self._peers), explaining(*self._explained(terms)):
-            agree = self._agreement.begin(
-                given.m, given.rows, shapes, settings, flags, trainable, error
-            )
+        targets, first = terms[0] if terms else (), next(self._layers[0].children(), None)
+        with shared_failures(self._peers), explaining(targets, first if self.is_first else None):
+            agree = self._agreement.begin(given, shapes, settings, flags, trainable, error)
             if self.training and any(x._buffers for x in modules):
                 # A step that the others refuse must not change statistics of the first stage.
                 # guard: buffers of a step that is refused
@@ -369,11 +375,6 @@ class Pipe(Wrapper):
                 agree()
                 verify_same(trainable, self._replicas)
             return self._compute(agree, given, terms, recorded)
-
-    def _explained(self, terms: Any) -> tuple[Sequence[Any], nn.Module | None]:
-        """The arguments of a step that go to the loss, and the first layer, if it is here."""
-        first = next(self._layers[0].children(), None)
-        return terms[0] if terms else (), first if self.is_first else None
 
     def _traced(self) -> tuple[Stages, list[torch.device]]:
         return self._crew.stages, [self._device]
@@ -391,15 +392,15 @@ class Pipe(Wrapper):
             # No argument tells the number of rows, or of micro-batches.
             arguments, arriving = self._reader.arguments(terms, division)
         program = self._programs(m, recorded, self._checkpoint)
-        criterion: Criterion = Collector(division)
-        if with_loss:
-            arguments = arguments or [((), {})] * m
-            criterion = Criterion(self.loss or no_loss, arguments, division, None, self._outputs)
-        sharded = sharded_in(self.__dict__["_layers"])
+        criterion = Criterion(
+            self.loss if with_loss else None,
+            arguments or [((), {})] * m,
+            *(division, None, self._outputs or not with_loss),
+        )
+        sharded = sharded_in(self._layers)
         output = None
         with whole(sharded), torch.set_grad_enabled(recorded):
-            partitions: list[Partition] = self.__dict__["_layers"]
-            verify_placement(partitions, [self._device] * len(partitions))
+            verify_placement(self._layers, [self._device] * len(self._layers))
             made = partial(Mail, self._forms, self._routes, self._peers)
             executor = Executor(self._crew, program.plan, batches, criterion, arriving, made)
             mail = executor.post

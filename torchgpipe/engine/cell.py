@@ -65,7 +65,7 @@ class Cell:
             batch: the input.
             phonies: phonies of cells that backward shall come to after this cell.
         """
-        method, recording = self.step.stages.method, self.step.stages.recording
+        recording = self.step.stages.recording
         staying = [part for part in batch.parts if phonies and part not in self.arriving]
         if staying:
             with use_stream(self.stream):
@@ -74,9 +74,9 @@ class Cell:
             lane = self._lane(part)
             source = self.step.lanes.lane(self.i, k, part)
             # guard: lane of Copy
-            with use_stream(method.owner(lane, self.stream)):
+            with use_stream(lane):
                 way = (source, lane), (k, self.j), self.i, recording
-                batch = batch.map(partial(carried, method.copy, *way, phonies), [part])
+                batch = batch.map(partial(carried, *way, phonies), [part])
         return batch
 
     def compute(self, batch: Batch) -> Batch:
@@ -91,7 +91,7 @@ class Cell:
             run = partial(run, note=str(self))
         recording = step.stages.recording
         if recording is not None:
-            run = recording.around(run, (self.stream, self.j, self.j, self.i))
+            run = partial(recording.run, run, (self.stream, self.j, self.j, self.i), iter)
         again = self.i < step.checkpointed[self.j]
         numbers = step.numbers.of(self.i, step.stages.devices[self.j])
         checkpoint = new = None
@@ -160,11 +160,10 @@ class Cell:
         Nodes of parts that depart belong to a lane, and nodes of parts that stay to the compute
         stream, where layers may add to the gradient in place.
         """
-        owner = self.step.stages.method.owner
         for lane, parts in self._by_lane(self.departing):
             label = labels.of("copy", self.j, self.i)
             # guard: lane of what leaves
-            with use_stream(owner(lane, self.stream)), labels.within(label):
+            with use_stream(lane), labels.within(label):
                 batch = batch.map(departing, parts)
         rest = [part for part in batch.parts if part not in self.departing]
         if rest and staying:

@@ -154,7 +154,7 @@ class Forward(Computation):
         output = self.output
         del self.output
         if self.is_beside:
-            executor.links.give_back(output, self.w)
+            executor.links.lend(output, executor.links.compute[self.w])
         if j < executor.plan.last:
             executor.post.send(j, i, output)
         elif executor.links.is_outside[j]:
@@ -221,10 +221,10 @@ class BackwardInput(BackwardWeight):
         self.inputs = self.cell.backward_input(self.given)
 
     def deliver(self) -> None:
-        inputs = self.inputs
+        inputs, links = self.inputs, self.executor.links
         del self.inputs
         for grads in inputs.values() if self.is_beside else ():
-            self.executor.links.give_back(grads, self.w)
+            links.lend(grads, links.compute[self.w])
         self.executor.post.send_grads(self.j, self.i, inputs)
 
 

@@ -36,7 +36,8 @@ class Criterion:
 
     Args:
         loss: takes an output of the last stage and the arguments; returns the mean over the rows
-            of the micro-batch, or a sum and the weight that the sum of all is divided by.
+            of the micro-batch, or a sum and the weight that the sum of all is divided by. None
+            where no loss is computed, but outputs are kept.
         arguments: the further arguments of each micro-batch, positional and by name.
         division: the division of the input. A micro-batch has the share of its rows in a mean; if
             the caller has divided all, each has the same.
@@ -46,7 +47,7 @@ class Criterion:
 
     def __init__(
         self,
-        loss: Callable[..., Any],
+        loss: Callable[..., Any] | None,
         arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
         division: Division,
         scale: Callable[[Tensor], Tensor] | None,
@@ -70,6 +71,9 @@ class Criterion:
         return partial(self._loss, i)
 
     def _loss(self, i: int, output: Batch) -> Batch:
+        if self.loss is None:
+            self._keep(i, output)
+            return output
         args, kwargs = self.arguments[i]
         if i == 0:
             self.shapes = output.shapes
@@ -86,6 +90,7 @@ class Criterion:
         Raises:
             TypeError: the loss function has returned something else.
         """
+        assert self.loss is not None
         current.name, current.kind = "loss", type(self.loss).__name__
         is_observed = labels.observer is not None
         if is_observed:
@@ -103,7 +108,11 @@ class Criterion:
         self.found[i] = loss.detach().clone() if spacious else loss.detach(), weight
         self.depends |= loss.requires_grad
         if self.outputs is not None and output is not None:
-            self.outputs[i] = output.map(lambda *xs: [x.detach() for x in xs], output.parts)
+            self._keep(i, output)
+
+    def _keep(self, i: int, output: Batch) -> None:
+        assert self.outputs is not None
+        self.outputs[i] = output.map(lambda *xs: [x.detach() for x in xs], output.parts)
 
     def grad(self, i: int) -> Tensor:
         """The gradient of the loss of micro-batch ``i``, with which its backward begins."""
@@ -155,27 +164,6 @@ class Criterion:
         ]
         total = torch.stack([x.reshape(()).to(losses.dtype) for x in weights]).sum()
         return losses.sum(), total
-
-
-class Collector(Criterion):
-    """The outputs of the last stage, where there is no loss.
-
-    Args:
-        division: the division of the input.
-    """
-
-    def __init__(self, division: Division) -> None:
-        super().__init__(no_loss, [((), {})] * division.m, division, None, outputs=True)
-
-    def _loss(self, i: int, output: Batch) -> Batch:
-        assert self.outputs is not None
-        self.outputs[i] = output.map(lambda *xs: [x.detach() for x in xs], output.parts)
-        return output
-
-
-def no_loss(*_: Any) -> Any:
-    """Stand for a loss where none is computed."""
-    raise AssertionError("there is no loss")
 
 
 def _runs(values: Sequence[float]) -> Iterator[tuple[float, int, int]]:

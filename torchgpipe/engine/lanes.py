@@ -26,7 +26,6 @@ from torchgpipe.ambient import labels
 from torchgpipe.autograd.copy import copy
 from torchgpipe.autograd.fork_join import needs_backward
 from torchgpipe.autograd.nodes import between
-from torchgpipe.devices.pool import PartitionStreams
 from torchgpipe.devices.streams import (
     AbstractStream,
     current_stream,
@@ -66,8 +65,6 @@ class Lanes:
         }
         of_home = {home: next(made[home[0]]) for home in dict.fromkeys(homes)}
         self._streams = [of_home[home] for home in homes]
-        if not stages.method.copy_streams:
-            self._streams = [_without_copy_streams(x) for x in self._streams]
         #: The caller's stream for the device of each partition.
         self._outside = [current_stream(device) for device in devices]
         #: The stream on which each partition computes.
@@ -192,13 +189,7 @@ class Lanes:
         return list(batches)
 
 
-def _without_copy_streams(streams: PartitionStreams) -> PartitionStreams:
-    same = [streams.compute] * len(streams.values)
-    return PartitionStreams(streams.compute, same, same)
-
-
 def carried(
-    copy: Function,
     lanes: tuple[AbstractStream, AbstractStream],
     stages: tuple[int, int],
     i: int,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchgpipe.ambient import labels
 from torchgpipe.autograd.copy import copy, hand_over, leave
 from torchgpipe.devices.pool import StreamPool
-from torchgpipe.devices.recorder import Recorder, copy_mark
+from torchgpipe.devices.recorder import copy_mark
 from torchgpipe.devices.streams import (
     AbstractStream,
     current_stream,
@@ -27,6 +27,7 @@ from torchgpipe.devices.streams import (
     wait_stream,
 )
 from torchgpipe.engine.scheduled_cell import Gradients
+from torchgpipe.engine.stages import Stages
 from torchgpipe.engine.step import Step
 from torchgpipe.engine.step_plan import StepPlan
 from torchgpipe.schedule.program import Instruction, Overlap
@@ -70,21 +71,17 @@ class Links:
 
     Args:
         plan: the plan of the step.
-        pool: the streams of the wrapper.
-        groups: a number for each stage; those with the same one share weights.
-        recorder: takes the times of computations and copies, if somebody wants to know.
+        stages: the stages of the wrapper.
         arriving: what the last stage needs, each with the event of its copy.
     """
 
     def __init__(
-        self,
-        plan: StepPlan,
-        pool: StreamPool,
-        groups: Sequence[int],
-        recorder: Recorder | None,
-        arriving: Sequence[tuple[Tensor, Any]],
+        self, plan: StepPlan, stages: Stages, arriving: Sequence[tuple[Tensor, Any]]
     ) -> None:
-        self.recorder, self._arriving = recorder, arriving
+        pool, recording = stages.pool, stages.recording
+        #: Takes the times of computations and copies, if somebody wants to know.
+        self.recorder = None if recording is None else recording.recorder
+        self._arriving = arriving
         self._placement = plan.schedule.placement
         #: The caller's stream for the device of each worker.
         self.outside = [current_stream(device) for device in plan.devices]
@@ -98,7 +95,7 @@ class Links:
         #: For each worker with overlaps, the stream of communication within them.
         self.beside: dict[int, AbstractStream] = {}
         if plan.overlaps:
-            self._overlap(plan, pool, groups, taken)
+            self._overlap(plan, pool, stages.groups, taken)
         #: For each stage, whether the caller has another stream.
         self.is_outside = [own != self.outside[w] for own, w in zip(self.home, self._placement)]
         self._lanes = self._ways(plan, pool, taken) if len(self.compute) > 1 else {}
@@ -178,14 +175,9 @@ class Links:
             record_all(tensors, stream)
 
     def lend(self, tensors: Iterable[Tensor | None], stream: AbstractStream) -> None:
-        """Announce that tensors of a worker's compute stream are used on its other stream."""
-        # guard: lending to an overlap
+        """Announce that tensors of one of a worker's two streams are used on its other one."""
+        # guard: lending to an overlap, and back
         record_all(tensors, stream)
-
-    def give_back(self, tensors: Iterable[Tensor | None], w: int) -> None:
-        """Announce that tensors of a worker's other stream are used on its compute stream."""
-        # guard: back from an overlap
-        record_all(tensors, self.compute[w])
 
     def leave(self, tensors: Iterable[Tensor | None], j: int) -> None:
         """Announce that tensors of a stage are used by the caller."""

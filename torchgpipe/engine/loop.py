@@ -102,7 +102,7 @@ class Executor:
                 "and pass checkpoint='always' to the wrapper"
             )
         self.crew, self.plan, self.criterion = crew, plan, criterion
-        stages, recording = crew.stages, crew.stages.recording
+        stages = crew.stages
         stages.pool.begin_step()
         after = criterion.loss if isinstance(criterion.loss, nn.Module) else None
         joins, again = criterion.outputs is not None, {j for j, _ in plan.again}
@@ -118,8 +118,7 @@ class Executor:
         self.new_cell = crew.cells.begin(self.copies)
         #: The cells between F and their last instruction.
         self.cells: dict[tuple[int, int], Cell] = {}
-        recorder = None if recording is None else recording.recorder
-        self.links = Links(plan, stages.pool, stages.groups, recorder, arriving)
+        self.links = Links(plan, stages, arriving)
         for body, mode in zip(self.step.bodies, plan.keepings):
             body.policy = policy_of(mode)
         #: For each worker, the cells that leave for the host; empty if none do.
@@ -129,7 +128,9 @@ class Executor:
             if offload is not None:
                 leaving = {i for stage, i in plan.leaving if stage == j}
                 memory = stages.pool.host(plan.devices[w])
-                found = Offloading(memory, offload, j, leaving, recorder, self.windows[w])
+                found = Offloading(
+                    memory, offload, j, leaving, self.links.recorder, self.windows[w]
+                )
                 self.step.bodies[j].offloading = found
         #: What is on its way from stage to stage.
         self.post = post(self.step, self.links, batches)

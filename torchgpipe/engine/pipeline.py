@@ -90,21 +90,13 @@ class Pipeline:
     Args:
         stages: the stages of the wrapper.
         batches: the micro-batches; each is replaced by its output.
-        checkpointed: for each partition, how many micro-batches, from the first, are computed under
-            checkpointing.
-        modes: for each partition, its checkpoint mode, which says what cells save for backward.
+        modes: for each partition, the mode that says what cells keep.
     """
 
-    def __init__(
-        self,
-        stages: Stages,
-        batches: list[Batch],
-        checkpointed: Sequence[int],
-        modes: Sequence[Keeping] = (),
-    ) -> None:
+    def __init__(self, stages: Stages, batches: list[Batch], modes: Sequence[Keeping]) -> None:
         self.stages = stages
         self.batches = batches
-        self.step = PipelineStep(stages, len(batches), checkpointed, modes)
+        self.step = PipelineStep(stages, len(batches), modes)
         #: For each micro-batch, the skips that were stashed and not popped yet.
         self.parcels = [Parcels() for _ in batches]
 

@@ -74,22 +74,7 @@ class Recording:
         self._running = None
         self.recorder.begin_step()
 
-    def around(
-        self,
-        run: Callable[..., Any],
-        where: Where,
-        tensors: Callable[[Any], Iterable[Tensor]] = iter,
-    ) -> Callable[..., Any]:
-        """Wrap a function that runs layers, in forward or in recomputation, to take the times.
-
-        Args:
-            run: runs the layers on a value.
-            where: the cell.
-            tensors: the tensors of the value, and of the output; by default they are iterable.
-        """
-        return partial(self._run, run, where, tensors)
-
-    def _run(
+    def run(
         self,
         run: Callable[..., Any],
         where: Where,
@@ -97,6 +82,15 @@ class Recording:
         value: Any,
         **more: Any,
     ) -> Any:
+        """Run layers, in forward or in recomputation, and take the times.
+
+        Args:
+            run: runs the layers on a value.
+            where: the cell.
+            tensors: returns the tensors of the value, and of the output.
+            value: the value.
+            **more: further arguments of ``run``.
+        """
         if is_recomputing():
             again = Mark("R", *where)
             self._leave(again)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from torchgpipe.autograd.copy import copy
 from torchgpipe.devices.pool import StreamPool
-from torchgpipe.devices.streams import CPU, AbstractStream
+from torchgpipe.devices.streams import CPU
 from torchgpipe.engine.recorded import Recording
 from torchgpipe.engine.workers import Workers
 from torchgpipe.engine.wrapper import Wrapper
@@ -25,27 +24,6 @@ from torchgpipe.skip.tracker import SkipLayout, inspect_skip_layout
 __all__: list[str] = []
 
 
-def _lane(lane: AbstractStream, compute: AbstractStream) -> AbstractStream:
-    return lane
-
-
-class Method(NamedTuple):
-    """Parts of the method that benchmarks exchange, to measure what each of them brings.
-
-    Args:
-        fence: whether forks and joins hold backward to the order of the schedule.
-        copy_streams: whether copies are made on streams of their own.
-        owner: chooses the stream on which autograd runs the backward of copies and forks: the copy
-            stream, or the compute stream of its partition.
-        copy: the autograd function that copies from one copy stream to another.
-    """
-
-    fence: bool = True
-    copy_streams: bool = True
-    owner: Callable[[AbstractStream, AbstractStream], AbstractStream] = _lane
-    copy: Callable[..., tuple[Tensor, ...]] = copy
-
-
 class Stages:
     """The partitions of a wrapper with their devices, locks, skips, streams and workers.
 
@@ -55,9 +33,6 @@ class Stages:
         skip_layout: the skips between partitions, if some of these have no layers here, but in
             other processes.
     """
-
-    #: The parts of the method. A benchmark may set others before the first step.
-    method = Method()
 
     def __init__(
         self,

@@ -24,11 +24,18 @@ from torchgpipe.devices.streams import (
 from torchgpipe.engine.body import Body
 from torchgpipe.engine.lanes import Lanes
 from torchgpipe.engine.stages import Stages
-from torchgpipe.partition.keeping import Keeping, offload_of, policy_of
+from torchgpipe.partition.keeping import (
+    Keeping,
+    checkpointed,
+    offload_of,
+    policy_of,
+    recomputed_by,
+)
 from torchgpipe.partition.placement import Lent, Place
 from torchgpipe.recompute.checkpoint import Checkpoint, trigger
 from torchgpipe.recompute.layer_state import LayersState
-from torchgpipe.recompute.offload import offloading_of
+from torchgpipe.recompute.offload import Offloading
+from torchgpipe.schedule.lifetimes import leaving
 from torchgpipe.values.microbatch import VALUE
 from torchgpipe.values.order import Order
 
@@ -198,38 +205,29 @@ class PipelineStep(Step):
     Args:
         stages: the stages of the wrapper.
         m: the number of micro-batches.
-        checkpointed: for each partition, how many micro-batches, from the first, are computed under
-            checkpointing.
-        modes: for each partition, the mode that says what cells keep besides.
+        modes: for each partition, the mode that says what cells keep.
     """
 
-    def __init__(
-        self,
-        stages: Stages,
-        m: int,
-        checkpointed: Sequence[int],
-        modes: Sequence[Keeping] = (),
-    ) -> None:
-        super().__init__(stages, m, {j for j, count in enumerate(checkpointed) if count}, True)
-        self.checkpointed = checkpointed
+    def __init__(self, stages: Stages, m: int, modes: Sequence[Keeping]) -> None:
+        #: For each partition, how many micro-batches, from the first, are checkpointed.
+        self.checkpointed = [checkpointed(recomputed_by(mode), m) for mode in modes]
+        super().__init__(stages, m, {j for j, count in enumerate(self.checkpointed) if count}, True)
         stages.pool.begin_step()
         recorder = None if stages.recording is None else stages.recording.recorder
         for j, (body, mode, device) in enumerate(zip(self.bodies, modes, stages.devices)):
             if not isinstance(mode, str) or mode == "offload":
                 body.policy = policy_of(mode)
                 offload = offload_of(mode)
-                body.offloading = offloading_of(offload, stages.pool, device, j, m, recorder)
+                if offload is not None and has_streams(device):
+                    memory = stages.pool.host(device)
+                    body.offloading = Offloading(memory, offload, j, leaving(m), recorder)
         self.lanes = Lanes(stages)
         if any(stages.lent):
             self._lend()
         #: The fence, if forks and joins are needed. On the CPU alone autograd has one thread, which
         #: runs the node that was recorded last first, and so keeps the order by itself.
         self.fence: Fence | None = None
-        if (
-            stages.method.fence
-            and torch.is_grad_enabled()
-            and {*stages.devices} != {torch.device("cpu")}
-        ):
+        if torch.is_grad_enabled() and {*stages.devices} != {torch.device("cpu")}:
             self.fence = Fence(self.lanes.ahead)
 
     def _lend(self) -> None:

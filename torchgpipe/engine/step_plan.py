@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -36,7 +37,7 @@ from torchgpipe.schedule.program import (
     operations_of,
 )
 from torchgpipe.schedule.rewrite import checkpointed
-from torchgpipe.schedule.simulator import in_order, validate
+from torchgpipe.schedule.simulator import in_order, verify_valid
 
 __all__: list[str] = []
 
@@ -198,9 +199,7 @@ def completed(
         ValueError: the schedule has faults.
     """
     schedule = replace(schedule, skips=tuple(skips))
-    if faults := validate(schedule):
-        rule = f"a schedule must be valid (faults: {len(faults)}); fix what validate() finds:"
-        raise ValueError("\n".join([rule, *faults[:10]]))
+    verify_valid(schedule)
     program: Program
     if forward:
         program = tuple(
@@ -237,12 +236,10 @@ def chosen(choice: Choice, stages: int, counts: Sequence[int], m: int) -> Schedu
     if isinstance(choice, Schedule):
         return choice.first(m) if m < choice.chunks else choice
     verify_choice(choice)
-    schedule = None
-    for schedule in _tries(choice, stages, counts, m):
-        if len(schedule.placement) == stages:
-            break
-    assert schedule is not None
-    return schedule
+    tries = _tries(choice, stages, counts, m)
+    first = next(tries)
+    # If none fits, the first one is in the message.
+    return next((x for x in chain([first], tries) if len(x.placement) == stages), first)
 
 
 def verify_choice(choice: Any) -> None:
@@ -290,10 +287,6 @@ def _tries(choice: Any, stages: int, counts: Sequence[int], m: int) -> Iterator[
                     # Other schedules have no such parameter.
                     continue
                 yield found
-    if not isinstance(choice, str):
-        yield _made(choice, counts[0], m)
-    else:
-        yield named(choice, counts[0], m)
 
 
 def _checked(schedule: Schedule, devices: Sequence[torch.device], m: int) -> Schedule:

@@ -149,7 +149,9 @@ class Round:
         for task in tasks:
             self.tasks.setdefault(task.worker, []).append(task)
         #: A lock for each task that others need, held until the task is done or will never be.
-        self.gates = {name: _locked() for task in tasks for name in task.needs}
+        self.gates = {name: threading.Lock() for task in tasks for name in task.needs}
+        for gate in self.gates.values():
+            gate.acquire()
         #: The workers that run no task any more.
         self.ended: SimpleQueue[Key] = SimpleQueue()
         self.errors: dict[Any, BaseException] = {}
@@ -215,12 +217,6 @@ class Round:
         gate = self.gates.get(task.name)
         if gate is not None:
             gate.release()
-
-
-def _locked() -> threading.Lock:
-    lock = threading.Lock()
-    lock.acquire()
-    return lock
 
 
 class Workers:

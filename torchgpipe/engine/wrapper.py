@@ -22,9 +22,7 @@ from torchgpipe.partition.keeping import (
     Keeping,
     Keepings,
     checked_keepings,
-    checkpointed,
     keepings_of,
-    recomputed_by,
 )
 from torchgpipe.values.division import division_of, split
 from torchgpipe.values.microbatch import VALUE, Batch, in_all, joined
@@ -191,10 +189,9 @@ def verify_call(wrapper: Wrapper, tensors: Iterable[Tensor]) -> None:
         tensors: those of the input.
 
     Raises:
-        RuntimeError: a :mod:`torch.func` transform or forward-mode differentiation is active.
+        RuntimeError: forward-mode differentiation is active.
     """
     watch(wrapper, is_within_cell)
-    verify_no_transform()
     verify_no_tangents(chain(tensors, wrapper.parameters(), wrapper.buffers()))
 
 
@@ -267,12 +264,6 @@ class MiniBatch:
         #: The tensors that every micro-batch gets.
         self.whole = in_all(batches)
         self._shapes = batches[0].shapes
-
-    @property
-    def checkpointed(self) -> list[int]:
-        """For each partition, how many micro-batches, from the first, are checkpointed."""
-        m = self.m if self.recorded else 0
-        return [checkpointed(recomputed_by(mode), m) for mode in self.modes]
 
     @property
     def modes(self) -> tuple[Keeping, ...]:

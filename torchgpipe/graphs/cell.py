@@ -286,7 +286,7 @@ class PartCall:
             return
         function = self.stage.graphs.overlaps.get(self.part, other.part)
         if function is not None:
-            with torch.no_grad(), self._without_casts(), gate.computing:
+            with torch.no_grad(), self._without_casts(), gate:
                 self.found, other.found = function(self.values, other.values, streams)
 
     def _without_casts(self) -> AbstractContextManager[None]:
@@ -312,7 +312,7 @@ class GraphCells(Cells):
 
     def compute(self, function: Callable[[], None]) -> None:
         # guard: computing beside a trace
-        with gate.computing:
+        with gate:
             function()
 
     def beside(self, one: Computation, other: Computation) -> None:

@@ -15,7 +15,7 @@ Each is made when it is needed first: a schedule without W never asks for one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,8 +24,16 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from torchgpipe._torch.attributes import VIEWS, schema_of
-from torchgpipe.graphs.joint import Effects, Joint, has_statistics, is_random, is_void, tensors_of
+from torchgpipe._torch.attributes import VIEWS, schema_of, storage_of
+from torchgpipe.graphs.joint import (
+    Effects,
+    Joint,
+    bytes_of,
+    has_statistics,
+    is_random,
+    is_void,
+    tensors_of,
+)
 from torchgpipe.graphs.slices import (
     Again,
     Choice,
@@ -233,6 +241,12 @@ class Parts:
         ends = {x for node in [*joint.inputs, *joint.outputs] for x in self.effects.memory[node]}
         #: The indices of saved values whose memory other stages have, too.
         self.exposed = [k for k, x in enumerate(self.saved) if self.effects.memory[x] & ends]
+
+    def bytes_of(self, nodes: Iterable[Node]) -> int:
+        """The memory of some values; parameters, buffers and their views are not among it."""
+        state = {storage_of(x) for node in self.joint.state for x in tensors_of(node)}
+        found = [x for node in nodes for x in tensors_of(node)]
+        return bytes_of(x for x in found if storage_of(x) not in state)
 
     def _role(self, node: Node) -> str:
         return self._roles.get(node, ("",))[0]

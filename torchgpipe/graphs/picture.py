@@ -10,7 +10,7 @@ value, and runs between the boxes of a column that it passes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
@@ -22,9 +22,9 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Node
 
-from torchgpipe._torch.attributes import schema_of, storage_of
+from torchgpipe._torch.attributes import schema_of
 from torchgpipe.checks import checked_path
-from torchgpipe.graphs.joint import bytes_of, tensors_of
+from torchgpipe.graphs.joint import tensors_of
 from torchgpipe.graphs.parts import Part, Parts
 from torchgpipe.show import bars
 from torchgpipe.show.tables import aligned, in_bytes
@@ -78,23 +78,17 @@ def _parts(parts: Parts, split: bool) -> list[tuple[str, Part]]:
 def _title(parts: Parts, split: bool, stage: int | None) -> str:
     count = sum(len(part.slice.nodes) for _, part in _parts(parts, split))
     name = "a stage" if stage is None else f"stage {stage}"
-    late = f", {in_bytes(_bytes(parts, parts.weight.slice.inputs))} kept for W" if split else ""
-    return f"{name}: {_count(count)}, {in_bytes(_bytes(parts, parts.saved))} saved from F{late}"
+    late = f", {in_bytes(parts.bytes_of(parts.weight.slice.inputs))} kept for W" if split else ""
+    return f"{name}: {_count(count)}, {in_bytes(parts.bytes_of(parts.saved))} saved from F{late}"
 
 
 def _summary(parts: Parts, part: Part) -> str:
-    size = in_bytes(_bytes(parts, [x for x in part.slice.outputs if x is not None]))
+    size = in_bytes(parts.bytes_of([x for x in part.slice.outputs if x is not None]))
     return f"{_count(len(part.slice.nodes))}, hands on {size}"
 
 
 def _count(number: int) -> str:
     return f"{number or 'no'} operator{'' if number == 1 else 's'}"
-
-
-def _bytes(parts: Parts, nodes: Iterable[Node]) -> int:
-    """The memory of some values; parameters, buffers and their views are not among it."""
-    state = {storage_of(x) for node in parts.joint.state for x in tensors_of(node)}
-    return bytes_of(x for node in nodes for x in tensors_of(node) if storage_of(x) not in state)
 
 
 def _names(part: Part) -> dict[Node, str]:

@@ -258,14 +258,9 @@ def _contents(value: Any) -> bytes | None:
         return f"{value.dtype} {value.shape} ".encode() + bytes(value.tobytes())
     if type(value).__module__.startswith("numpy.random"):
         return pickle.dumps(value)
-    # Memory that processes share, as of multiprocessing.Value.
-    return bytes(memoryview(value)) if _basis(value).__module__ in ("_ctypes", "mmap") else None
-
-
-def _basis(value: Any) -> type:
-    """The last base of an object's class before ``object``."""
-    basis: type = type(value).__mro__[-2:][0]
-    return basis
+    # Memory that processes share, as of multiprocessing.Value, by the last base before ``object``.
+    basis, *_ = type(value).__mro__[-2:]
+    return bytes(memoryview(value)) if basis.__module__ in ("_ctypes", "mmap") else None
 
 
 def _is_array(value: Any) -> bool:

@@ -24,14 +24,27 @@ from torchgpipe.ambient.notes import warn
 from torchgpipe.engine.body import Body
 from torchgpipe.engine.computation import Forward
 from torchgpipe.engine.criterion import Criterion
-from torchgpipe.graphs.overlap import Overlaps
+from torchgpipe.engine.loop import Executor
+from torchgpipe.graphs.joint import bytes_of, tensors_of
+from torchgpipe.graphs.overlap import Overlaps, cost
 from torchgpipe.graphs.parts import Maker, Parts
 from torchgpipe.graphs.picture import text, write_svg
 from torchgpipe.graphs.places import UntraceableError, kinds
-from torchgpipe.graphs.slices import Choice, everything, function_of
+from torchgpipe.graphs.slices import Choice, Slice
 from torchgpipe.graphs.trace import Marks, OutputForm, chosen, trace
-from torchgpipe.graphs.traced import KINDS, Entry, Settings, StageState, Traced, gate
+from torchgpipe.graphs.traced import (
+    KINDS,
+    Entry,
+    Settings,
+    StageState,
+    Traced,
+    current_settings,
+    gate,
+)
 from torchgpipe.recompute.runs import checkpointing
+from torchgpipe.schedule.costs import Costs
+from torchgpipe.schedule.program import Op
+from torchgpipe.skip.tracker import Parcels
 from torchgpipe.values.division import Division
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import TUPLE, Structure, flatten
@@ -47,24 +60,25 @@ class StageGraphs:
 
     Args:
         j: the stage.
-        modules: the layers, and the loss if it is a module.
+        layers: the layers.
+        loss: what runs after them, as a part of the stage; None but for the last stage.
         overlaps: interleaved functions of parts of this stage and others.
         make: makes a function of a part of a graph.
         recompute: chooses what is computed again under checkpointing.
-        others: objects that decide what is computed, as a loss that is no module.
     """
 
     def __init__(
         self,
         j: int,
-        modules: Sequence[nn.Module],
+        layers: nn.Module,
+        loss: Any,
         overlaps: Overlaps,
-        make: Maker = function_of,
-        recompute: Choice = everything,
-        others: Sequence[Any] = (),
+        make: Maker,
+        recompute: Choice,
     ) -> None:
-        self._others = others
-        self.j, self._modules, self.overlaps = j, modules, overlaps
+        self._modules = [layers, loss] if isinstance(loss, nn.Module) else [layers]
+        self._others = [] if loss is None else [loss]
+        self.j, self.overlaps = j, overlaps
         self._make, self._recompute = make, recompute
         self.states: list[StageState] = []
         self._lock = threading.Lock()
@@ -250,7 +264,7 @@ class StageInStep:
         if self.state.count >= KINDS:
             self.graphs.say(f"more than {KINDS} kinds of micro-batches have come to it")
             return None, more
-        with gate:
+        with gate.tracing():
             # Another thread may have been first.
             if not entry.is_tried:
                 self._try(entry, run)
@@ -310,3 +324,83 @@ def _places(batch: Batch) -> tuple[Any, ...]:
         return (len(batch.parts[None]),)
     place = {id(x): k for k, x in enumerate(batch)}
     return tuple(tuple([place[id(x)] for x in part]) for part in batch.parts.values())
+
+
+# The costs of stages, from their graphs: what schedules are judged by, before any runs.
+#
+# Fake tensors know their sizes, and which of them share a storage. So what a cell keeps from one
+# instruction to the next is known to the byte. Memory that a kernel takes for itself, as
+# convolutions do on a GPU, is not counted.
+
+
+def traced_all(executor: Executor, graphs: Sequence[StageGraphs]) -> list[Traced]:
+    """Trace all stages for the first micro-batch of a step, without running any of them.
+
+    Args:
+        executor: a step that does not run.
+        graphs: the graphs of each stage.
+
+    Raises:
+        ValueError: a stage cannot be a graph.
+    """
+    batch, _ = executor.post.values[0, 0]
+    parcels = Parcels()
+    found = []
+    last = len(graphs) - 1
+    layout = executor.step.stages.skip_layout
+    settings = current_settings()
+    for j, stage in enumerate(graphs):
+        batch = parcels.unpacked(batch, layout.popped[j])
+        run = Forward(executor, executor.plan.schedule.placement[j], Op(j, "F", 0))
+        run.given = batch
+        entry, _ = stage.begin(settings, executor.copies[j]).find(run, at_once=True)
+        if entry is None or entry.traced is None:
+            raise ValueError(
+                "the costs of a stage are those of its graph, and one is eager (stage: "
+                f"{j}, reasons: {stage.reasons}); measure it, or change the layer"
+            )
+        found.append(entry.traced)
+        if j < last:
+            batch = parcels.packed(_like(entry.traced, executor.step.stages.devices[j + 1]))
+    return found
+
+
+def costs_of(traced: Sequence[Traced]) -> Costs:
+    """The costs of stages.
+
+    Returns:
+        Times as numbers of operations, and memory in bytes.
+    """
+    parts = [x.parts for x in traced]
+
+    def times(slices: Sequence[Slice]) -> list[float]:
+        return [sum(map(cost, x.nodes)) for x in slices]
+
+    return Costs(
+        F=times([x.forward.slice for x in parts]),
+        I=times([x.input.slice for x in parts]),
+        W=times([x.weight.slice for x in parts]),
+        R=times([x.again.slice for x in parts]),
+        activation=[x.bytes_of(x.saved) for x in parts],
+        pending=[x.bytes_of(x.weight.slice.inputs) for x in parts],
+        checkpoint=[*map(checkpoint_of, parts)],
+    )
+
+
+def checkpoint_of(parts: Parts) -> int:
+    """The memory that a checkpointed cell keeps from F until R, in bytes."""
+    # Copies of buffers that R changes, too.
+    changed = [x for k in parts.changed_again for x in tensors_of(parts.joint.state[k])]
+    return parts.bytes_of(parts.kept) + bytes_of(changed)
+
+
+def _like(traced: Traced, device: torch.device) -> Batch:
+    """Make an output of a stage, with uninitialised values, on the device of the next one."""
+    tensors = []
+    for node, needed in zip(traced.parts.joint.outputs, traced.form.needs_grad):
+        x = node.meta["val"]
+        made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+        tensors.append(made.requires_grad_(needed))
+    form = traced.form
+    parts = {key: tuple([tensors[k] for k in places]) for key, places in form.parts.items()}
+    return Batch.of(parts, form.structures, frozenset())

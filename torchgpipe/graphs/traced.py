@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from torchgpipe import _torch
+from torchgpipe.ambient.notes import contextmanager
 from torchgpipe.devices.streams import device_types
 from torchgpipe.graphs.joint import tensors_of
 from torchgpipe.graphs.parts import Parts
@@ -31,7 +32,8 @@ __all__: list[str] = []
 class Gate:
     """A shared lock: any number of computing threads hold it together, or one that traces, alone.
 
-    A thread that holds it may take it again, in either way, as nested wrappers do.
+    As a context manager it is held to compute. A thread that holds it may take it again, in either
+    way, as nested wrappers do.
     """
 
     def __init__(self) -> None:
@@ -40,10 +42,25 @@ class Gate:
         self._computing: dict[int, int] = {}
         self._tracer: int | None = None
         self._depth = 0
-        self.computing = Computing(self)
 
     def __enter__(self) -> None:
-        """Begin to trace, as soon as no other thread computes."""
+        me = threading.get_ident()
+        with self._changed:
+            while self._tracer not in (None, me):
+                self._changed.wait()
+            self._computing[me] = self._computing.get(me, 0) + 1
+
+    def __exit__(self, *_: object) -> None:
+        me = threading.get_ident()
+        with self._changed:
+            self._computing[me] -= 1
+            if not self._computing[me]:
+                del self._computing[me]
+                self._changed.notify_all()
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Trace within a ``with`` block, which begins as soon as no other thread computes."""
         me = threading.get_ident()
         with self._changed:
             # This thread gives up its share meanwhile: another one may wait to trace, too.
@@ -57,39 +74,14 @@ class Gate:
             finally:
                 if own:
                     self._computing[me] = own
-
-    def __exit__(self, *_: object) -> None:
-        with self._changed:
-            self._depth -= 1
-            if not self._depth:
-                self._tracer = None
-                self._changed.notify_all()
-
-
-class Computing:
-    """A block in which a thread computes.
-
-    Args:
-        gate: the gate.
-    """
-
-    def __init__(self, gate: Gate) -> None:
-        self._gate = gate
-
-    def __enter__(self) -> None:
-        gate, me = self._gate, threading.get_ident()
-        with gate._changed:
-            while gate._tracer not in (None, me):
-                gate._changed.wait()
-            gate._computing[me] = gate._computing.get(me, 0) + 1
-
-    def __exit__(self, *_: object) -> None:
-        gate, me = self._gate, threading.get_ident()
-        with gate._changed:
-            gate._computing[me] -= 1
-            if not gate._computing[me]:
-                del gate._computing[me]
-                gate._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._depth -= 1
+                if not self._depth:
+                    self._tracer = None
+                    self._changed.notify_all()
 
 
 #: The gate of all stages, since PyTorch's tracer is not thread-safe.
@@ -135,7 +127,7 @@ class Traced:
         """
         key = tuple([x is not None and needed for x, needed in zip(grads, self.form.needs_grad)])
         if key not in self._known:
-            with gate:
+            with gate.tracing():
                 # Another thread may have been first.
                 if key not in self._known:
                     self._known[key] = self._traced(key)

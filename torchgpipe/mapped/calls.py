@@ -22,7 +22,7 @@ from torchgpipe.devices.streams import current_stream, record_stream
 from torchgpipe.engine.body import Body
 from torchgpipe.mapped.containers import filling_nothing, map_arguments, tensors_of, unfilled
 from torchgpipe.mapped.device_map import Mapped
-from torchgpipe.mapped.exchanged import Attributes, CallAttributes
+from torchgpipe.mapped.exchanged import Attributes, CallAttributes, RestoredAttributes
 from torchgpipe.partition.placement import Lent
 from torchgpipe.recompute.layer_state import LayersState
 from torchgpipe.recompute.runs import is_recomputing
@@ -276,7 +276,7 @@ class MappedBody(Body):
                 return self.run(batch, **more)
             # Modules on several devices may share objects in their attributes.
             # guard: contents of several devices
-            with self.lock, given.restored():
+            with self.lock, RestoredAttributes(given):
                 return self.run(batch, **more)
 
     def kept(self, batch: Batch) -> Batch:

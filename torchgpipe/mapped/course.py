@@ -37,16 +37,15 @@ from torchgpipe.ambient.modes import own_casts
 from torchgpipe.ambient.notes import add_note, contextmanager, layer, note_layer, noted
 from torchgpipe.devices.streams import has_streams, make_current, use_stream, wait_stream
 from torchgpipe.mapped.calls import MappedBody, inside
-from torchgpipe.mapped.cell import Cell
+from torchgpipe.mapped.cell import Cell, CourseNumbers
 from torchgpipe.mapped.containers import elsewhere_in, map_arguments, tensors_of, unfilled
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.mapped.exchanged import Exchanged, mappings_of
-from torchgpipe.mapped.numbers import CourseNumbers
 from torchgpipe.mapped.on_demand import omissible
 from torchgpipe.mapped.step import DeviceVisit, MappedStep
 from torchgpipe.mapped.tail import Tail
 from torchgpipe.mapped.threads import Turns
-from torchgpipe.recompute.verification import is_verifying
+from torchgpipe.recompute.runs import is_verifying
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import Arguments
 
@@ -256,7 +255,7 @@ class Course:
                 run = partial(run, note=note)
             if step.recording is not None:
                 where = stage.compute, stage.number, stage.number, self.i
-                run = step.recording.around(run, where, iter if again else tensors_of)
+                run = partial(step.recording.run, run, where, iter if again else tensors_of)
             if again:
                 batch = Batch(Arguments(*value))
                 if any(x.device != stage.device for x in batch):
@@ -299,7 +298,7 @@ class Course:
         """Whether code after a module may be a tail, which is recomputed with the module."""
         if self.glue is None or current_hooks() is not None or is_verifying():
             return False
-        return self.step.last in (None, name)
+        return self.step.lasting.last in (None, name)
 
     def move(self, tensor: Tensor, device: torch.device) -> Tensor:
         """Copy a tensor to another device on lanes, for code between mapped modules."""
@@ -344,7 +343,7 @@ class Course:
     def end(self, output: Any) -> Batch:
         """Finish the forward of the micro-batch: copy outputs to their device, and fence them."""
         batch = Batch(output)
-        self.step.last = self._latest.name if self._latest else ""
+        self.step.lasting.last = self._latest.name if self._latest else ""
         omitted = self._end_tail(output, batch)
         if self._cell:
             self._cell.leave()

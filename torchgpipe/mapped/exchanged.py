@@ -345,13 +345,9 @@ class CallAttributes(NamedTuple):
     deep: Mapping[Key, None]
     found: AttributesThen
 
-    def restored(self) -> RestoredAttributes:
-        """Set these attributes within a ``with`` block, and restore the present ones after it."""
-        return RestoredAttributes(self)
-
 
 class RestoredAttributes:
-    """The attributes that a call has found, within a ``with`` block."""
+    """Set the attributes that a call has found within a ``with`` block; put the others back."""
 
     def __init__(self, given: CallAttributes) -> None:
         self._given = given

@@ -32,7 +32,7 @@ from torchgpipe import _torch
 from torchgpipe.autograd.versions import version_of
 from torchgpipe.devices.streams import canonical_device, has_streams
 from torchgpipe.mapped.containers import replaced, tensors_of
-from torchgpipe.mapped.tail import STATISTICS, is_in_place
+from torchgpipe.mapped.tail import changed_argument, is_in_place
 
 if TYPE_CHECKING:
     from torchgpipe.mapped.course import Course
@@ -65,7 +65,7 @@ class Glue(TorchFunctionMode):
             return self._moved(func, args, kwargs)
         # Once for all that follows, since a step may call thousands of functions.
         tensors = tensors_of(args) + tensors_of(kwargs) if kwargs else tensors_of(args)
-        changes, target = self._course.step.changes, _changed(name, args, kwargs)
+        changes, target = self._course.step.changes, changed_argument(name, args, kwargs)
         changed = [] if target is None else tensors_of(target)
         if not (changed and (state := changes.of(changed))):
             return self._together(func, name, args, kwargs, tensors, changed)
@@ -220,15 +220,6 @@ def _apart(name: str, tensors: Iterable[Tensor], what: str) -> RuntimeError:
         f"together, and here it {what} (function: {name}, line: {line}, devices: {devices}); move "
         "them there by .to(), or put the code into a module of the map (docs/device_map.rst)"
     )
-
-
-def _changed(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The argument that a call changes; None without one."""
-    if name in STATISTICS:
-        return args[1:3] or [kwargs.get("running_mean"), kwargs.get("running_var")]
-    if is_in_place(name) or kwargs.get("inplace"):
-        return args[0] if args else kwargs.get("input")
-    return kwargs.get("out")
 
 
 def _to(glue: Glue, tensor: Tensor, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:

@@ -75,10 +75,10 @@ class Filled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, stand_in: Tensor, value: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
+        found = alias(value)
         if not ctx.needs_input_grad[0]:
-            ctx.mark_non_differentiable(found := alias(value))
-            return found
-        return alias(value)
+            ctx.mark_non_differentiable(found)
+        return found
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:

@@ -50,7 +50,8 @@ from torchgpipe.partition.keeping import (
 from torchgpipe.partition.placement import Lent, Place
 from torchgpipe.recompute.buffers import Learned
 from torchgpipe.recompute.layer_state import LayersState
-from torchgpipe.recompute.offload import Offloading, offloading_of
+from torchgpipe.recompute.offload import Offloading
+from torchgpipe.schedule.lifetimes import leaving
 from torchgpipe.show.describe import StepFigures
 
 __all__: list[str] = []
@@ -127,7 +128,7 @@ class MappedStep:
         modes: Mapping[str, Keeping],
         output_device: torch.device | None = None,
     ) -> None:
-        self._lasting, self._known, self._modes = lasting, known, modes
+        self.lasting, self._known, self._modes = lasting, known, modes
         lasting.pools[0].begin_step()
         #: Takes the times of cells, while somebody traces the model.
         self.recording = lasting.recording
@@ -163,22 +164,13 @@ class MappedStep:
         #: Whether code has drawn random numbers on another device than that of the present cell.
         self.drawn_behind = False
 
-    @property
-    def last(self) -> str | None:
-        """The mapped module that the last micro-batch has called last; None before the first."""
-        return self._lasting.last
-
-    @last.setter
-    def last(self, name: str) -> None:
-        self._lasting.last = name
-
     def stage(self, device: torch.device, visit: int) -> DeviceVisit:
         """The stage of a visit."""
         with self._lock:
             return self._stages.get((device, visit)) or self._new_stage(device, visit)
 
     def _new_stage(self, device: torch.device, visit: int) -> DeviceVisit:
-        pools = self._lasting.pools
+        pools = self.lasting.pools
         # Later visits take these pools in turns: streams are limited, and visits are not.
         place = visit and 1 + (visit - 1) % (len(pools) - 1)
         # A pool gives each of several partitions a stream of its own to compute on.
@@ -199,7 +191,7 @@ class MappedStep:
 
         A walk through a graph takes the host long, so most steps do without.
         """
-        if self._lasting.functions is not False and torch.is_grad_enabled():
+        if self.lasting.functions is not False and torch.is_grad_enabled():
             self._functions |= watch_functions(outputs)
 
     def outside(self, device: torch.device) -> AbstractStream:
@@ -231,14 +223,14 @@ class MappedStep:
         count = checkpointed(recomputed_by(mode), self.m)
         others = [x.bodies[module] for x in [*self._stages.values()] if module in x.bodies]
         if count:
-            state = LayersState(module, self._lasting.learned)
+            state = LayersState(module, self.lasting.learned)
             attributes = self._known.get(module) or Attributes(module)
             self._known[module] = attributes
             if not others:
                 attributes.begin_step()
         if mapped.lent is not None:
             inner = partial(self._lent(stage, mapped.lent).call, inner)
-        body = MappedBody(mapped.name, module, inner, self._lasting.lock, state, attributes)
+        body = MappedBody(mapped.name, module, inner, self.lasting.lock, state, attributes)
         body.checkpointed, body.omits = count, mode == "always"
         body.policy = policy_of(mode)
         body.offloading = self._offloading(stage, offload_of(mode))
@@ -255,25 +247,23 @@ class MappedStep:
 
     def _offloading(self, stage: DeviceVisit, offload: Offload | None) -> Offloading | None:
         """The offloading of a stage, which modules of one mode have in common."""
-        if offload is None:
+        if offload is None or not has_streams(stage.device):
             return None
-        found = stage.offloadings.get(offload)
-        if found is None:
-            pool, device = self._lasting.pools[0], stage.device
+        if offload not in stage.offloadings:
+            memory = self.lasting.pools[0].host(stage.device)
             recorder = None if self.recording is None else self.recording.recorder
-            found = offloading_of(offload, pool, device, stage.number, self.m, recorder)
-            if found is not None:
-                stage.offloadings[offload] = found
-        return found
+            found = Offloading(memory, offload, stage.number, leaving(self.m), recorder)
+            stage.offloadings[offload] = found
+        return stage.offloadings[offload]
 
     def _lent(self, stage: DeviceVisit, places: Sequence[Place]) -> Lent:
         """The copies of weights that modules on several devices have, for one of them."""
         if self._weights is None:
-            streams = [self._lasting.pools[0].get(x, 1, skips=False) for x in self.devices]
+            streams = [self.lasting.pools[0].get(x, 1, skips=False) for x in self.devices]
             lanes = dict(zip(self.devices, [first.values[0] for first, *_ in streams]))
             self._weights = StepWeights(lanes, self._outside)
         bring = partial(self._weights.bring, stage.compute, stage.lanes[0])
-        return Lent(places, bring, self._lasting.lock)
+        return Lent(places, bring, self.lasting.lock)
 
     def new_context(self) -> Context:
         """Capture the present modes, for recomputation."""
@@ -312,7 +302,7 @@ class MappedStep:
     def end(self) -> None:
         """Take note that all micro-batches were computed."""
         if torch.is_grad_enabled():
-            self._lasting.functions = self._functions
+            self.lasting.functions = self._functions
         for body in self._bodies:
             body.settle()
         # All bodies of a module share its attributes.

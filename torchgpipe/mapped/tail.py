@@ -57,6 +57,15 @@ def is_in_place(name: str) -> bool:
     return name.endswith("_")
 
 
+def changed_argument(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The argument that a call of a function changes; None without one."""
+    if name in STATISTICS:
+        return args[1:3] or [kwargs.get("running_mean"), kwargs.get("running_var")]
+    if is_in_place(name) or kwargs.get("inplace"):
+        return args[0] if args else kwargs.get("input")
+    return kwargs.get("out")
+
+
 class Noted(NamedTuple):
     """A call of a function.
 
@@ -255,10 +264,7 @@ def changes_others(
     name = getattr(function, "__name__", "")
     if name in STATISTICS or name in ONCE:
         return True
-    found = tensors_of(kwargs.get("out"))
-    if is_in_place(name):
-        found += tensors_of(args[:1])
-    return any(id(x) not in own for x in found)
+    return any(id(x) not in own for x in tensors_of(changed_argument(name, args, kwargs)))
 
 
 def _repeated(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from torchgpipe.ambient.context import Context
 from torchgpipe.ambient.generators import content
+from torchgpipe.ambient.notes import contextmanager
 from torchgpipe.ambient.random_numbers import get_state
 from torchgpipe.autograd.nodes import next_number, number_from
 from torchgpipe.devices.streams import CPU, has_streams
@@ -209,7 +210,8 @@ class Threads:
             turns.stop()
 
 
-class unset:
+@contextmanager
+def unset(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
     """Check that no attribute of a module is set within a ``with`` block.
 
     A model that keeps something of a micro-batch in itself, such as an auxiliary loss, would find
@@ -221,23 +223,17 @@ class unset:
     Raises:
         RuntimeError: an attribute was set.
     """
-
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        self._found = [(name, module, _attributes(module)) for name, module in modules]
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for name, module, before in self._found if kind is None else ():
-            changed = _differing(before, _attributes(module))
-            # guard: attributes of threads
-            if changed:
-                raise RuntimeError(
-                    "while several threads compute micro-batches, forward must not set attributes "
-                    f"of modules (module: {name or 'the model'}, set: {changed[:5]}); have "
-                    "modules return what they have found, or pass threads=1"
-                )
+    found = [(name, module, _attributes(module)) for name, module in modules]
+    yield
+    for name, module, before in found:
+        changed = _differing(before, _attributes(module))
+        # guard: attributes of threads
+        if changed:
+            raise RuntimeError(
+                "while several threads compute micro-batches, forward must not set attributes "
+                f"of modules (module: {name or 'the model'}, set: {changed[:5]}); have "
+                "modules return what they have found, or pass threads=1"
+            )
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

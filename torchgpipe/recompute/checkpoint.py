@@ -37,8 +37,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
-from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,9 +61,17 @@ from torchgpipe.devices.streams import (
     use_stream,
     wait_stream,
 )
-from torchgpipe.recompute.runs import StoredInput, Values, checkpointing, recomputing
+from torchgpipe.recompute.runs import (
+    Compared,
+    StoredInput,
+    Values,
+    checkpointing,
+    dropped,
+    filling_memory,
+    is_verifying,
+    recomputing,
+)
 from torchgpipe.recompute.slots import Enough, Filling, Kept, Saved, Slot, explain, modified
-from torchgpipe.recompute.verification import Compared, dropped, filling_memory, is_verifying
 from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
@@ -93,9 +99,9 @@ class Checkpoint:
         context: Context,
         stream: AbstractStream,
         within: AbstractContextManager[None],
-        lasting: Mapping[int, Tensor] = MappingProxyType({}),
-        whole: bool = False,
-        shapes: dict[torch.Size, torch.Size] | None = None,
+        lasting: Mapping[int, Tensor],
+        whole: bool,
+        shapes: dict[torch.Size, torch.Size],
     ) -> None:
         self.function = function
         self.context = context
@@ -111,7 +117,7 @@ class Checkpoint:
         self.values = Values()
         #: How a slot is made for a tensor that is dropped.
         self.dropped: Callable[[Tensor, dict[torch.Size, torch.Size]], Slot] = Slot
-        self.shapes = {} if shapes is None else shapes
+        self.shapes = shapes
         #: The identities of the input's tensors, while no other tensor can have them.
         self.inputs: set[int] = set()
         self.stored: tuple[StoredInput, FirstNumbers] | None = None
@@ -199,7 +205,10 @@ class Checkpoint:
             # guard: letting go of slots
             places, self.places = self.places, []
             try:
-                self._repeat(places)
+                if has_streams(get_device(self.stream)) and _torch.is_multithreading_enabled():
+                    # This is a thread of autograd's own.
+                    self.context.lend_threads()
+                self._again(partial(self._fill, places), let_go=True)
             except BaseException:
                 # Some slots may hold wrong tensors, which another backward must not use.
                 for place in places:
@@ -221,12 +230,6 @@ class Checkpoint:
 
         self._again(run, let_go=False)
         return output[0]
-
-    def _repeat(self, places: Sequence[Saved]) -> None:
-        if has_streams(get_device(self.stream)) and _torch.is_multithreading_enabled():
-            # This is a thread of autograd's own.
-            self.context.lend_threads()
-        self._again(partial(self._fill, places), let_go=True)
 
     def _again(self, run: Callable[[FirstNumbers, Batch], None], *, let_go: bool) -> None:
         """Recompute the cell on its stream, in the modes and with the input of its first run.
@@ -357,29 +360,6 @@ def trigger(
         return fork(outputs)
     *tensors, phony = Recompute.apply(due, *outputs)
     return tuple(tensors), phony
-
-
-def checkpoint(function: Callable[[Any], Any], input: Any) -> Any:
-    """Run a function under checkpointing: backward recomputes what the function saves for it.
-
-    Args:
-        function: takes and gives any nested structure of tensors.
-        input: its input, with a tensor at least, all on the device where the function computes.
-
-    Returns:
-        The output of the function.
-    """
-    batch = Batch(input)
-    if not torch.is_grad_enabled():
-        return function(input)
-    checkpointed = Checkpoint(
-        lambda batch: batch.call(function),
-        Context(),
-        current_stream(batch[0].device),
-        nullcontext(),
-    )
-    output = checkpointed.forward(batch)
-    return output.value
 
 
 def _not_within_forward() -> RuntimeError:

@@ -25,7 +25,7 @@ from torchgpipe.autograd.versions import Identities, identities
 from torchgpipe.partition.placement import exchanged, is_shard
 from torchgpipe.recompute.buffers import Buffers, Copy, Learned, Lost, lost, put
 from torchgpipe.recompute.read_only import Place
-from torchgpipe.recompute.verification import is_verifying
+from torchgpipe.recompute.runs import is_verifying
 from torchgpipe.values.structure import MISSING
 
 __all__: list[str] = []

@@ -34,20 +34,18 @@ from collections.abc import Callable, Container
 from typing import Any, TypeAlias
 from weakref import ref
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient import labels
 from torchgpipe.ambient.context import current_hooks
-from torchgpipe.devices.pool import HostMemory, StreamPool
+from torchgpipe.devices.pool import HostMemory
 from torchgpipe.devices.recorder import Mark, Recorder
 from torchgpipe.devices.streams import (
     AbstractStream,
     Event,
     get_device,
-    has_streams,
     is_current,
     record,
     use_stream,
@@ -56,7 +54,6 @@ from torchgpipe.devices.streams import (
 from torchgpipe.partition.keeping import Offload
 from torchgpipe.recompute.slots import explain, modified
 from torchgpipe.recompute.storage import Storage, View, is_held, key_of, sent, size_of
-from torchgpipe.schedule.lifetimes import leaving
 
 __all__: list[str] = []
 
@@ -86,7 +83,8 @@ class Offloading:
     """The offloading of one partition in a step, whose cells leave, and come back, in turns.
 
     Args:
-        memory: the memory of the host, and the streams that copy.
+        memory: the memory of the host, and the streams that copy. What the CPU keeps is there
+            anyway, so its partitions have no offloading.
         offload: how much leaves, and when it comes back.
         j: the number of the partition.
         leaving: the micro-batches that leave.
@@ -315,30 +313,6 @@ class Offloaded:
         if x._version != view.version:
             raise modified(x, view.version, view.layer)
         return x
-
-
-def offloading_of(
-    offload: Offload | None,
-    pool: StreamPool,
-    device: torch.device,
-    j: int,
-    m: int,
-    recorder: Recorder | None,
-) -> Offloading | None:
-    """The line of a partition whose backward autograd orders; None if nothing leaves.
-
-    Args:
-        offload: what leaves, if anything does.
-        pool: the streams of the wrapper.
-        device: the device of the partition.
-        j: the number of the partition.
-        m: the number of micro-batches.
-        recorder: takes the times of copies, if somebody traces the model.
-    """
-    # What the CPU keeps is in the memory of the host.
-    if offload is None or not has_streams(device):
-        return None
-    return Offloading(pool.host(device), offload, j, leaving(m), recorder)
 
 
 def _event(stream: AbstractStream) -> Event:

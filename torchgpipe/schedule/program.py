@@ -186,24 +186,22 @@ def walk(
 
 
 def timetable(
-    program: Program,
-    duration: Callable[[Instruction], float],
-    delay: Callable[[Edge], float],
-    skips: Skips = (),
+    program: Program, duration: Callable[[Instruction], float]
 ) -> tuple[dict[Op, float], dict[Op, float]]:
     """Return the start and the end of each computation, except of those that a deadlock blocks.
+
+    Copies take no time here, so skips would change nothing: what a skip waits for, the value that
+    goes through the stages in between waits for, too.
 
     Args:
         program: the instructions of each worker.
         duration: how long an instruction keeps its worker busy.
-        delay: how long the copy along an edge takes.
-        skips: the stages that each skip leads from and to.
     """
     free: list[float] = [0] * len(program)
     start: dict[Op, float] = {}
     end: dict[Op, float] = {}
-    for w, instruction, edges in walk(program, lambda waiting: None, skips):
-        begin = max([free[w], *(end[edge[0]] + delay(edge) for edge in edges)])
+    for w, instruction, edges in walk(program, lambda waiting: None):
+        begin = max([free[w], *(end[source] for source, _ in edges)])
         free[w] = begin + duration(instruction)
         for op in operations(instruction):
             start[op], end[op] = begin, free[w]
@@ -221,16 +219,12 @@ Times = tuple[Mapping[Op, float], Mapping[Op, float]]
 
 
 def unit_times(program: Program) -> Times:
-    """Return the times if B takes two units and everything else takes one.
-
-    Copies take no time here, so skips would change nothing: what a skip waits for, the value that
-    goes through the stages in between waits for, too.
-    """
+    """Return the times if B takes two units and everything else takes one."""
 
     def duration(instruction: Instruction) -> float:
         return sum(2 if op.kind == "B" else 1 for op in operations(instruction))
 
-    return timetable(program, duration, lambda edge: 0)
+    return timetable(program, duration)
 
 
 class _Bar(NamedTuple):

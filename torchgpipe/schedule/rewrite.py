@@ -136,11 +136,7 @@ def recomputed(
 
 def without_recomputation(program: Program) -> Program:
     """Leave all R out: the instructions in a language that has none."""
-    lines = []
-    for line in program:
-        kept = [[op for op in operations(x) if op.kind != "R"] for x in line]
-        lines.append(tuple(together(ops) for ops in kept if ops))
-    return tuple(lines)
+    return _changed(program, lambda op: None if op.kind == "R" else op)
 
 
 def checkpointed(program: Program, modes: str | Sequence[str], chunks: int) -> Program:

@@ -49,6 +49,22 @@ def validate(schedule: Schedule, capacity: Each | None = None, costs: Costs = Co
     return faults if capacity is None else [*faults, *_excesses(schedule, capacity, costs)]
 
 
+def verify_valid(schedule: Schedule, rehearsal: Rehearsal | None = None) -> None:
+    """Check that a schedule has no faults.
+
+    To look for deadlocks takes as long as to rehearse, so a rehearsal that has ended saves it.
+
+    Raises:
+        ValueError: it has some, which the message names.
+    """
+    faults = [*_strays(schedule), *_gaps(schedule)]
+    if rehearsal is None or len(rehearsal.steps) < sum(map(len, schedule.program)):
+        faults += _deadlocks(schedule)
+    if faults:
+        rule = f"a schedule must be valid (faults: {len(faults)}); fix what validate() finds:"
+        raise ValueError("\n".join([rule, *faults[:10]]))
+
+
 def _strays(schedule: Schedule) -> Iterator[str]:
     """Find computations that belong to no cell or to another worker, or that appear twice."""
     stages, chunks = range(len(schedule.placement)), range(schedule.chunks)
@@ -368,13 +384,7 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Report:
     """
     checked_schedule(schedule)
     rehearsal = Rehearsal(schedule.program, schedule.skips)
-    faults = [*_strays(schedule), *_gaps(schedule)]
-    if len(rehearsal.steps) < sum(map(len, schedule.program)):
-        # To look for deadlocks takes as long as to rehearse, which ends early if there are any.
-        faults += _deadlocks(schedule)
-    if faults:
-        rule = f"a schedule must be valid (faults: {len(faults)}); fix what validate() finds:"
-        raise ValueError("\n".join([rule, *faults[:10]]))
+    verify_valid(schedule, rehearsal)
     table = Table(costs, schedule.placement, schedule.skips)
     start: dict[Op, float] = {}
     end: dict[Op, float] = {}

@@ -18,7 +18,6 @@ from torchgpipe.devices.streams import CPUStream
 from torchgpipe.engine import cell as cell_module
 from torchgpipe.engine.body import Body
 from torchgpipe.engine.cell import Cell
-from torchgpipe.engine.stages import Method
 from torchgpipe.engine.step import Fence
 from torchgpipe.recompute import checkpoint as checkpoint_module
 from torchgpipe.recompute.layer_state import LayersState
@@ -44,7 +43,6 @@ def make(layers, *, stream=None, lanes=None, arriving=None, departing=(), checkp
     step = SimpleNamespace(
         stages=SimpleNamespace(
             devices=[CPU] * 3,
-            method=Method(),
             recording=None,
         ),
         lanes=SimpleNamespace(

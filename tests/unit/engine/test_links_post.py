@@ -32,7 +32,7 @@ def made(batches):
     chosen = plan("1f1b", [CPU] * 3, len(batches), ("never",) * 3, [(0, 2)], forward=False)
     step = Step(stages, len(batches), (), joined=False)
     (skip,) = stages.skip_layout.stashed[0]
-    links = Links(chosen, stages.pool, stages.groups, None, ())
+    links = Links(chosen, stages, ())
     return Post(step, links, batches), skip
 
 

@@ -14,6 +14,7 @@ from tests.support.helpers import CPUS, Apply, Log, nodes, plain, reaches, run_p
 from tests.support.skips import Pop, Stash
 from torchgpipe.devices.pool import StreamPool
 from torchgpipe.engine.pipeline import clock_cycles
+from torchgpipe.partition.keeping import CHECKPOINT_MODES, checkpointed
 
 CPU = torch.device("cpu")
 
@@ -87,26 +88,26 @@ def test_a_slow_cell_holds_up_only_those_that_need_its_output(slow, monkeypatch)
 devices = st.sampled_from([[CPU] * 3, CPUS[:3], [CPUS[0], CPUS[0], CPUS[1]], CPUS[:2] + CPUS[:1]])
 
 
-@given(devices, st.integers(1, 5), st.integers(0, 5), st.booleans())
-def test_backward_takes_the_micro_batches_in_reverse(devices, m, checkpointed, requires_grad):
+@given(devices, st.integers(1, 5), st.sampled_from(CHECKPOINT_MODES), st.booleans())
+def test_backward_takes_the_micro_batches_in_reverse(devices, m, mode, requires_grad):
     log = []
     partitions = [nn.Sequential(nn.Linear(1, 1), Log(j, log)) for j in range(3)]
     for (linear, _), k in zip(partitions, range(3)):
         nn.init.constant_(linear.weight, 1)
         nn.init.constant_(linear.bias, k)
     x = torch.arange(0.0, 10 * m, 10)[:, None].requires_grad_(requires_grad)
-    output = run_pipeline(partitions, devices, x, chunks=m, checkpointed=checkpointed)
+    output = run_pipeline(partitions, devices, x, chunks=m, mode=mode)
     output.sum().backward()
     for j in range(3):
         forward = [int(v // 10) for kind, name, v in log if (kind, name) == ("forward", j)]
         backward = [int(v // 10) for kind, name, v in log if (kind, name) == ("backward", j)]
         assert forward[:m] == list(range(m))
         # Recomputation.
-        assert forward[m:] == list(reversed(range(min(m, checkpointed))))
+        assert forward[m:] == list(reversed(range(checkpointed(mode, m))))
         assert backward == list(reversed(range(m)))
 
 
-def graph_of(devices, m, checkpointed, requires_grad, partitions=None):
+def graph_of(devices, m, mode, requires_grad, partitions=None):
     """The autograd graph of a step, and the node of the last layer of each cell."""
     partitions = partitions or [nn.Sequential(nn.Linear(1, 1)) for _ in devices]
     layers = {}
@@ -117,15 +118,15 @@ def graph_of(devices, m, checkpointed, requires_grad, partitions=None):
 
         partition.register_forward_hook(hook)
     x = torch.rand(m, 1, requires_grad=requires_grad)
-    output = run_pipeline(partitions, devices, x, chunks=m, checkpointed=checkpointed)
+    output = run_pipeline(partitions, devices, x, chunks=m, mode=mode)
     return nodes(output), layers
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("checkpointed", [0, 3])
-def test_fence(checkpointed, requires_grad):
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_fence(mode, requires_grad):
     """The graph itself orders backward, and does not rely on autograd's own order."""
-    graph, layers = graph_of(CPUS[:2], 3, checkpointed, requires_grad)
+    graph, layers = graph_of(CPUS[:2], 3, mode, requires_grad)
     for i in (1, 2):
         # [1] The gradient that leaves the layers leads to the micro-batch before.
         assert reaches(graph, layers[i, 1], layers[i - 1, 1])
@@ -140,10 +141,10 @@ def test_fence(checkpointed, requires_grad):
         assert requires_grad or any(reaches(graph, join, layers[i - 1, 0]) for join in joins)
 
 
-@pytest.mark.parametrize("checkpointed", [0, 3])
-def test_nothing_but_the_layers_on_one_device(checkpointed):
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_nothing_but_the_layers_on_one_device(mode):
     """Autograd takes the node recorded last first on one device, which is the right order."""
-    graph, layers = graph_of([CPU] * 2, 3, checkpointed, requires_grad=True)
+    graph, layers = graph_of([CPU] * 2, 3, mode, requires_grad=True)
     assert {node.name() for node in graph if node not in layers.values()} <= {
         "TBackward0",
         "torch::autograd::AccumulateGrad",
@@ -153,10 +154,10 @@ def test_nothing_but_the_layers_on_one_device(checkpointed):
     }
 
 
-@pytest.mark.parametrize("checkpointed", [0, 5])
-def test_no_device_is_ahead_of_the_clock_cycles_by_more_than_one(checkpointed, monkeypatch):
+@pytest.mark.parametrize("mode", ["never", "except_last"])
+def test_no_device_is_ahead_of_the_clock_cycles_by_more_than_one(mode, monkeypatch):
     monkeypatch.setattr("torchgpipe.engine.workers.has_streams", lambda device: True)
-    graph, layers = graph_of(CPUS[:3], 6, checkpointed, requires_grad=True)
+    graph, layers = graph_of(CPUS[:3], 6, mode, requires_grad=True)
     for i in range(6):
         for j in (1, 2):
             for later in range(6):
@@ -167,7 +168,7 @@ def test_no_device_is_ahead_of_the_clock_cycles_by_more_than_one(checkpointed, m
 def test_nor_by_as_many_micro_batches_as_there_are_copy_streams(monkeypatch):
     """The order of forward may be any."""
     monkeypatch.setattr(StreamPool, "COPIES", 4)
-    graph, layers = graph_of(CPUS[:3], 6, 0, requires_grad=True)
+    graph, layers = graph_of(CPUS[:3], 6, "never", requires_grad=True)
     for i, j in itertools.product(range(6), (1, 2)):
         for later in range(i + 3, 6):
             assert reaches(graph, layers[later, j - 1], layers[i, j]), (i, j, later)
@@ -176,7 +177,7 @@ def test_nor_by_as_many_micro_batches_as_there_are_copy_streams(monkeypatch):
 def test_nor_is_one_that_pops_from_far_away(monkeypatch):
     monkeypatch.setattr(StreamPool, "COPIES", 5)
     partitions = [nn.Sequential(x) for x in (Stash(), nn.Tanh(), nn.Tanh(), Pop())]
-    graph, layers = graph_of(CPUS, 9, 0, True, partitions)
+    graph, layers = graph_of(CPUS, 9, "never", True, partitions)
     for i in range(9):
         for later in range(9):
             leads = reaches(graph, layers[later, 0], layers[i, 3])
@@ -234,7 +235,7 @@ def test_frozen_partition_is_not_recomputed():
     partitions = with_frozen_layers()
     partitions[1].append(Calls(calls))
     x = torch.rand(3, 2)
-    output = run_pipeline(partitions, CPUS[:3], x, chunks=3, checkpointed=3)
+    output = run_pipeline(partitions, CPUS[:3], x, chunks=3, mode="always")
     recomputed = [node for node in nodes(output) if node.name() == "RecomputeBackward"]
     # A recomputation waits for nobody if the output of the cell stays on its device.
     assert len(recomputed) == 3
@@ -245,14 +246,12 @@ def test_frozen_partition_is_not_recomputed():
     assert calls == []
 
 
-@pytest.mark.parametrize("checkpointed", [0, 3])
+@pytest.mark.parametrize("mode", ["never", "always"])
 @pytest.mark.parametrize("name", ["0.weight", "1.scale"])
-def test_frozen_tensor_changed_before_backward_is_an_error(name, checkpointed):
+def test_frozen_tensor_changed_before_backward_is_an_error(name, mode):
     """The change is an error as in plain PyTorch."""
     partitions = with_frozen_layers()
-    output = run_pipeline(
-        partitions, CPUS[:3], torch.rand(3, 2), chunks=3, checkpointed=checkpointed
-    )
+    output = run_pipeline(partitions, CPUS[:3], torch.rand(3, 2), chunks=3, mode=mode)
     partitions[1].state_dict()[name].mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.graphs import Stage
-from torchgpipe.graphs.estimates import kept
+from tests.support.graphs import Stage, kept
 from torchgpipe.graphs.picture import text, write_svg
 
 SVG = "{http://www.w3.org/2000/svg}"

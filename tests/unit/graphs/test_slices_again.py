@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.support.graphs import Program, Stage
+from tests.support.graphs import Program, Stage, kept
 from tests.support.size import some
-from torchgpipe.graphs.estimates import kept
 from torchgpipe.graphs.slices import CHOICES
 
 

@@ -13,7 +13,7 @@ def test_nobody_computes_while_somebody_traces():
 
     def work(k):
         for _ in range(50):
-            with gate if k == 0 else gate.computing:
+            with gate.tracing() if k == 0 else gate:
                 with lock:
                     now.add(k)
                     seen.append(frozenset(now))
@@ -32,11 +32,11 @@ def test_nobody_computes_while_somebody_traces():
 
 def test_tracing_within_tracing():
     gate = Gate()
+    with gate.tracing(), gate.tracing():
+        pass
     with gate, gate:
         pass
-    with gate.computing, gate.computing:
-        pass
-    with gate, gate.computing, gate, gate.computing:
+    with gate.tracing(), gate, gate.tracing(), gate:
         pass
 
 
@@ -45,9 +45,9 @@ def test_threads_that_begin_to_trace_while_they_compute():
     traced = []
 
     def work():
-        with gate.computing:
+        with gate:
             both.wait(10)
-            with gate:
+            with gate.tracing():
                 traced.append(True)
             assert is_computing(gate)
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from tests.support.helpers import Log
+from tests.support.recomputation import checkpoint
 from torchgpipe import is_recomputing
-from torchgpipe.recompute.checkpoint import checkpoint
 
 
 def layers(device):

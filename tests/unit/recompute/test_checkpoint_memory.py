@@ -6,8 +6,7 @@ import weakref
 import pytest
 import torch
 
-from tests.support.recomputation import forked
-from torchgpipe.recompute.checkpoint import checkpoint
+from tests.support.recomputation import checkpoint, forked
 
 
 def test_what_is_saved_lives_from_recomputation_to_use(device):

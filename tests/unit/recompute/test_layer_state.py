@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from torchgpipe.recompute.checkpoint import checkpoint
+from tests.support.recomputation import checkpoint
 from torchgpipe.recompute.layer_state import LayersState
 
 NORMS = {

@@ -2,8 +2,8 @@
 
 import torch
 
+from tests.support.recomputation import checkpoint
 from torchgpipe import is_checkpointing, is_recomputing
-from torchgpipe.recompute.checkpoint import checkpoint
 
 
 def test_flags(device):

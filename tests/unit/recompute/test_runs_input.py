@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.recomputation import forked
-from torchgpipe.recompute.checkpoint import checkpoint
+from tests.support.recomputation import checkpoint, forked
 
 
 def test_input_is_let_go_by_the_recomputation(device):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from tests.support.recomputation import checkpoint
 from torchgpipe import is_recomputing
-from torchgpipe.recompute.checkpoint import checkpoint
 
 
 def test_saved_tensor_changed_in_place_is_an_error(device):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchgpipe.recompute.checkpoint import checkpoint
+from tests.support.recomputation import checkpoint
 
 
 def test_ends_with_the_last_tensor_that_was_dropped(device):

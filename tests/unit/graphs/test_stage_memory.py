@@ -3,8 +3,7 @@
 import torch
 from torch import nn
 
-from tests.support.graphs import Stage
-from torchgpipe.graphs.estimates import kept, peak
+from tests.support.graphs import Stage, kept
 
 
 def test_kept():
@@ -21,10 +20,3 @@ def test_views_take_nothing():
 def test_checkpoint_has_copies_of_buffers_that_change():
     stage = Stage(nn.BatchNorm1d(4), torch.rand(3, 4))
     assert kept(stage.parts).checkpoint == 3 * 4 * 4 + 2 * 4 * 4
-
-
-def test_peak():
-    layers = nn.Sequential(nn.Sigmoid(), nn.ReLU(inplace=True), nn.Tanh())
-    parts = Stage(layers, torch.rand(5)).parts
-    assert peak(parts, parts.evaluation) == 2 * 5 * 4
-    assert peak(parts, parts.evaluation, parts.joint.inputs) == 3 * 5 * 4
