@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copyreg
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
@@ -11,7 +10,6 @@ from typing import Any
 
 try:
     import transformers
-    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 except ImportError as error:
     raise ImportError(
         "torchgpipe.transformers needs Transformers (not installed: transformers); run: "
@@ -22,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.mapped_gpipe import MappedGPipe
+from torchgpipe.transformers.counting import IGNORED, ctc_reduction, ignored_pixels, shifts_labels
 from torchgpipe.values.division import division_of
 from torchgpipe.values.marks import Chunks
 from torchgpipe.values.structure import map_leaves
@@ -178,20 +177,6 @@ def unmoved(model: Any) -> Iterator[None]:
         del vars(model)["to"]
 
 
-def shifts_labels(model: nn.Module) -> bool:
-    """Whether the loss of a model compares each label with the output in front of it.
-
-    The library's loss for causal models does. Some models, as BART's decoder alone, are of that
-    kind by their names, and compute another loss in their own code.
-    """
-    base = getattr(model, "get_base_model", lambda: model)()
-    causal = LOSS_MAPPING.get(str(getattr(base, "loss_type", None))) is ForCausalLMLoss
-    code = getattr(inspect.unwrap(type(base).forward), "__code__", None)
-    calls_it = code is not None and "loss_function" in code.co_names
-    encodes = getattr(getattr(base, "config", None), "is_encoder_decoder", False)
-    return causal and calls_it and not encodes
-
-
 def verify(arguments: Any) -> None:
     """Check the arguments of a Trainer.
 
@@ -223,17 +208,16 @@ def verify(arguments: Any) -> None:
 # - A mean over labels :math:`s_i / c_i` stays one. Then the whole is :math:`\sum_i s_i / C`, the
 # mean over the mini-batch.
 # - What a model adds to either, as routers of mixtures of experts do, becomes a mean.
-
-
-#: The label that counts nowhere, for PyTorch's losses and so for those of Transformers.
-IGNORED = -100
+#
+# Losses of another kind are sums or means over rows, each row's loss as CTC has it.
 
 
 def counts_of(labels: Sequence[Tensor], sizes: Sequence[int], shifted: bool) -> Tensor:
     """Count the labels of each micro-batch.
 
     Args:
-        labels: tensors of shape ``(rows, ...)``. All numbers of floating point count.
+        labels: tensors of shape ``(rows, ...)``. All numbers of floating point count, and of truth
+            values those that are true.
         sizes: the number of rows of each micro-batch.
         shifted: whether the first label in each row counts nowhere.
 
@@ -247,7 +231,8 @@ def counts_of(labels: Sequence[Tensor], sizes: Sequence[int], shifted: bool) -> 
     for x in labels:
         if shifted and x.dim() > 1:
             x = x[:, 1:]
-        counted = torch.ones_like(x) if x.is_floating_point() else x != IGNORED
+        counted = x if x.dtype == torch.bool else x != IGNORED
+        counted = torch.ones_like(x) if x.is_floating_point() else counted
         rows += counted.reshape(len(x), -1).sum(1)
     return torch.stack([part.sum() for part in rows.split([*sizes])])
 
@@ -347,12 +332,18 @@ class PipelinedModel:
         pipe.training = pipe.module.training
         items = kwargs.pop("num_items_in_batch", None)
         sizes = division_of((args, kwargs), pipe.chunks).sizes
-        counts = counts_of(self._labels(kwargs, sum(sizes)), sizes, self._shifts(kwargs))
+        reduction = ctc_reduction(pipe.module)
+        labels = [] if reduction else self._labels(kwargs, sum(sizes))
+        counts = counts_of(labels, sizes, self._shifts(kwargs))
+        if next(pipe.parameters()).dtype == torch.float64:
+            counts = counts.double()
         if items is not None:
             kwargs["num_items_in_batch"] = Chunks(told(counts, items))
         with loss_alone(pipe.module) if self._alone else nullcontext():
             output = pipe(*args, **kwargs)
-        return self._finished(output, sizes, shares_of(counts, alone=items is None))
+        is_sum = reduction == "sum"
+        shares = torch.ones_like(counts) if is_sum else shares_of(counts, alone=items is None)
+        return self._finished(output, sizes, shares)
 
     def _finished(self, output: Any, sizes: Sequence[int], shares: Tensor) -> Any:
         """Combine the losses of all micro-batches into one, and move it to its device."""
@@ -374,12 +365,14 @@ class PipelinedModel:
     def _labels(self, kwargs: dict[str, Any], rows: int) -> list[Tensor]:
         if "shift_labels" in kwargs:
             return [kwargs["shift_labels"]]
-        found = [kwargs.get(name) for name in self._names]
+        found = [kwargs.get(name) for name in (*self._names, "bool_masked_pos")]
         ids = kwargs.get("input_ids")
         if isinstance(ids, Tensor) and any(name.endswith("_positions") for name in self._names):
             # An answer after the end of its row counts nowhere.
             found = [x if x is None else x.masked_fill(x >= ids.shape[1], IGNORED) for x in found]
-        return [x for x in found if isinstance(x, Tensor) and x.dim() and len(x) == rows]
+        labels = [x for x in found if isinstance(x, Tensor) and x.dim() and len(x) == rows]
+        pixels = ignored_pixels(self._pipe.module)
+        return [x.masked_fill(x == pixels, IGNORED) if x.dim() > 2 else x for x in labels]
 
     def _shifts(self, kwargs: dict[str, Any]) -> bool:
         return self._shifted and "shift_labels" not in kwargs
