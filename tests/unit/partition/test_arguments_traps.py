@@ -192,6 +192,16 @@ def test_what_compares_no_rows_or_may_have_its_size_from_elsewhere(case):
     assert coupled(**case) == []
 
 
+class Offset(nn.Module):
+    def forward(self, x):
+        return x.sum(1, keepdim=True), x[:, :2]
+
+
+def test_sizes_of_other_outputs_say_nothing():
+    model = wrap([Offset()], chunks=2)
+    assert messages(lambda: model(torch.rand(3, 5))) == []
+
+
 # One micro-batch.
 
 
