@@ -393,7 +393,9 @@ def lists(value: Any, path: str) -> Iterator[tuple[str, int]]:
 
 def _is_container(value: Any) -> bool:
     """Whether there are tensors, or marked values, in a list or tuple."""
-    return any(isinstance(x, Tensor) or is_of_input(x) for x in leaves_of(value))
+    return is_list_of_rows(value) or any(
+        isinstance(x, Tensor) or is_of_input(x) for x in leaves_of(value)
+    )
 
 
 def _is_list(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from collections import UserDict
 from typing import NamedTuple
 
 import pytest
@@ -121,6 +122,8 @@ class Options(NamedTuple):
         torch.Size([1, 2, 3, 4]),
         (X, X, X, X),
         [X, X, X],
+        # It is divided.
+        [UserDict(boxes=torch.ones(k)) for k in range(4)],
         [NoChunk(X), 1, 2, 3],
         NoChunk([1, 2, 3, 4]),
         Options(1, 2, 3, 4),
