@@ -17,7 +17,8 @@ def shifts_labels(model: nn.Module) -> bool:
     """Whether the loss of a model compares each label with the output in front of it.
 
     The library's loss for causal models does. Some models, as BART's decoder alone, are of that
-    kind by their names, and compute another loss in their own code.
+    kind by their names, and compute another loss in their own code. The virtual tokens of an
+    adapter stand in front of the first label; those of prefix tuning do not.
     """
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
@@ -26,7 +27,10 @@ def shifts_labels(model: nn.Module) -> bool:
     code = getattr(inspect.unwrap(type(base).forward), "__code__", None)
     calls_it = code is not None and "loss_function" in code.co_names
     encodes = getattr(getattr(base, "config", None), "is_encoder_decoder", False)
-    return causal and calls_it and not encodes
+    adapter: Any = getattr(model, "active_peft_config", None)
+    is_prompt = getattr(adapter, "is_prompt_learning", False)
+    is_prompt = is_prompt and adapter.peft_type != "PREFIX_TUNING"
+    return causal and calls_it and not encodes and not is_prompt
 
 
 def ctc_reduction(model: nn.Module) -> str | None:

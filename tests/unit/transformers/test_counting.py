@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from tests.examples import MISSING
 from tests.unit.transformers.test_trainer import made, wrapped
@@ -42,9 +43,12 @@ def pixels():
     config = transformers.SegformerConfig(
         **sizes, **layers, mlp_ratios=[1, 1], decoder_hidden_size=4, num_labels=3
     )
-    labels = torch.randint(3, (5, 8, 8))
+    labels = torch.zeros(5, 8, 8, dtype=torch.long)
+    labels += torch.arange(5)[:, None, None] % 3
     labels[:2, 1:] = config.semantic_loss_ignore_index
-    return transformers.SegformerForSemanticSegmentation(config), {
+    model = transformers.SegformerForSemanticSegmentation(config)
+    nn.init.normal_(model.decode_head.classifier.bias)  # Or all labels have the same loss.
+    return model, {
         "pixel_values": torch.randn(5, 3, 8, 8),
         "labels": labels,
     }
@@ -60,6 +64,19 @@ def patches():
     }
 
 
+def prompts(kind):
+    """Texts that virtual tokens precede, so that the first label of a row counts, or does not."""
+    peft = pytest.importorskip("peft", exc_type=MISSING)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(**sizes, intermediate_size=16)
+    adapter = getattr(peft, kind)(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    ids = torch.randint(32, (5, 7))
+    labels = ids.clone()
+    labels[:2, 2:] = -100
+    model = peft.get_peft_model(transformers.LlamaForCausalLM(config), adapter)
+    return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
 def doubles():
     """Labels with shares that are no numbers of single precision."""
     sizes = {"vocab_size": 32, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
@@ -69,14 +86,24 @@ def doubles():
     return model.double(), {"input_ids": torch.randint(32, (5, 7)), "labels": labels}
 
 
-@pytest.mark.parametrize(
-    "case", [lambda: speech("sum"), lambda: speech("mean"), pixels, patches, doubles], ids=range(5)
-)
-def test_losses(case, tmp_path):
+CASES = {
+    "sums over rows": lambda: speech("sum"),
+    "means over rows": lambda: speech("mean"),
+    "pixels": pixels,
+    "patches": patches,
+    "prompts": lambda: prompts("PromptTuningConfig"),
+    "prefixes": lambda: prompts("PrefixTuningConfig"),
+    "doubles": doubles,
+}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+@pytest.mark.parametrize("name", CASES)
+def test_losses(name, tmp_path):
     torch.manual_seed(0)
-    model, batch = case()
+    model, batch = CASES[name]()
     expected = model.eval()(**batch).loss.detach()
     own = made(pipelined(transformers.Trainer), wrapped(model, chunks=3), tmp_path, [])
     with torch.no_grad():
         found = own.compute_loss(model, dict(batch))
-    torch.testing.assert_close(found, expected, rtol=1e-12 if case is doubles else 1e-5, atol=0)
+    torch.testing.assert_close(found, expected, rtol=1e-12 if name == "doubles" else 1e-5, atol=0)
