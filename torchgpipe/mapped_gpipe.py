@@ -29,6 +29,7 @@ from torchgpipe.mapped.hugging_face import (
     takes_cache,
     verify_trainer,
     without_cache,
+    without_cache_of,
 )
 from torchgpipe.mapped.step import Lasting, MappedStep
 from torchgpipe.mapped.threads import Threads, Turns
@@ -375,6 +376,8 @@ class MappedGPipe(Wrapper):
         try:
             with order.begin(given) if order else nullcontext(), glue or nullcontext():
                 output = self.module(*value.args, **value.kwargs)
+            if self._takes_cache and not value.kwargs["use_cache"]:
+                output = without_cache_of(output)
             if order:
                 order.end(given, Batch(output).parts[VALUE])
             return course.end(output)

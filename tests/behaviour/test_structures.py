@@ -26,7 +26,7 @@ from tests.support.structures import (
     verify,
 )
 from torchgpipe import NoChunk
-from torchgpipe.values.division import is_list_of_tensors
+from torchgpipe.values.division import is_list_of_rows
 
 # Arguments of the first layer.
 
@@ -209,8 +209,8 @@ def cases(draw):
     cuts = draw(st.sets(st.integers(1, len(layers) - 1)))
     balance = [b - a for a, b in pairwise([0, *sorted(cuts), len(layers)])]
     value = tree_map(lambda make: make(), (tree, lambda: torch.rand(n, 2)))
-    # A list with a tensor for each row is divided as a list.
-    lists = filter(is_list_of_tensors, tree_leaves(value, is_list_of_tensors))
+    # A list with an entry for each row is divided as a list.
+    lists = filter(is_list_of_rows, tree_leaves(value, is_list_of_rows))
     assume(all(len(x) != n for x in lists))
     return value, layers, balance
 

@@ -80,6 +80,7 @@ def calls(entries):
 def entries_for_each_row(make):
     kinds = [["a", "b", "c", "d"], [[1], [2], [3, 4], []], array("d", [1, 2, 3, 4]), range(4)]
     kinds += [pytest.importorskip("numpy").zeros((4, 2)), [rows(4) for _ in range(4)]]
+    kinds += [[{"x": rows(4)} for _ in range(4)]]
     mean = "entries: 4, micro-batches: 2", "torchgpipe.NoChunk"
     places = {"": r"\[1\]", "args": r"args\[1\]", "kwargs": r"kwargs\['y'\]", "deep": r"\[0\]"}
     for k, entries in enumerate(make.some(kinds)):
@@ -88,7 +89,7 @@ def entries_for_each_row(make):
         layers = layers_of(Partial(lambda v: v[0]) if not name else first, nn.Linear(3, 3))
 
         run = steps(make, layers, value, chunks=2)
-        either = isinstance(entries, list) and isinstance(entries[0], torch.Tensor)
+        either = isinstance(entries, list) and isinstance(entries[0], torch.Tensor | dict)
         checked_warning(run, places[name], *(["entries: 4", "a tuple"] if either else mean))
 
 

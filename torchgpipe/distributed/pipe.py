@@ -343,9 +343,8 @@ class Pipe(Wrapper):
         return self._run(arguments(args, kwargs) if args or kwargs else None, None, False)
 
     def _run(self, input: Any, terms: Any, recorded: bool) -> Any:
-        given, shapes, flags, trainable = StepInputs(), "", [], 0
+        given, shapes, flags, trainable, error = StepInputs(), "", [], 0, None
         modules: Sequence[nn.Module] = ()
-        error = None
         try:
             if recorded and is_within_float16():
                 warn(
@@ -407,8 +406,8 @@ class Pipe(Wrapper):
             assert isinstance(mail, Mail)
             try:
                 run = partial(executor.run, partial(program.run, executor, mail, agree))
-                whole_ones = mini_batch.whole if mini_batch else ()
-                compute(run, self, whole_ones, executor.step.context.modes)
+                shared = mini_batch.whole if mini_batch else ()
+                compute(run, self, shared, executor.step.context.modes)
                 # Before the others take the step for done, since this may fail.
                 if criterion.outputs is not None and self.is_last:
                     output = criterion.joined(executor.step.blocks)

@@ -51,6 +51,13 @@ def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs if kwargs.get("use_cache") is not None else {**kwargs, "use_cache": False}
 
 
+def without_cache_of(output: Any) -> Any:
+    """An output without a cache, which a model returns if it was given one, as by prefix tuning."""
+    if not isinstance(output, dict) or output.get("past_key_values") is None:
+        return output
+    return type(output)(**{key: x for key, x in output.items() if key != "past_key_values"})
+
+
 def map_of_accelerate(model: nn.Module) -> dict[str, Device]:
     """The device map by which Accelerate has dispatched a model.
 

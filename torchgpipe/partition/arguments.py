@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchgpipe.ambient.notes import warn
 from torchgpipe.checks import has_entries, verify, verify_function, verify_kind, verify_number
 from torchgpipe.devices.streams import CPU, Device, accelerators, canonical_device
-from torchgpipe.values.division import is_list_of_tensors, leaves_in, row_count
+from torchgpipe.values.division import is_list_of_rows, leaves_in, row_count, tensors_of_row
 from torchgpipe.values.structure import MISSING, Arguments, is_of_input, leaves_of, names
 
 __all__ = ["MISSING"]
@@ -288,7 +288,8 @@ class Traps:
         either = [
             name
             for name, leaf in names(input, leaves_in(input))
-            if is_list_of_tensors(leaf) and all(len(x) == rows for x in leaf)
+            if is_list_of_rows(leaf)
+            and all(len(x) == rows for entry in leaf for x in tensors_of_row(entry))
         ]
         if either and "either" not in self._known:
             warn(
@@ -336,13 +337,14 @@ class Traps:
         """
         if len(rows) < 2 or rows[0] < 2 or "coupled" in self._known or not outputs:
             return
-        if (rows[0], rows[0]) not in outputs[0]:
+        # Another number of rows tells whether the size follows it.
+        told = rows[-1] != rows[0] and len(outputs) > 1
+        pairs = [(rows[0], rows[0]), (rows[-1], rows[-1])][: len(outputs)]
+        if not any([*shapes] == pairs for shapes in zip(*outputs)):
             return
-        if rows[-1] != rows[0] and len(outputs) > 1:
-            # Another number of rows tells whether the size follows it.
-            if (rows[-1], rows[-1]) not in outputs[-1]:
-                return
-        elif any(rows[0] in x[1:] for x in inputs) or any(rows[0] in x.shape for x in parameters):
+        if not told and (
+            any(rows[0] in x[1:] for x in inputs) or any(rows[0] in x.shape for x in parameters)
+        ):
             return
         warn(
             "an output has an entry for each pair of rows, so each row is compared with those of "
@@ -385,7 +387,9 @@ def lists(value: Any, path: str) -> Iterator[tuple[str, int]]:
 
 def _is_container(value: Any) -> bool:
     """Whether there are tensors, or marked values, in a list or tuple."""
-    return any(isinstance(x, Tensor) or is_of_input(x) for x in leaves_of(value))
+    return is_list_of_rows(value) or any(
+        isinstance(x, Tensor) or is_of_input(x) for x in leaves_of(value)
+    )
 
 
 def _is_list(value: Any) -> bool:

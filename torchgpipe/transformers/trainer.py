@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copyreg
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
@@ -11,7 +10,6 @@ from typing import Any
 
 try:
     import transformers
-    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 except ImportError as error:
     raise ImportError(
         "torchgpipe.transformers needs Transformers (not installed: transformers); run: "
@@ -22,6 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.mapped_gpipe import MappedGPipe
+from torchgpipe.transformers.counting import (
+    IGNORED,
+    counts_of,
+    ctc_reduction,
+    ignored_pixels,
+    shares_of,
+    shifts_labels,
+    told,
+    whole,
+)
 from torchgpipe.values.division import division_of
 from torchgpipe.values.marks import Chunks
 from torchgpipe.values.structure import map_leaves
@@ -178,20 +186,6 @@ def unmoved(model: Any) -> Iterator[None]:
         del vars(model)["to"]
 
 
-def shifts_labels(model: nn.Module) -> bool:
-    """Whether the loss of a model compares each label with the output in front of it.
-
-    The library's loss for causal models does. Some models, as BART's decoder alone, are of that
-    kind by their names, and compute another loss in their own code.
-    """
-    base = getattr(model, "get_base_model", lambda: model)()
-    causal = LOSS_MAPPING.get(str(getattr(base, "loss_type", None))) is ForCausalLMLoss
-    code = getattr(inspect.unwrap(type(base).forward), "__code__", None)
-    calls_it = code is not None and "loss_function" in code.co_names
-    encodes = getattr(getattr(base, "config", None), "is_encoder_decoder", False)
-    return causal and calls_it and not encodes
-
-
 def verify(arguments: Any) -> None:
     """Check the arguments of a Trainer.
 
@@ -207,81 +201,6 @@ def verify(arguments: Any) -> None:
         value = getattr(arguments, name, None)
         if value:
             raise ValueError(f"a pipelined Trainer takes no {name} ({name}: {value}); {remedy}")
-
-
-# The loss of a mini-batch, from the losses that a model returns for its micro-batches.
-#
-# Models of Transformers return the mean over the labels that count: those that are not -100, and
-# in a causal model those that have a token in front of them. Trainer may tell a model how many
-# labels all mini-batches of a step have, *N*. Some models divide the sum of their losses by that
-# number, and others ignore it. The model does not show which of the two it does. So let micro-
-# batch *i* have :math:`c_i` labels that count, of *C* in the mini-batch. It is told :math:`N c_i
-# / C`, and its loss counts :math:`c_i / C`:
-#
-# - The sum over labels :math:`s_i` is divided by what the model was told. Then the whole is
-# :math:`\sum_i s_i / N`, as the model itself would return for the mini-batch.
-# - A mean over labels :math:`s_i / c_i` stays one. Then the whole is :math:`\sum_i s_i / C`, the
-# mean over the mini-batch.
-# - What a model adds to either, as routers of mixtures of experts do, becomes a mean.
-
-
-#: The label that counts nowhere, for PyTorch's losses and so for those of Transformers.
-IGNORED = -100
-
-
-def counts_of(labels: Sequence[Tensor], sizes: Sequence[int], shifted: bool) -> Tensor:
-    """Count the labels of each micro-batch.
-
-    Args:
-        labels: tensors of shape ``(rows, ...)``. All numbers of floating point count.
-        sizes: the number of rows of each micro-batch.
-        shifted: whether the first label in each row counts nowhere.
-
-    Returns:
-        A tensor of floating point, of shape ``(m,)``. Without labels these are the rows.
-    """
-    found = torch.tensor([float(size) for size in sizes])
-    if not labels:
-        return found
-    rows = torch.zeros(len(labels[0]), device=labels[0].device)
-    for x in labels:
-        if shifted and x.dim() > 1:
-            x = x[:, 1:]
-        counted = torch.ones_like(x) if x.is_floating_point() else x != IGNORED
-        rows += counted.reshape(len(x), -1).sum(1)
-    return torch.stack([part.sum() for part in rows.split([*sizes])])
-
-
-def shares_of(counts: Tensor, *, alone: bool = False) -> Tensor:
-    """The share of each micro-batch in the loss of the mini-batch, of shape ``(m,)``.
-
-    Args:
-        counts: the labels of each micro-batch.
-        alone: whether the loss of a mini-batch without labels is NaN, and not zero.
-    """
-    return counts / (counts.sum() if alone else counts.sum().clamp(min=1))
-
-
-def told(counts: Tensor, items: Tensor | float) -> list[Tensor]:
-    """The number of labels to pass to each micro-batch as ``num_items_in_batch``.
-
-    Args:
-        counts: the labels of each micro-batch.
-        items: the labels of all mini-batches of a step.
-    """
-    # At least one, since a micro-batch without labels divides by this, too.
-    return [*(counts.clamp(min=1) * items / counts.sum().clamp(min=1))]
-
-
-def whole(losses: Tensor, shares: Tensor) -> Tensor:
-    """The loss of the mini-batch, of shape ``()``.
-
-    Args:
-        losses: the losses of the micro-batches, of shape ``(m,)``.
-        shares: their shares. A mean over no label is NaN, and its share is zero.
-    """
-    shares = shares.to(losses.device, losses.dtype)
-    return torch.where(shares == 0, torch.zeros_like(losses), losses * shares).sum()
 
 
 # The model that a Trainer calls: calls go through the pipeline, all else is the model's.
@@ -348,12 +267,18 @@ class PipelinedModel:
         items = kwargs.pop("num_items_in_batch", None)
         sizes = division_of((args, kwargs), pipe.chunks).sizes
         shifted = self._shifted and "shift_labels" not in kwargs
-        counts = counts_of(self._labels(kwargs, sum(sizes)), sizes, shifted)
+        reduction = ctc_reduction(pipe.module)
+        labels = [] if reduction else self._labels(kwargs, sum(sizes))
+        counts = counts_of(labels, sizes, shifted)
+        if next(pipe.parameters()).dtype == torch.float64:
+            counts = counts.double()
         if items is not None:
             kwargs["num_items_in_batch"] = Chunks(told(counts, items))
         with loss_alone(pipe.module) if self._alone else nullcontext():
             output = pipe(*args, **kwargs)
-        return self._finished(output, sizes, shares_of(counts, alone=items is None))
+        is_sum = reduction == "sum"
+        shares = torch.ones_like(counts) if is_sum else shares_of(counts, alone=items is None)
+        return self._finished(output, sizes, shares)
 
     def _finished(self, output: Any, sizes: Sequence[int], shares: Tensor) -> Any:
         """Combine the losses of all micro-batches into one, and move it to its device."""
@@ -375,12 +300,14 @@ class PipelinedModel:
     def _labels(self, kwargs: dict[str, Any], rows: int) -> list[Tensor]:
         if "shift_labels" in kwargs:
             return [kwargs["shift_labels"]]
-        found = [kwargs.get(name) for name in self._names]
+        found = [kwargs.get(name) for name in (*self._names, "bool_masked_pos")]
         ids = kwargs.get("input_ids")
         if isinstance(ids, Tensor) and any(name.endswith("_positions") for name in self._names):
             # An answer after the end of its row counts nowhere.
             found = [x if x is None else x.masked_fill(x >= ids.shape[1], IGNORED) for x in found]
-        return [x for x in found if isinstance(x, Tensor) and x.dim() and len(x) == rows]
+        labels = [x for x in found if isinstance(x, Tensor) and x.dim() and len(x) == rows]
+        pixels = ignored_pixels(self._pipe.module)
+        return [x.masked_fill(x == pixels, IGNORED) if x.dim() > 2 else x for x in labels]
 
     def _arrived(self, x: Any) -> Any:
         return x.to(self._device) if isinstance(x, Tensor) else x

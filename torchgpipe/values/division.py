@@ -1,14 +1,15 @@
 """Division of a mini-batch: which rows and which objects each micro-batch gets.
 
 A tensor is split along dimension 0, unless it is marked. A list with one tensor per row, such as
-images of several sizes, is sliced as a list, and its tensors are not split. The entries of
+images of several sizes, or with one mapping of tensors per row, such as the objects in each image,
+is sliced as a list, and its tensors are not split. The entries of
 :class:`~torchgpipe.Chunks` go to one micro-batch each. All other objects, 0-dimensional tensors and
 values marked by :class:`~torchgpipe.NoChunk` go whole into every micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -151,33 +152,35 @@ def _looked_at(
 
 
 def leaves_in(value: Any, rows: int | None = None) -> Callable[[Any], bool]:
-    """Make a predicate that tells leaves from containers: marks, and lists with a tensor per row.
+    """Make a predicate that tells leaves from containers: marks, and lists with an entry per row.
 
     Args:
         value: the value.
         rows: the number of its rows; by default taken from the leaves that are not lists. If there
-            are none, lists of tensors are containers like any other.
+            are none, these lists are containers like any other.
     """
     if isinstance(value, Tensor):
         return is_of_input
-    found = leaves_of(value, lambda x: is_of_input(x) or is_list_of_tensors(x))
-    if not any(map(is_list_of_tensors, found)):
+    found = leaves_of(value, lambda x: is_of_input(x) or is_list_of_rows(x))
+    if not any(map(is_list_of_rows, found)):
         return is_of_input
     if rows is None:
-        rows = next((rows_in(x) for x in found if rows_in(x) and not is_list_of_tensors(x)), 0)
-    return lambda x: is_of_input(x) or (is_list_of_tensors(x) and len(x) == rows)
+        rows = next((rows_in(x) for x in found if rows_in(x) and not is_list_of_rows(x)), 0)
+    return lambda x: is_of_input(x) or (is_list_of_rows(x) and len(x) == rows)
 
 
-def is_list_of_tensors(value: Any) -> bool:
-    """Whether a value is a list of nothing but tensors, which may have one for each row.
+def is_list_of_rows(value: Any) -> bool:
+    """Whether a value is a list that may have an entry for each row: tensors, or mappings of them.
 
     A list of numbers, as of learned scales, has none.
     """
-    return (
-        type(value) is list
-        and bool(value)
-        and all(isinstance(x, Tensor) and x.dim() > 0 for x in value)
-    )
+    return type(value) is list and bool(value) and all(map(tensors_of_row, value))
+
+
+def tensors_of_row(entry: Any) -> list[Tensor]:
+    """The tensors of one entry of such a list."""
+    values = entry.values() if isinstance(entry, Mapping) else [entry]
+    return [x for x in values if isinstance(x, Tensor) and x.dim() > 0]
 
 
 def rows_in(leaf: Any) -> int | None:
@@ -186,7 +189,7 @@ def rows_in(leaf: Any) -> int | None:
         return leaf.shape[0] if leaf.dim() else None
     if isinstance(leaf, Chunk):
         return leaf.value.shape[leaf.dim]
-    return len(leaf) if is_list_of_tensors(leaf) else None
+    return len(leaf) if is_list_of_rows(leaf) else None
 
 
 def has_chunks(value: Any) -> bool:
@@ -233,7 +236,7 @@ def split(value: Any, division: Division, rows: int | None = None) -> Iterator[A
         # narrow() and not split(), since autograd forbids to change a view of split() in place.
         if isinstance(leaf, Chunks):
             return leaf.values[i]
-        if is_list_of_tensors(leaf):
+        if is_list_of_rows(leaf):
             return leaf[starts[i] : starts[i + 1]]
         tensor, dim = (leaf.value, leaf.dim) if isinstance(leaf, Chunk) else (leaf, 0)
         return _rows(tensor, dim, starts[i], sizes[i], _torch.forward_level() >= 0)
@@ -252,7 +255,7 @@ def split(value: Any, division: Division, rows: int | None = None) -> Iterator[A
 def _is_divided(leaf: Any) -> bool:
     if isinstance(leaf, Tensor):
         return leaf.dim() > 0 and is_dense(leaf)
-    return isinstance(leaf, Chunk | Chunks) or is_list_of_tensors(leaf)
+    return isinstance(leaf, Chunk | Chunks) or is_list_of_rows(leaf)
 
 
 def _rows(tensor: Tensor, dim: int, start: int, size: int, differentiated: bool) -> Tensor:

@@ -325,10 +325,14 @@ def _stacked(tensors: Tensors, rows: Sequence[int]) -> Tensor:
 def join_tensors(tensors: Tensors) -> Tensor:
     """Concatenate the tensors of all micro-batches along dimension 0; stack 0-dimensional ones."""
     if len({(x.dim(), x.shape[1:]) for x in tensors}) > 1:
+        # Rows that are compared with each other make a square of each micro-batch.
+        are_pairs = all(x.dim() == 2 and x.shape[0] == x.shape[1] for x in tensors)
+        compared = "return what is compared, and compare it after the wrapper, where all rows are"
         raise ValueError(
             "the outputs of all micro-batches must have the same shape but for dimension 0, along "
-            f"which they are joined (shapes: {[tuple(x.shape) for x in tensors]}); have the last "
-            "layer pad them to one length"
+            f"which they are joined (shapes: {[tuple(x.shape) for x in tensors]}); "
+            f"{compared if are_pairs else 'have the last layer pad them to one length'}, or pass "
+            "micro-batches of your own as torchgpipe.Chunks, for a list of their outputs"
         )
     kind = tensors[0].device.type
     if kind in device_types() and torch.is_autocast_enabled(kind):

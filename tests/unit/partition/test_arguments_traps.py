@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from collections import UserDict
 from typing import NamedTuple
 
 import pytest
@@ -121,6 +122,8 @@ class Options(NamedTuple):
         torch.Size([1, 2, 3, 4]),
         (X, X, X, X),
         [X, X, X],
+        # It is divided.
+        [UserDict(boxes=torch.ones(k)) for k in range(4)],
         [NoChunk(X), 1, 2, 3],
         NoChunk([1, 2, 3, 4]),
         Options(1, 2, 3, 4),
@@ -190,6 +193,16 @@ def coupled(rows, size=8, chunks=2, layers=()):
 )
 def test_what_compares_no_rows_or_may_have_its_size_from_elsewhere(case):
     assert coupled(**case) == []
+
+
+class Offset(nn.Module):
+    def forward(self, x):
+        return x.sum(1, keepdim=True), x[:, :2]
+
+
+def test_sizes_of_other_outputs_say_nothing():
+    model = wrap([Offset()], chunks=2)
+    assert messages(lambda: model(torch.rand(3, 5))) == []
 
 
 # One micro-batch.

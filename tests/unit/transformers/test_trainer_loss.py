@@ -18,6 +18,7 @@ LABELS = torch.tensor([[7, 1, 2], [7, -100, -100], [-100, 5, 6], [7, -100, 3]])
         ([LABELS[:, 0]], True, [2.0, 1.0]),
         ([LABELS[:, 0], LABELS[:, 2]], False, [3.0, 3.0]),
         ([torch.rand(4, 3)], False, [6.0, 6.0]),
+        ([LABELS > 3], False, [2.0, 3.0]),
         ([], False, [2.0, 2.0]),
     ],
 )

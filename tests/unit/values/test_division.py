@@ -1,5 +1,7 @@
 """A division: what each micro-batch gets of a mini-batch."""
 
+from collections import UserDict
+
 import pytest
 import torch
 from hypothesis import given
@@ -39,12 +41,23 @@ def test_rows_of_any_dimension_come_back_in_order(rows, chunks, dim):
     assert len(found) == min(rows, chunks)
 
 
-def test_list_with_a_tensor_for_each_row_is_split_as_a_list():
-    found = parts((X, IMAGES), 2)
-    assert [images for _, images in found] == [IMAGES[:2], IMAGES[2:]]
+@pytest.mark.parametrize(
+    "value",
+    [
+        IMAGES,
+        # The objects in each image, of which some may have as many as there are rows.
+        [{"boxes": x, "size": Y, "id": 3} for x in IMAGES],
+        [UserDict(boxes=x) for x in IMAGES],
+    ],
+)
+def test_list_with_an_entry_for_each_row_is_split_as_a_list(value):
+    found = parts((X, value), 2)
+    assert [entries for _, entries in found] == [value[:2], value[2:]]
 
 
-@pytest.mark.parametrize("value", [[X, X], (X, (X, X, X, X)), (X, [X, X]), {"a": [Y, Y, Y, Y]}])
+@pytest.mark.parametrize(
+    "value", [[X, X], (X, [X, X]), {"a": [Y] * 4}, (X, (X,) * 4), (X, [{"a": X}, {}, {}, {}])]
+)
 def test_other_containers_of_tensors_are_split_within(value):
     found = parts(value, 2)
     assert row_count(value) == 4

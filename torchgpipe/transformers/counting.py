@@ -1,0 +1,126 @@
+"""The loss of a mini-batch, of those that a model of Transformers returns for its micro-batches.
+
+Models of Transformers return the mean over the labels that count: those that are not -100, and in a
+causal model those that have a token in front of them. Trainer may tell a model how many labels all
+mini-batches of a step have, *N*. Some models divide the sum of their losses by that number, and
+others ignore it. The model does not show which of the two it does. So let micro-batch *i* have *c*
+labels that count, of *C* in the mini-batch. It is told *N c / C*, and its loss counts *c / C*:
+
+- The sum *s* of the losses of its labels is divided by what the model was told. Then the whole is
+  the sum of all *s / N*, as the model itself would return for the mini-batch.
+- A mean over labels *s / c* stays one. Then the whole is the sum of all *s / C*, the mean over the
+  mini-batch.
+- What a model adds to either, as routers of mixtures of experts do, becomes a mean.
+
+Losses of another kind are sums or means over rows, each row's loss as CTC has it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__: list[str] = []
+
+#: The label that counts nowhere, for PyTorch's losses and so for those of Transformers.
+IGNORED = -100
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Whether the loss of a model compares each label with the output in front of it.
+
+    The library's loss for causal models does. Some models, as BART's decoder alone, are of that
+    kind by their names, and compute another loss in their own code. The virtual tokens of an
+    adapter stand in front of the first label; those of prefix tuning do not.
+    """
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    base = base_of(model)
+    causal = LOSS_MAPPING.get(str(getattr(base, "loss_type", None))) is ForCausalLMLoss
+    code = getattr(inspect.unwrap(type(base).forward), "__code__", None)
+    calls_it = code is not None and "loss_function" in code.co_names
+    encodes = getattr(getattr(base, "config", None), "is_encoder_decoder", False)
+    adapter: Any = getattr(model, "active_peft_config", None)
+    is_prompt = getattr(adapter, "is_prompt_learning", False)
+    is_prompt = is_prompt and adapter.peft_type != "PREFIX_TUNING"
+    return causal and calls_it and not encodes and not is_prompt
+
+
+def ctc_reduction(model: nn.Module) -> str | None:
+    """The reduction of CTC losses of rows, ``"sum"`` or ``"mean"``; None for other models."""
+    base = base_of(model)
+    is_ctc = any(x.__name__.endswith("ForCTC") for x in type(base).__mro__)
+    return getattr(base.config, "ctc_loss_reduction", None) if is_ctc else None
+
+
+def ignored_pixels(model: nn.Module) -> int:
+    """The label of pixels that counts nowhere in a model that labels each pixel."""
+    config: Any = getattr(base_of(model), "config", None)
+    names = ("semantic_loss_ignore_index", "loss_ignore_index")
+    return next((getattr(config, name) for name in names if hasattr(config, name)), IGNORED)
+
+
+def base_of(model: nn.Module) -> Any:
+    """The model itself, if it has adapters."""
+    return getattr(model, "get_base_model", lambda: model)()
+
+
+def counts_of(labels: Sequence[Tensor], sizes: Sequence[int], shifted: bool) -> Tensor:
+    """Count the labels of each micro-batch.
+
+    Args:
+        labels: tensors of shape ``(rows, ...)``. All numbers of floating point count, and of truth
+            values those that are true.
+        sizes: the number of rows of each micro-batch.
+        shifted: whether the first label in each row counts nowhere.
+
+    Returns:
+        A tensor of floating point, of shape ``(m,)``. Without labels these are the rows.
+    """
+    found = torch.tensor([float(size) for size in sizes])
+    if not labels:
+        return found
+    rows = torch.zeros(len(labels[0]), device=labels[0].device)
+    for x in labels:
+        if shifted and x.dim() > 1:
+            x = x[:, 1:]
+        counted = x if x.dtype == torch.bool else x != IGNORED
+        counted = torch.ones_like(x) if x.is_floating_point() else counted
+        rows += counted.reshape(len(x), -1).sum(1)
+    return torch.stack([part.sum() for part in rows.split([*sizes])])
+
+
+def shares_of(counts: Tensor, *, alone: bool = False) -> Tensor:
+    """The share of each micro-batch in the loss of the mini-batch, of shape ``(m,)``.
+
+    Args:
+        counts: the labels of each micro-batch.
+        alone: whether the loss of a mini-batch without labels is NaN, and not zero.
+    """
+    return counts / (counts.sum() if alone else counts.sum().clamp(min=1))
+
+
+def told(counts: Tensor, items: Tensor | float) -> list[Tensor]:
+    """The number of labels to pass to each micro-batch as ``num_items_in_batch``.
+
+    Args:
+        counts: the labels of each micro-batch.
+        items: the labels of all mini-batches of a step.
+    """
+    # At least one, since a micro-batch without labels divides by this, too.
+    return [*(counts.clamp(min=1) * items / counts.sum().clamp(min=1))]
+
+
+def whole(losses: Tensor, shares: Tensor) -> Tensor:
+    """The loss of the mini-batch, of shape ``()``.
+
+    Args:
+        losses: the losses of the micro-batches, of shape ``(m,)``.
+        shares: their shares. A mean over no label is NaN, and its share is zero.
+    """
+    shares = shares.to(losses.device, losses.dtype)
+    return torch.where(shares == 0, torch.zeros_like(losses), losses * shares).sum()
