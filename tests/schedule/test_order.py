@@ -76,8 +76,8 @@ def test_recomputations_that_are_added_to_what_was_rehearsed(case, seed, is_inst
     costs = with_copies(rng, costs, schedule.placement, skips)
     table = Table(Costs(F=0, I=0, W=1, R=0) if is_instant else costs, schedule.placement, skips)
     plain, right = Rehearsal(schedule.program, skips), Rehearsal(program, skips)
-    found = plain.with_again(program)
     again = recomputes(schedule.program, modes, schedule.chunks)
+    found = plain.with_again(again)
     assert plain.makespan(table, again) == right.makespan(table)
     assert found.program == program
     assert found.makespan(table) == right.makespan(table)

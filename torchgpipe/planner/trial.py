@@ -280,12 +280,11 @@ class Trials:
 
     def _replayed(self, setting: Setting, skips: Skips, words: tuple[str, ...]) -> Rehearsal:
         """A setting of which some is computed again, ready to be timed."""
-        base, found = setting.schedule, self.rehearsal(setting, skips)
-        program = checkpointed(base.program, words, base.chunks)
-        if program is base.program:
-            return found
-        self.effort += 10 * sum(map(len, program))
-        return found.with_again(program)
+        found, again = self.rehearsal(setting, skips), self.again(setting, words)
+        if again:
+            found = found.with_again(again)
+            self.effort += 10 * len(found.steps)
+        return found
 
     def _order(
         self, setting: Setting, skips: Skips, words: tuple[str, ...]

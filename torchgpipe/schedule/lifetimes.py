@@ -75,22 +75,21 @@ def trips(
     """
     if not any(ahead):
         return []
+    place: dict[tuple[int, str, int], int]
     place = {op: k for k, x in enumerate(line) for op in operations(x)}
     found = []
-    for op, end in place.items():
-        early = ahead[op.stage]
-        begin = place.get(op._replace(kind="F"))
-        again = place.get(op._replace(kind="R"))
-        if op.kind not in "BI" or not early or begin is None:
+    for (j, kind, i), end in place.items():
+        if kind not in "BI" or not ahead[j]:
             continue
-        if (again is not None) != (op.stage in policies):
+        begin, again = place.get((j, "F", i)), place.get((j, "R", i))
+        if begin is None or (again is not None) != (j in policies):
             continue
         if again is not None:
             end = again
         if end - begin - 1 >= BETWEEN:
             # One that has not left yet cannot come back.
-            back = min(end, max(begin + 2, end - early))
-            found.append(Trip(op.stage, op.microbatch, begin, begin + 1, back, end))
+            back = min(end, max(begin + 2, end - ahead[j]))
+            found.append(Trip(j, i, begin, begin + 1, back, end))
     return sorted(found, key=lambda trip: (trip.back, trip.end))
 
 
@@ -145,7 +144,9 @@ class Tracks:
 
     def before(self, w: int, now: float) -> float:
         """Begin the copies back before the next instruction, and return when it may start."""
-        at = self._at[w].get(self._place[w], {})
+        at = self._at[w].get(self._place[w])
+        if at is None:
+            return now
         for trip in at.get("back", ()):
             self._copy("back", w, trip, now)
         came = [self.copies["back"][trip.stage, trip.microbatch][1] for trip in at.get("end", ())]

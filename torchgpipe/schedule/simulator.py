@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from copy import copy as copied
 from dataclasses import dataclass, field
 from itertools import product
@@ -168,8 +168,8 @@ class Rehearsal:
         place: dict[Op, int] = {}
         kinds: dict[tuple[tuple[str, int], ...], int] = {}
         ways: dict[tuple[int, int], int] = {}
-        #: For each step its worker, the number of its kind, and for each edge the step that it
-        #: comes from, and the number of its way.
+        #: For each step its worker, the number of its kind, and for each edge from another worker
+        #: the step that it comes from, and the number of its way. Its own has done the others.
         self._waits: list[tuple[int, int, tuple[tuple[int, int], ...]]] = []
         #: The number of the step of each cell's backward.
         self._backward: dict[tuple[int, int], int] = {}
@@ -179,40 +179,43 @@ class Rehearsal:
             self._kinds.setdefault(kind, instruction)
             found = []
             for source, op in edges:
-                way = source.stage, op.stage
-                self._ways.setdefault(way, (source, op))
-                found.append((place[source], ways.setdefault(way, len(ways))))
+                if self.steps[place[source]][0] != w:
+                    way = source.stage, op.stage
+                    self._ways.setdefault(way, (source, op))
+                    found.append((place[source], ways.setdefault(way, len(ways))))
             for op in ops:
                 place[op] = k
                 if op.kind in "BI":
                     self._backward[op.stage, op.microbatch] = k
             self._waits.append((w, kinds.setdefault(kind, len(kinds)), (*found,)))
 
-    def with_again(self, program: Program) -> Rehearsal:
-        """The same with R in it, each right before its backward, for a fraction of the time.
+    def with_again(self, cells: Container[tuple[int, int]]) -> Rehearsal:
+        """The same with an R right before the backward of some cells, for a fraction of the time.
 
         An R waits for its worker alone, which has done the F before.
         """
         found = copied(self)
-        found.program, found.steps, found._waits = program, [], []
-        found._kinds = dict(self._kinds)
-        again = {(op.stage, op.microbatch): op for op in operations_of(program) if op.kind == "R"}
+        found.steps, found._waits, found._kinds = [], [], dict(self._kinds)
+        lines: list[list[Instruction]] = [[] for _ in self.program]
         number: dict[int, int] = {}
         #: By the number of a step of this one, its number there.
         place: list[int] = []
         for (w, instruction, edges), (_, kind, waits) in zip(self.steps, self._waits):
             for op in operations(instruction):
-                own = again.get((op.stage, op.microbatch)) if op.kind in "BI" else None
-                if own is not None:
+                if op.kind in "BI" and (op.stage, op.microbatch) in cells:
+                    own = op._replace(kind="R")
                     if own.stage not in number:
                         number[own.stage] = len(found._kinds)
                         found._kinds[(("R", own.stage),)] = own
                     found._waits.append((w, number[own.stage], ()))
-                    found.steps.append((w, own, [(Op(own.stage, "F", own.microbatch), own)]))
+                    found.steps.append((w, own, [(op._replace(kind="F"), own)]))
+                    lines[w].append(own)
                     edges = [*edges, (own, op)]
             place.append(len(found.steps))
             found._waits.append((w, kind, (*[(place[k], way) for k, way in waits],)))
             found.steps.append((w, instruction, edges))
+            lines[w].append(instruction)
+        found.program = tuple(map(tuple, lines))
         return found
 
     def times(self, table: Table) -> tuple[list[float], list[float]]:
