@@ -33,7 +33,7 @@ from torchgpipe.mapped.hugging_face import (
 from torchgpipe.mapped.step import Lasting, MappedStep
 from torchgpipe.mapped.threads import Threads, Turns
 from torchgpipe.partition.arguments import checked_device, checked_threads
-from torchgpipe.partition.keeping import Keeping, keepings_of, recomputed_by, words_of
+from torchgpipe.partition.keeping import Keeping, keepings_of, words_of
 from torchgpipe.partition.placement import elsewhere, tensors
 from torchgpipe.planner.blocks import unchanged
 from torchgpipe.planner.given import Memory
@@ -146,8 +146,7 @@ class MappedGPipe(Wrapper):
             *(module, device_map, sample, devices),
             memory=memory,
             chunks=self.chunks,
-            # Less memory is needed if something is offloaded.
-            checkpoint=recomputed_by(keepings_of(self._checkpoint, 1)[0]),
+            checkpoint=keepings_of(self._checkpoint, 1)[0],
             rehearse=self._rehearse,
         )
         self._place(chosen)

@@ -186,7 +186,8 @@ def recorded(
                 there[key] = _on(device, block, *run.arguments[kind])
             other = there[key]
             if other is not None:
-                section.kept, section.forward = other.kept, other.forward
+                section.kept, section.pieces = other.kept, other.pieces
+                section.forward = other.forward
                 section.free, section.held = other.free, other.held
     return found
 

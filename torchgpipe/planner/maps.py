@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, chain, pairwise
 from math import hypot, inf
 from typing import Any
@@ -27,7 +27,13 @@ from torchgpipe.mapped.hugging_face import (
     verify_all_there,
     without_cache,
 )
-from torchgpipe.partition.keeping import checkpointed
+from torchgpipe.partition.keeping import (
+    Keeping,
+    checkpointed,
+    offload_of,
+    recomputed_by,
+    verify_no_policies,
+)
 from torchgpipe.planner.blocks import Times, recorded, refined, timed
 from torchgpipe.planner.cuts import cut, evenest
 from torchgpipe.planner.given import (
@@ -132,7 +138,7 @@ def chosen_map(
     *,
     memory: Memory | None = None,
     chunks: int = 1,
-    checkpoint: str = "except_last",
+    checkpoint: Keeping = "except_last",
     rehearse: Callable[[Mapping[str, Device], Arguments], None] = lambda *_: None,
 ) -> Mapping[str, Device]:
     """Return the device map of a model, which loses the hooks of Accelerate.
@@ -167,6 +173,7 @@ def chosen_map(
     if device_map is None:
         found = map_of_accelerate(model)
     elif isinstance(device_map, str):
+        verify_no_policies((checkpoint,), "a device map that is measured")
         places = places_of(devices, are_one_each=False)
         # A value may be used anywhere after, as a skip is, and predictions are off by as much.
         limits = limits_of(memory, places, FILLED_WITH_SKIPS)
@@ -247,7 +254,7 @@ def _maps(
     arguments: Arguments,
     limits: Sequence[float],
     chunks: int,
-    checkpoint: str,
+    checkpoint: Keeping,
 ) -> Iterator[dict[str, Device]]:
     """Propose device maps, the best one first, and then those of fewer, larger blocks."""
     args, kwargs = arguments
@@ -258,14 +265,14 @@ def _maps(
     def map_of(times: Times) -> dict[str, Device]:
         units = Units(*times)
         sizes: Sequence[int] = units.cut(places)
-        peak = None if min(limits) == inf else _peaks(model, times, units, places, arguments, again)
+        peak = None if min(limits) == inf else peaks_of(times, units)
         if peak is not None:
             sizes, over = _fitted(units, sizes, limits, peak)
             if any(over):
                 raise _too_large(places, limits, over, chunks, checkpoint)
         return units.placed(places, sizes)
 
-    again = chunks, checkpointed(checkpoint, chunks)
+    peaks_of = partial(_peaks, model, places, arguments, chunks, checkpoint)
     wholes = Wholes.of(model)
     measured = refined(measure, wholes, len(places))
     yield map_of(measured)
@@ -277,11 +284,12 @@ def _maps(
 
 def _peaks(
     model: nn.Module,
-    times: Times,
-    units: Units,
     places: Sequence[torch.device],
     arguments: Arguments,
-    again: tuple[int, int],
+    chunks: int,
+    checkpoint: Keeping,
+    times: Times,
+    units: Units,
 ) -> Callable[[int, int], float] | None:
     """The most bytes that a device needs for units from one number to another.
 
@@ -297,8 +305,15 @@ def _peaks(
             "device map of your own if a device has too little memory"
         )
         return None
-    state = state_of(torch.optim.AdamW)
-    footprint = Footprint(sections, weights_of(model, blocks), *again, state)
+    footprint = Footprint(
+        sections,
+        weights_of(model, blocks),
+        chunks,
+        checkpointed(recomputed_by(checkpoint), chunks),
+        state_of(torch.optim.AdamW),
+        # What the CPU keeps is in the memory of the host.
+        offload_of(checkpoint) if has_streams(there) else None,
+    )
     members = [*units.members.values()]
     counts = Counter(x for block in blocks.values() for x in {*block.parameters()})
     shared = {k for k, x in blocks.items() if any(counts[y] > 1 for y in x.parameters())}
@@ -354,7 +369,7 @@ def _too_large(
     limits: Sequence[float],
     over: Sequence[float],
     chunks: int,
-    checkpoint: str,
+    checkpoint: Keeping,
 ) -> ValueError:
     """The error that no map fits, with what the nearest one lacks."""
     lacks: Counter[torch.device] = Counter()
