@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import CausalLMOutput
 
 from tests.support.mapping import GPT, EncoderDecoder, measured, tokens
+from tests.support.planning import links
 from tests.support.size import some
 from torchgpipe import MappedGPipe, Offload
 from torchgpipe.mapped.device_map import Wholes
@@ -19,6 +20,7 @@ from torchgpipe.planner.blocks import Times, recorded
 from torchgpipe.planner.given import USABLE
 from torchgpipe.planner.maps import Units
 from torchgpipe.planner.memory import Footprint, weights_of
+from torchgpipe.testing import observe
 
 # Embedding and head are one weight, used on the streams of two visits.
 pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
@@ -202,6 +204,31 @@ def test_a_model_that_fits_if_its_cells_leave(devices):
     assert auto(GPT(), places, m, "offload", memory=limit) == fastest
     with pytest.raises(ValueError, match="checkpoint: never, the nearest map"):
         auto(GPT(), places, m, memory=limit)
+
+
+class Wide(nn.Module):
+    """Blocks of which the first ones keep the most for backward."""
+
+    def __init__(self):
+        super().__init__()
+        tanhs = [[nn.Tanh()] * count for count in (4, 4, 1, 1)]
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(64, 64), *own) for own in tanhs])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.usefixtures("alike")
+@pytest.mark.parametrize(("speed", "count"), [(1e6, 2), (16, 1)])
+def test_copies_that_take_longer_than_a_forward(devices, speed, count):
+    """The device that sends the most has fewer blocks."""
+    options = {"chunks": 4, "checkpoint": "offload", "devices": devices[:2], "memory": "1TiB"}
+    with observe(bandwidth=links(devices, host=speed)):
+        sample = torch.rand(64, 64, device=devices[0])
+        pipe = MappedGPipe(Wide().to(devices[0]), "auto", sample=sample, **options)
+    assert [pipe.device_map[f"blocks.{k}"] for k in range(4)].count(devices[0]) == count
 
 
 @pytest.mark.usefixtures("alike")

@@ -197,8 +197,8 @@ def verify_no_policies(modes: tuple[Keeping, ...], what: str) -> None:
         f"{what} knows what cells keep whole, and nothing of what a policy chooses",
         "checkpoint",
         "selective",
-        "pass 'never', which has room for what a policy keeps, or 'always', and assign "
-        "model.checkpoint when the model is wrapped",
+        "pass 'never' to have room for what it keeps, or 'always', and assign model.checkpoint "
+        "when the model is wrapped",
     )
 
 

@@ -44,6 +44,7 @@ from torchgpipe.planner.given import (
     places_of,
     state_of,
 )
+from torchgpipe.planner.layers import measured_links
 from torchgpipe.planner.memory import Footprint, weights_of
 from torchgpipe.values.microbatch import scatter
 from torchgpipe.values.structure import Arguments
@@ -151,8 +152,9 @@ def chosen_map(
     Raises:
         TypeError: the sample or the devices are of the wrong kind.
         ValueError: the word is another one, sample or devices are missing, or given beside another
-            map, memory is given beside one, or has no limit of a device, the model cannot be
-            measured, or does not fit, or it has no map or modules that are offloaded.
+            map, memory is given beside one, or has no limit of a device, the mode to measure for is
+            a policy, the model cannot be measured, or does not fit, or it has no map or modules
+            that are offloaded.
     """
     if isinstance(device_map, str) and device_map != "auto":
         raise ValueError(
@@ -265,14 +267,14 @@ def _maps(
     def map_of(times: Times) -> dict[str, Device]:
         units = Units(*times)
         sizes: Sequence[int] = units.cut(places)
-        peak = None if min(limits) == inf else peaks_of(times, units)
-        if peak is not None:
-            sizes, over = _fitted(units, sizes, limits, peak)
+        need = None if min(limits) == inf else needs_of(times, units)
+        if need is not None:
+            sizes, over = _fitted(units, sizes, limits, *need)
             if any(over):
                 raise _too_large(places, limits, over, chunks, checkpoint)
         return units.placed(places, sizes)
 
-    peaks_of = partial(_peaks, model, places, arguments, chunks, checkpoint)
+    needs_of = partial(_needs, model, places, arguments, chunks, checkpoint)
     wholes = Wholes.of(model)
     measured = refined(measure, wholes, len(places))
     yield map_of(measured)
@@ -282,7 +284,7 @@ def _maps(
             yield map_of(measured)
 
 
-def _peaks(
+def _needs(
     model: nn.Module,
     places: Sequence[torch.device],
     arguments: Arguments,
@@ -290,9 +292,10 @@ def _peaks(
     checkpoint: Keeping,
     times: Times,
     units: Units,
-) -> Callable[[int, int], float] | None:
+) -> tuple[Callable[[int, int], float], Callable[[int, int, int], float] | None] | None:
     """The most bytes that a device needs for units from one number to another.
 
+    With them come the seconds by which each device is slower for copies to the host, if it has any.
     None, with a warning, if the backward of the sample fails.
     """
     blocks, there = times.blocks, next((x for x in places if has_streams(x)), CPU)
@@ -305,38 +308,55 @@ def _peaks(
             "device map of your own if a device has too little memory"
         )
         return None
+    # What the CPU keeps is in the memory of the host.
+    offload = offload_of(checkpoint) if has_streams(there) else None
     footprint = Footprint(
         sections,
         weights_of(model, blocks),
         chunks,
         checkpointed(recomputed_by(checkpoint), chunks),
         state_of(torch.optim.AdamW),
-        # What the CPU keeps is in the memory of the host.
-        offload_of(checkpoint) if has_streams(there) else None,
+        offload,
     )
     members = [*units.members.values()]
     counts = Counter(x for block in blocks.values() for x in {*block.parameters()})
     shared = {k for k, x in blocks.items() if any(counts[y] > 1 for y in x.parameters())}
 
     @cache
-    def peak(start: int, stop: int) -> float:
+    def need(start: int, stop: int) -> tuple[float, float]:
         # What belongs to no block goes with the first one.
         own = {*chain([None] if not start else [], *members[start:stop])}
         if shared.isdisjoint(own):
-            return footprint.peak(own)
-        return replace(footprint, weights=weights_of(model, blocks, own)).peak(own)
+            return footprint.need(own)
+        return replace(footprint, weights=weights_of(model, blocks, own)).need(own)
 
-    return peak
+    # A model on the CPU takes a time that no copy of a device can be compared with.
+    watched = offload and has_streams(_home(model))
+    links = {x: measured_links([x]) for x in {*places} if watched and has_streams(x)}
+
+    def delay(j: int, start: int, stop: int) -> float:
+        place, time, away = places[j], sum(units.costs[start:stop]), need(start, stop)[1]
+        if place not in links:
+            return 0.0
+        out, back = (links[place][x].at(away) / 1000 for x in ((place, CPU), (CPU, place)))
+        # A backward takes twice as long as a forward, of which the costs are.
+        return (max(0.0, out - time) + max(0.0, back - 2 * time)) / 3
+
+    return lambda *block: need(*block)[0], delay if links else None
 
 
 def _fitted(
-    units: Units, sizes: Sequence[int], limits: Sequence[float], peak: Callable[[int, int], float]
+    units: Units,
+    sizes: Sequence[int],
+    limits: Sequence[float],
+    peak: Callable[[int, int], float],
+    delay: Callable[[int, int, int], float] | None = None,
 ) -> tuple[Sequence[int], Sequence[float]]:
     """Cut units into blocks that fit, of which the slowest is as fast as can be.
 
     Of the cuts that are as fast, but for what the spreads explain, it is the evenest. If nothing
     fits, it is the cut that needs the least beyond a device's memory. The sizes given are the best
-    if all fit.
+    if all fit, and nothing delays them.
 
     Returns:
         The sizes, and the bytes that each block has too little.
@@ -352,12 +372,14 @@ def _fitted(
         return [lacking(j, *block) for j, block in ends]
 
     def cost(j: int, start: int, stop: int) -> float:
-        return inf if lacking(j, start, stop) else sums[stop] - sums[start]
+        if lacking(j, start, stop):
+            return inf
+        return sums[stop] - sums[start] + (delay(j, start, stop) if delay else 0.0)
 
     def excuses(excess: float, start: int, stop: int) -> bool:
         return excess <= hypot(*map(min, spreads[start:stop], costs[start:stop]))
 
-    if any(lacks(sizes)):
+    if delay or any(lacks(sizes)):
         sizes = cut(n, len(limits), cost, excuses)
     if any(lacks(sizes)):
         sizes = cut(n, len(limits), lacking)

@@ -378,6 +378,10 @@ class Footprint:
 
     def peak(self, blocks: Collection[str | None]) -> float:
         """Find the most bytes of a device with some blocks, and with None for all else."""
+        return self.need(blocks)[0]
+
+    def need(self, blocks: Collection[str | None]) -> tuple[float, float]:
+        """Find these, and the bytes that leave of the cells of a micro-batch there."""
         own = {k for x in blocks for k in self._own.get(x, ())}
         stages, placement = [], []
         for is_own, visit in groupby(range(len(self.found.sections)), own.__contains__):
@@ -387,21 +391,20 @@ class Footprint:
         # Blocks that are not called have weights all the same.
         idle = [self.weights[x] for x in blocks if x not in self._own and x in self.weights]
         leaves, each = self.offload, zip(placement, stages)
-        return (
-            sum(x.all + self.state * x.trainable for x in idle)
-            + peaks(
-                self._order(placement),
-                placement,
-                stages,
-                state=self.state,
-                given=self.chunks * self.found.given,
-                is_summed=False,
-                loss=INSIDE if self.found.has_loss else CROSS_ENTROPY,
-                away=[0.0 if w or not leaves else x.away(leaves.share) for w, x in each],
-                ahead=[0 if w or not leaves else leaves.ahead for w in placement],
-                aside=range(1, 1 + len(stages)),
-            )[0]
+        away = [0.0 if w or not leaves else x.away(leaves.share) for w, x in each]
+        most, *_ = peaks(
+            self._order(placement),
+            placement,
+            stages,
+            state=self.state,
+            given=self.chunks * self.found.given,
+            is_summed=False,
+            loss=INSIDE if self.found.has_loss else CROSS_ENTROPY,
+            away=away,
+            ahead=[0 if w or not leaves else leaves.ahead for w in placement],
+            aside=range(1, 1 + len(stages)),
         )
+        return most + sum(x.all + self.state * x.trainable for x in idle), sum(away)
 
     def _order(self, placement: Sequence[int]) -> list[Computation]:
         """The order of the host, of whose threads each takes the backward that was recorded last.
