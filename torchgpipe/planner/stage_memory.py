@@ -98,6 +98,7 @@ class Stage:
                 self._add(n, v)
         self.held += sum(self._sections[k].kept for k in sections)
         self.stored += sum(self._sections[k].kept for k in sections if not self._repeats(k))
+        self.stored += sum(self._sections[k].clones for k in sections)
         #: The gradients of what goes to others, or to the caller, by value and hop.
         self._out = {(n, x.source, x.is_skip): v.gradient for n, v, x in leaving}
         for n, v in () if record.has_loss else own:
@@ -112,7 +113,8 @@ class Stage:
         """Count a value that a section makes."""
         used, savers = ([k for k in x if k in self.sections] for x in (v.users, v.savers))
         # What takes no part in backward, as frozen blocks at the beginning, is not computed again.
-        stored = any(self._sections[k].is_call and self._sections[k].free.first for k in used)
+        calls = (x for x in (self._sections[k] for k in used) if x.is_call and not x.clones)
+        stored = any(x.free.first for x in calls)
         stored = self._by_call and (stored or any(not self._repeats(k) for k in savers))
         last, leaves = max([v.made, *used]), bool(v.output) or n in self.leaving
         self.output += v.output
@@ -146,7 +148,7 @@ class Stage:
             size = max(v.users[hop.target], found[key].size if key in found else 0.0)
             holds = max(v.gradient, v.holds.get(hop.target, 0.0) if hop.is_skip else 0.0)
             is_kept, is_late = (not x.isdisjoint(self.sections) for x in (v.savers, v.late))
-            own = {*v.users} & {*self.sections}
+            own = [k for k in v.users if k in self.sections and not self._sections[k].clones]
             is_stored = is_kept or not self._by_call or any(map(self._repeats, own))
             ways = n, hop.source, hop.is_skip
             found[key] = Arrival(*ways, size, v.gradient, holds, is_kept, is_late, is_stored)

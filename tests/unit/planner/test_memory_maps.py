@@ -1,8 +1,11 @@
 """The memory of a device is added up from the sections of its blocks."""
 
 import pytest
+import torch
+from torch import nn
 
 from torchgpipe.partition.keeping import Offload
+from torchgpipe.planner.blocks import recorded
 from torchgpipe.planner.memory import Footprint
 from torchgpipe.planner.record import GIVEN, Hop, Peaks, Record, Section, Value
 from torchgpipe.planner.stage_memory import Stage, Weights
@@ -77,3 +80,13 @@ def test_cells_of_each_visit_leave_by_themselves():
             Footprint(record, {}, chunks, 0, 0.0, mode).peak("ac") for mode in (None, Offload())
         ]
         assert (found[1] < found[0]) == leaves
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+def test_a_checkpoint_has_a_clone_of_what_its_module_changes(inplace):
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=inplace), nn.Linear(8, 8))
+    record = recorded(model, dict(model.named_children()), (torch.rand(4, 8),), {})
+    count = len(record.sections)
+    stage = Stage(record, [Weights()] * count, range(count), by_call=True)
+    # The inputs of the rectifier, and of the layer after it.
+    assert stage.stored == 2 * 4 * 4 * 8
