@@ -98,7 +98,8 @@ class Stage:
                 self._add(n, v)
         self.held += sum(self._sections[k].kept for k in sections)
         self.stored += sum(self._sections[k].kept for k in sections if not self._repeats(k))
-        self.stored += sum(self._sections[k].clones for k in sections)
+        again = (self._sections[k] for k in sections)
+        self.stored += sum(x.clones for x in again if x.free.first)
         #: The gradients of what goes to others, or to the caller, by value and hop.
         self._out = {(n, x.source, x.is_skip): v.gradient for n, v, x in leaving}
         for n, v in () if record.has_loss else own:
