@@ -34,7 +34,7 @@ from torchgpipe.mapped.hugging_face import (
 from torchgpipe.mapped.step import Lasting, MappedStep
 from torchgpipe.mapped.threads import Threads, Turns
 from torchgpipe.partition.arguments import checked_device, checked_threads
-from torchgpipe.partition.keeping import Keeping, keepings_of, recomputed_by, words_of
+from torchgpipe.partition.keeping import Keeping, keepings_of, words_of
 from torchgpipe.partition.placement import elsewhere, tensors
 from torchgpipe.planner.blocks import unchanged
 from torchgpipe.planner.given import Memory
@@ -69,10 +69,10 @@ class MappedGPipe(Wrapper):
         module: the model. Its modules are moved to their devices, not copied.
         device_map: devices by the names of modules; ``""`` is the model itself. A module belongs to
             the longest name that leads to it. ``"auto"`` measures the model with the sample, and
-            spreads its blocks evenly, as far as each device has the memory for a step with AdamW.
-            Without a map the model must have been dispatched by Accelerate, as
-            ``from_pretrained(..., device_map="auto")`` does, and that map is taken. Accelerate's
-            hooks are removed in any case.
+            spreads its blocks evenly, as far as each device has the memory for a step with AdamW
+            under the checkpoint mode, which must be no policy. Without a map the model must have
+            been dispatched by Accelerate, as ``from_pretrained(..., device_map="auto")`` does, and
+            that map is taken. Accelerate's hooks are removed in any case.
 
     Keyword Args:
         chunks: how many micro-batches to make of a mini-batch; a mini-batch with fewer rows is
@@ -147,8 +147,7 @@ class MappedGPipe(Wrapper):
             *(module, device_map, sample, devices),
             memory=memory,
             chunks=self.chunks,
-            # Less memory is needed if something is offloaded.
-            checkpoint=recomputed_by(keepings_of(self._checkpoint, 1)[0]),
+            checkpoint=keepings_of(self._checkpoint, 1)[0],
             rehearse=self._rehearse,
         )
         self._place(chosen)

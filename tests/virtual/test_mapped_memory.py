@@ -10,15 +10,17 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import CausalLMOutput
 
 from tests.support.mapping import GPT, EncoderDecoder, measured, tokens
+from tests.support.planning import links
 from tests.support.size import some
-from torchgpipe import MappedGPipe
+from torchgpipe import MappedGPipe, Offload
 from torchgpipe.mapped.device_map import Wholes
-from torchgpipe.partition.keeping import checkpointed
+from torchgpipe.partition.keeping import checkpointed, offload_of, recomputed_by
 from torchgpipe.planner import maps
 from torchgpipe.planner.blocks import Times, recorded
 from torchgpipe.planner.given import USABLE
 from torchgpipe.planner.maps import Units
 from torchgpipe.planner.memory import Footprint, weights_of
+from torchgpipe.testing import observe
 
 # Embedding and head are one weight, used on the streams of two visits.
 pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
@@ -61,7 +63,8 @@ def predicted(model, sizes, devices, arguments, chunks, mode):
         own = {x for names in [*units.members.values()][a:b] for x in names}
         own = own if a else {*own, None}
         weights = weights_of(model, times.blocks, own)
-        footprint = Footprint(sections, weights, chunks, checkpointed(mode, chunks), 2.0)
+        again = checkpointed(recomputed_by(mode), chunks)
+        footprint = Footprint(sections, weights, chunks, again, 2.0, offload_of(mode))
         found.append(footprint.peak(own))
     return units.placed(devices, sizes), found
 
@@ -91,7 +94,10 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
+MODES = ["never", "except_last", "always", "offload", Offload(share=0.5, ahead=2)]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("chunks", some([1, 2, 8], [4]))
 @pytest.mark.parametrize("name", MODELS)
 def test_prediction_is_what_is_measured(devices, name, chunks, mode):
@@ -103,6 +109,25 @@ def test_prediction_is_what_is_measured(devices, name, chunks, mode):
     memory = measured(model, device_map, whole, chunks, mode)
     # Of the threads of backward, one may come late: 0.054 on a busy machine.
     assert found == pytest.approx([*memory.values()], rel=0.06)
+
+
+class Skipping(GPT):
+    """A GPT whose embedding skips all blocks, by the model's own code."""
+
+    def forward(self, tokens):
+        first = x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x + first.to(x.device))).square().mean()
+
+
+@pytest.mark.parametrize("mode", ["always", "offload"])
+def test_a_value_that_only_code_between_modules_uses(devices, mode):
+    """The model holds it while its cell leaves, and no recomputation needs its copy."""
+    model, m = Skipping(), 8
+    device_map, found = predicted(model, [3, 3, 3], devices[:3], (tokens(ROWS),), m, mode)
+    memory = measured(model, device_map, [tokens(ROWS * m)], m, mode)
+    assert found == pytest.approx([*memory.values()], rel=0.03)
 
 
 def test_a_model_on_an_accelerator(devices):
@@ -169,6 +194,41 @@ def test_a_map_that_fits_anyway_stays(devices, usable):
     fastest = auto(GPT(), devices[:2], 2)
     usable(dict.fromkeys(devices, 2.0**40))
     assert auto(GPT(), devices[:2], 2) == fastest
+
+
+@pytest.mark.usefixtures("alike")
+def test_a_model_that_fits_if_its_cells_leave(devices):
+    m, places = 8, devices[:2]
+    fastest = auto(GPT(), places, m, "offload")
+    limit = 1.1 * max(measured(GPT(), fastest, [tokens(ROWS * m)], m, "offload").values())
+    assert auto(GPT(), places, m, "offload", memory=limit) == fastest
+    with pytest.raises(ValueError, match="checkpoint: never, the nearest map"):
+        auto(GPT(), places, m, memory=limit)
+
+
+class Wide(nn.Module):
+    """Blocks of which the first ones keep the most for backward."""
+
+    def __init__(self):
+        super().__init__()
+        tanhs = [[nn.Tanh()] * count for count in (4, 4, 1, 1)]
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(64, 64), *own) for own in tanhs])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.usefixtures("alike")
+@pytest.mark.parametrize(("speed", "count"), [(1e6, 2), (16, 1)])
+def test_copies_that_take_longer_than_a_forward(devices, speed, count):
+    """The device that sends the most has fewer blocks."""
+    options = {"chunks": 4, "checkpoint": "offload", "devices": devices[:2], "memory": "1TiB"}
+    with observe(bandwidth=links(devices, host=speed)):
+        sample = torch.rand(64, 64, device=devices[0])
+        pipe = MappedGPipe(Wide().to(devices[0]), "auto", sample=sample, **options)
+    assert [pipe.device_map[f"blocks.{k}"] for k in range(4)].count(devices[0]) == count
 
 
 @pytest.mark.usefixtures("alike")

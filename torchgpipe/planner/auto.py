@@ -9,10 +9,9 @@ from typing import Any
 from torch import nn
 
 from torchgpipe.batchnorm import has_batch_norms
-from torchgpipe.checks import verify
 from torchgpipe.devices.streams import Device
 from torchgpipe.partition.arguments import MISSING, checked_chunks
-from torchgpipe.partition.keeping import checked_keepings, is_policy, keepings_of
+from torchgpipe.partition.keeping import checked_keepings, keepings_of, verify_no_policies
 from torchgpipe.planner.given import chunks_of, input_of, places_of, rows_of
 from torchgpipe.planner.problem import problem_of
 from torchgpipe.planner.search import search
@@ -70,14 +69,7 @@ def chosen(
     own = None if chunks is MISSING else checked_chunks(chunks)
     count = min(len(places), len(module))
     modes = None if checkpoint is MISSING else checked_keepings(checkpoint, count)
-    verify(
-        modes is None or not any(map(is_policy, keepings_of(modes, count))),
-        "a plan knows what cells keep whole, and nothing of what a policy chooses",
-        "checkpoint",
-        "selective",
-        "pass 'always', whose balance serves as well, or leave checkpoint out, and assign "
-        "model.checkpoint when the model is wrapped",
-    )
+    verify_no_policies(keepings_of(modes or "never", count), "a plan")
     rows = rows_of(None, input)
     tried = chunks_of(
         None if own is None else [min(own, rows)], rows, has_norms=has_batch_norms(module)

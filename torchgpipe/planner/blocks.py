@@ -20,6 +20,7 @@ from torchgpipe.ambient.random_numbers import get_state, set_state
 from torchgpipe.autograd.nodes import next_number
 from torchgpipe.devices.recorder import Stopwatch
 from torchgpipe.devices.streams import CPU, has_streams, use_device
+from torchgpipe.engine.body import starts_in_place
 from torchgpipe.mapped.device_map import Wholes
 from torchgpipe.mapped.on_demand import can_fill_itself
 from torchgpipe.planner.memory_tracker import Run, memory_of, size_of, strided
@@ -186,7 +187,8 @@ def recorded(
                 there[key] = _on(device, block, *run.arguments[kind])
             other = there[key]
             if other is not None:
-                section.kept, section.forward = other.kept, other.forward
+                section.kept, section.pieces = other.kept, other.pieces
+                section.forward = other.forward
                 section.free, section.held = other.free, other.held
     return found
 
@@ -276,7 +278,9 @@ class ModelRun(Run):
             return
         self.begin(Section(name, True, next_number()))
         self.use((args, kwargs))
-        sizes = [(x.shape, x.dtype, x.requires_grad) for x in strided((args, kwargs))]
+        tensors = strided((args, kwargs))
+        self.sections[-1].clones = starts_in_place(block) * sum(x.nbytes for x in tensors)
+        sizes = [(x.shape, x.dtype, x.requires_grad) for x in tensors]
         kind = kind_of(block), *sizes
         self.kinds[len(self.sections) - 1] = kind
         self.arguments.setdefault(kind, map_leaves(_detached, (args, kwargs)))

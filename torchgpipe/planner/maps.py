@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, chain, pairwise
 from math import hypot, inf
 from typing import Any
@@ -27,7 +27,13 @@ from torchgpipe.mapped.hugging_face import (
     verify_all_there,
     without_cache,
 )
-from torchgpipe.partition.keeping import checkpointed
+from torchgpipe.partition.keeping import (
+    Keeping,
+    checkpointed,
+    offload_of,
+    recomputed_by,
+    verify_no_policies,
+)
 from torchgpipe.planner.blocks import Times, recorded, refined, timed
 from torchgpipe.planner.cuts import cut, evenest
 from torchgpipe.planner.given import (
@@ -38,6 +44,7 @@ from torchgpipe.planner.given import (
     places_of,
     state_of,
 )
+from torchgpipe.planner.layers import measured_links
 from torchgpipe.planner.memory import Footprint, weights_of
 from torchgpipe.values.microbatch import scatter
 from torchgpipe.values.structure import Arguments
@@ -132,7 +139,7 @@ def chosen_map(
     *,
     memory: Memory | None = None,
     chunks: int = 1,
-    checkpoint: str = "except_last",
+    checkpoint: Keeping = "except_last",
     rehearse: Callable[[Mapping[str, Device], Arguments], None] = lambda *_: None,
 ) -> Mapping[str, Device]:
     """Return the device map of a model, which loses the hooks of Accelerate.
@@ -145,8 +152,9 @@ def chosen_map(
     Raises:
         TypeError: the sample or the devices are of the wrong kind.
         ValueError: the word is another one, sample or devices are missing, or given beside another
-            map, memory is given beside one, or has no limit of a device, the model cannot be
-            measured, or does not fit, or it has no map or modules that are offloaded.
+            map, memory is given beside one, or has no limit of a device, the mode to measure for is
+            a policy, the model cannot be measured, or does not fit, or it has no map or modules
+            that are offloaded.
     """
     if isinstance(device_map, str) and device_map != "auto":
         raise ValueError(
@@ -167,6 +175,7 @@ def chosen_map(
     if device_map is None:
         found = map_of_accelerate(model)
     elif isinstance(device_map, str):
+        verify_no_policies((checkpoint,), "a device map that is measured")
         places = places_of(devices, are_one_each=False)
         # A value may be used anywhere after, as a skip is, and predictions are off by as much.
         limits = limits_of(memory, places, FILLED_WITH_SKIPS)
@@ -247,7 +256,7 @@ def _maps(
     arguments: Arguments,
     limits: Sequence[float],
     chunks: int,
-    checkpoint: str,
+    checkpoint: Keeping,
 ) -> Iterator[dict[str, Device]]:
     """Propose device maps, the best one first, and then those of fewer, larger blocks."""
     args, kwargs = arguments
@@ -258,14 +267,14 @@ def _maps(
     def map_of(times: Times) -> dict[str, Device]:
         units = Units(*times)
         sizes: Sequence[int] = units.cut(places)
-        peak = None if min(limits) == inf else _peaks(model, times, units, places, arguments, again)
-        if peak is not None:
-            sizes, over = _fitted(units, sizes, limits, peak)
+        need = None if min(limits) == inf else needs_of(times, units)
+        if need is not None:
+            sizes, over = _fitted(units, sizes, limits, *need)
             if any(over):
                 raise _too_large(places, limits, over, chunks, checkpoint)
         return units.placed(places, sizes)
 
-    again = chunks, checkpointed(checkpoint, chunks)
+    needs_of = partial(_needs, model, places, arguments, chunks, checkpoint)
     wholes = Wholes.of(model)
     measured = refined(measure, wholes, len(places))
     yield map_of(measured)
@@ -275,16 +284,18 @@ def _maps(
             yield map_of(measured)
 
 
-def _peaks(
+def _needs(
     model: nn.Module,
-    times: Times,
-    units: Units,
     places: Sequence[torch.device],
     arguments: Arguments,
-    again: tuple[int, int],
-) -> Callable[[int, int], float] | None:
+    chunks: int,
+    checkpoint: Keeping,
+    times: Times,
+    units: Units,
+) -> tuple[Callable[[int, int], float], Callable[[int, int, int], float] | None] | None:
     """The most bytes that a device needs for units from one number to another.
 
+    With them come the seconds by which each device is slower for copies to the host, if it has any.
     None, with a warning, if the backward of the sample fails.
     """
     blocks, there = times.blocks, next((x for x in places if has_streams(x)), CPU)
@@ -297,31 +308,55 @@ def _peaks(
             "device map of your own if a device has too little memory"
         )
         return None
-    state = state_of(torch.optim.AdamW)
-    footprint = Footprint(sections, weights_of(model, blocks), *again, state)
+    # What the CPU keeps is in the memory of the host.
+    offload = offload_of(checkpoint) if has_streams(there) else None
+    footprint = Footprint(
+        sections,
+        weights_of(model, blocks),
+        chunks,
+        checkpointed(recomputed_by(checkpoint), chunks),
+        state_of(torch.optim.AdamW),
+        offload,
+    )
     members = [*units.members.values()]
     counts = Counter(x for block in blocks.values() for x in {*block.parameters()})
     shared = {k for k, x in blocks.items() if any(counts[y] > 1 for y in x.parameters())}
 
     @cache
-    def peak(start: int, stop: int) -> float:
+    def need(start: int, stop: int) -> tuple[float, float]:
         # What belongs to no block goes with the first one.
         own = {*chain([None] if not start else [], *members[start:stop])}
         if shared.isdisjoint(own):
-            return footprint.peak(own)
-        return replace(footprint, weights=weights_of(model, blocks, own)).peak(own)
+            return footprint.need(own)
+        return replace(footprint, weights=weights_of(model, blocks, own)).need(own)
 
-    return peak
+    # A model on the CPU takes a time that no copy of a device can be compared with.
+    watched = offload and has_streams(_home(model))
+    links = {x: measured_links([x]) for x in {*places} if watched and has_streams(x)}
+
+    def delay(j: int, start: int, stop: int) -> float:
+        place, time, away = places[j], sum(units.costs[start:stop]), need(start, stop)[1]
+        if place not in links:
+            return 0.0
+        out, back = (links[place][x].at(away) / 1000 for x in ((place, CPU), (CPU, place)))
+        # A backward takes twice as long as a forward, of which the costs are.
+        return (max(0.0, out - time) + max(0.0, back - 2 * time)) / 3
+
+    return lambda *block: need(*block)[0], delay if links else None
 
 
 def _fitted(
-    units: Units, sizes: Sequence[int], limits: Sequence[float], peak: Callable[[int, int], float]
+    units: Units,
+    sizes: Sequence[int],
+    limits: Sequence[float],
+    peak: Callable[[int, int], float],
+    delay: Callable[[int, int, int], float] | None = None,
 ) -> tuple[Sequence[int], Sequence[float]]:
     """Cut units into blocks that fit, of which the slowest is as fast as can be.
 
     Of the cuts that are as fast, but for what the spreads explain, it is the evenest. If nothing
     fits, it is the cut that needs the least beyond a device's memory. The sizes given are the best
-    if all fit.
+    if all fit, and nothing delays them.
 
     Returns:
         The sizes, and the bytes that each block has too little.
@@ -337,12 +372,14 @@ def _fitted(
         return [lacking(j, *block) for j, block in ends]
 
     def cost(j: int, start: int, stop: int) -> float:
-        return inf if lacking(j, start, stop) else sums[stop] - sums[start]
+        if lacking(j, start, stop):
+            return inf
+        return sums[stop] - sums[start] + (delay(j, start, stop) if delay else 0.0)
 
     def excuses(excess: float, start: int, stop: int) -> bool:
         return excess <= hypot(*map(min, spreads[start:stop], costs[start:stop]))
 
-    if any(lacks(sizes)):
+    if delay or any(lacks(sizes)):
         sizes = cut(n, len(limits), cost, excuses)
     if any(lacks(sizes)):
         sizes = cut(n, len(limits), lacking)
@@ -354,7 +391,7 @@ def _too_large(
     limits: Sequence[float],
     over: Sequence[float],
     chunks: int,
-    checkpoint: str,
+    checkpoint: Keeping,
 ) -> ValueError:
     """The error that no map fits, with what the nearest one lacks."""
     lacks: Counter[torch.device] = Counter()

@@ -17,6 +17,7 @@ from typing import TypeAlias
 
 from torch import Tensor, nn
 
+from torchgpipe.partition.keeping import Offload
 from torchgpipe.planner.record import Record
 from torchgpipe.planner.stage_memory import Arrival, Stage, Weights
 from torchgpipe.schedule.lifetimes import trips
@@ -100,12 +101,13 @@ def peaks(
     computations ahead of its backward. Of workers aside only what they get and give counts.
     """
     come, gone = (defaultdict[tuple[int, int], float](float) for _ in range(2))
-    for w in {*placement} if any(ahead) else ():
-        line = [Op(j, kind, i) for v, j, kind, i in order if v == w]
-        for x in trips(line, ahead):
-            come[w, x.back] += away[x.stage]
-            gone[w, x.gone] += away[x.stage]
-    leaves, place = bool(come), [0] * (max(placement) + 1)
+    # Under autograd the cells of each stage leave, and come back, by themselves.
+    lines = [*placement] if is_summed else [*range(len(placement))]
+    for own in {*lines} if any(ahead) else ():
+        for x in trips([Op(j, kind, i) for _, j, kind, i in order if lines[j] == own], ahead):
+            come[own, x.back] += away[x.stage]
+            gone[own, x.gone] += away[x.stage]
+    leaves, place = bool(come), [0] * (max(lines) + 1)
     walk = _Walk(order, placement, stages, is_summed, loss, aside)
     for j, stage in enumerate(stages):
         walk.now[placement[j]] += stage.weights.all + state * stage.weights.trainable
@@ -117,12 +119,13 @@ def peaks(
         if is_due and kind != "F":
             walk.loss()
             is_due = False
+        own = lines[j]
         if leaves:
-            walk.now[w] += come[w, place[w]]
+            walk.now[w] += come[own, place[own]]
         walk.does[kind](w, j, i)
         if leaves:
-            walk.now[w] -= gone[w, place[w]]
-            place[w] += 1
+            walk.now[w] -= gone[own, place[own]]
+            place[own] += 1
     return walk.peak
 
 
@@ -193,8 +196,7 @@ class _Walk:
             return
         self._during(w, stage.forward[is_again])
         self.now[w] += stage.stored if is_again else stage.held
-        if not is_again:
-            self._free(w, j, i, kept=True)
+        self._free(w, j, i, "is_stored" if is_again else "is_kept")
         if self._loss is not None and j + 1 == len(self._stages):
             self.now[w] += stage.output if is_again else stage.loose
         self._give(w, j, i)
@@ -217,10 +219,10 @@ class _Walk:
             self.now[w if self._waits(j, k, x) else there] += size
             self._during(there, 0.0)
 
-    def _free(self, w: int, j: int, i: int, *, kept: bool) -> None:
-        """Let go of what has arrived, or of what of it nobody keeps."""
+    def _free(self, w: int, j: int, i: int, kept: str = "") -> None:
+        """Let go of what has arrived, or of what of it nobody keeps, as a field of it says."""
         for _, x in self._in[j]:
-            if not (kept and x.is_kept):
+            if not (kept and getattr(x, kept)):
                 self.now[w] -= self._waiting.pop((j, x, i), 0.0)
 
     def loss(self) -> None:
@@ -241,7 +243,7 @@ class _Walk:
         if stage.at_once and w not in self._aside:
             self._during(w, stage.again)
             self.now[w] += stage.held - stage.stored
-            self._free(w, j, i, kept=True)
+            self._free(w, j, i, "is_kept")
             self._during(w, 0.0)
 
     def _left(self, j: int) -> float:
@@ -264,7 +266,7 @@ class _Walk:
         # A gradient that is a view holds more than the backward begins with.
         self._during(w, most - min(arrived, stage.given))
         self.now[w] += self._left(j) - arrived - (stage.stored if is_within else stage.held)
-        self._free(w, j, i, kept=False)
+        self._free(w, j, i)
         self._give_back(w, j, i)
 
     def _arrived(self, w: int, j: int, i: int) -> float:
@@ -307,7 +309,7 @@ class _Walk:
                 self.now[w] += x.size
                 self._late[k, i] += x.size
         self.now[w] += pending + late - stage.held - arrived
-        self._free(w, j, i, kept=False)
+        self._free(w, j, i)
         self._give_back(w, j, i, views)
 
     def _w(self, w: int, j: int, i: int) -> None:
@@ -345,6 +347,8 @@ class Footprint:
     again: int
     #: Memory of the optimizer, for each byte of a parameter that it changes.
     state: float
+    #: How its cells leave for the memory of the host, if they do.
+    offload: Offload | None = None
 
     @cached_property
     def _own(self) -> dict[str | None, list[int]]:
@@ -374,6 +378,10 @@ class Footprint:
 
     def peak(self, blocks: Collection[str | None]) -> float:
         """Find the most bytes of a device with some blocks, and with None for all else."""
+        return self.need(blocks)[0]
+
+    def need(self, blocks: Collection[str | None]) -> tuple[float, float]:
+        """Find these, and the bytes that leave of the cells of a micro-batch there."""
         own = {k for x in blocks for k in self._own.get(x, ())}
         stages, placement = [], []
         for is_own, visit in groupby(range(len(self.found.sections)), own.__contains__):
@@ -382,19 +390,21 @@ class Footprint:
             placement.append(0 if is_own else len(stages))
         # Blocks that are not called have weights all the same.
         idle = [self.weights[x] for x in blocks if x not in self._own and x in self.weights]
-        return (
-            sum(x.all + self.state * x.trainable for x in idle)
-            + peaks(
-                self._order(placement),
-                placement,
-                stages,
-                state=self.state,
-                given=self.chunks * self.found.given,
-                is_summed=False,
-                loss=INSIDE if self.found.has_loss else CROSS_ENTROPY,
-                aside=range(1, 1 + len(stages)),
-            )[0]
+        leaves, each = self.offload, zip(placement, stages)
+        away = [0.0 if w or not leaves else x.away(leaves.share) for w, x in each]
+        most, *_ = peaks(
+            self._order(placement),
+            placement,
+            stages,
+            state=self.state,
+            given=self.chunks * self.found.given,
+            is_summed=False,
+            loss=INSIDE if self.found.has_loss else CROSS_ENTROPY,
+            away=away,
+            ahead=[0 if w or not leaves else leaves.ahead for w in placement],
+            aside=range(1, 1 + len(stages)),
         )
+        return most + sum(x.all + self.state * x.trainable for x in idle), sum(away)
 
     def _order(self, placement: Sequence[int]) -> list[Computation]:
         """The order of the host, of whose threads each takes the backward that was recorded last.

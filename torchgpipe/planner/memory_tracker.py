@@ -138,7 +138,8 @@ class Run:
             for x in alive:
                 # What others use, too, goes with the section's own backward, if that needs it.
                 x.is_shared = id(x.value) in shared
-            self.sections[k].kept = sum(x.size for x in alive if not x.is_shared)
+            self.sections[k].pieces = [x.size for x in alive if not x.is_shared]
+            self.sections[k].kept = sum(self.sections[k].pieces)
 
     # Backward.
 

@@ -68,6 +68,10 @@ class Section:
     first: int = 0
     #: The bytes that it keeps for backward, values aside.
     kept: float = 0
+    #: The bytes of each piece of memory among these, in the order in which they were made.
+    pieces: Sequence[float] = ()
+    #: The bytes of its arguments, if it changes them in place, so that a checkpoint has clones.
+    clones: float = 0
     #: The most bytes of what it makes at a time.
     forward: float = 0
     #: The same up to the last tensor that it saves.

@@ -12,9 +12,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
+from operator import itemgetter
 from typing import NamedTuple
 
 from torchgpipe.planner.record import GIVEN, Halved, Hop, Record, Section, Value
+from torchgpipe.recompute.storage import LEAST
 
 __all__: list[str] = []
 
@@ -45,6 +47,8 @@ class Arrival(NamedTuple):
     is_kept: bool
     #: Whether they keep it for W.
     is_pending: bool
+    #: Whether those that are computed again keep it: not if only code between calls uses it.
+    is_stored: bool
 
 
 class Stage:
@@ -94,6 +98,8 @@ class Stage:
                 self._add(n, v)
         self.held += sum(self._sections[k].kept for k in sections)
         self.stored += sum(self._sections[k].kept for k in sections if not self._repeats(k))
+        again = (self._sections[k] for k in sections)
+        self.stored += sum(x.clones for x in again if x.free.first)
         #: The gradients of what goes to others, or to the caller, by value and hop.
         self._out = {(n, x.source, x.is_skip): v.gradient for n, v, x in leaving}
         for n, v in () if record.has_loss else own:
@@ -108,7 +114,8 @@ class Stage:
         """Count a value that a section makes."""
         used, savers = ([k for k in x if k in self.sections] for x in (v.users, v.savers))
         # What takes no part in backward, as frozen blocks at the beginning, is not computed again.
-        stored = any(self._sections[k].is_call and self._sections[k].free.first for k in used)
+        calls = (x for x in (self._sections[k] for k in used) if x.is_call and not x.clones)
+        stored = any(x.free.first for x in calls)
         stored = self._by_call and (stored or any(not self._repeats(k) for k in savers))
         last, leaves = max([v.made, *used]), bool(v.output) or n in self.leaving
         self.output += v.output
@@ -142,8 +149,10 @@ class Stage:
             size = max(v.users[hop.target], found[key].size if key in found else 0.0)
             holds = max(v.gradient, v.holds.get(hop.target, 0.0) if hop.is_skip else 0.0)
             is_kept, is_late = (not x.isdisjoint(self.sections) for x in (v.savers, v.late))
+            own = [k for k in v.users if k in self.sections and not self._sections[k].clones]
+            is_stored = is_kept or not self._by_call or any(map(self._repeats, own))
             ways = n, hop.source, hop.is_skip
-            found[key] = Arrival(*ways, size, v.gradient, holds, is_kept, is_late)
+            found[key] = Arrival(*ways, size, v.gradient, holds, is_kept, is_late, is_stored)
         return [*found.values()]
 
     @cached_property
@@ -157,6 +166,22 @@ class Stage:
         saved = {k for n, v in self._values if v.made in self.sections for k in v.savers}
         kept = [k for k in self.sections if self._sections[k].kept or k in saved]
         return max(kept, default=None)
+
+    def away(self, share: float) -> float:
+        """The bytes of a cell of a map that leave, if a share of what its calls keep may leave.
+
+        Other code keeps its own, and holds what is handed on. What was saved first leaves.
+        """
+        calls = {k for k in self.sections if self._sections[k].is_call}
+        found = [(k, 0, x) for k in calls for x in self._sections[k].pieces]
+        for n, v in self._values:
+            if n in self.kept and n not in self.leaving and v.savers <= calls and not v.output:
+                found.append((min(v.savers), v.made - min(v.savers), v.size))
+        sizes = [x for *_, x in sorted(found, key=itemgetter(0, 1)) if x >= LEAST]
+        left, away = share * sum(sizes), 0.0
+        for x in sizes:
+            away += x if away + x <= left else 0.0
+        return away
 
     @property
     def at_once(self) -> bool:

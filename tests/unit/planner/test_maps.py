@@ -107,7 +107,7 @@ def test_entries_of_one_device_share_its_memory(monkeypatch):
     seen = []
     monkeypatch.setattr(maps, "timed", equal)
     monkeypatch.setattr(
-        maps, "_fitted", lambda _, sizes, limits, __: seen.append(limits) or (sizes, [])
+        maps, "_fitted", lambda _, sizes, limits, *__: seen.append(limits) or (sizes, [])
     )
     monkeypatch.setattr("torchgpipe.planner.given.memory_total", lambda _: 10**6)
     MappedGPipe(Model(), "auto", sample=torch.rand(2, 8), devices=["cpu"] * 3)

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from tests.support.helpers import note_of
 from torchgpipe import MappedGPipe, NoChunk
@@ -149,6 +150,25 @@ def test_wrong_options_are_told_before_the_model_is_measured():
     with pytest.raises(ValueError, match="chunks"):
         MappedGPipe(model, "auto", sample=X, devices=["cpu"], chunks=0)
     assert model.rows == []
+
+
+def test_policies_are_not_counted():
+    policy = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    model = Model()
+    with pytest.raises(ValueError, match=r"a policy chooses .*assign model\.checkpoint"):
+        MappedGPipe(model, "auto", sample=X, devices=["cpu"], checkpoint=policy)
+    assert model.rows == []
+    MappedGPipe(model, {"": "cpu"}, checkpoint=policy)
+
+
+def test_what_the_cpu_keeps_stays():
+    sample = torch.rand(512, 3)
+    lacks, options = [], {"sample": sample, "devices": ["cpu"], "chunks": 8, "memory": 9}
+    for mode in ("never", "offload"):
+        with pytest.raises(ValueError, match=f"checkpoint: {mode}") as caught:
+            MappedGPipe(Model(), "auto", checkpoint=mode, **options)
+        lacks.append(str(caught.value).replace(mode, ""))
+    assert lacks[0] == lacks[1]
 
 
 def test_a_model_on_the_meta_device():

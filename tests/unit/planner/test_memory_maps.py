@@ -1,10 +1,14 @@
 """The memory of a device is added up from the sections of its blocks."""
 
 import pytest
+import torch
+from torch import nn
 
+from torchgpipe.partition.keeping import Offload
+from torchgpipe.planner.blocks import recorded
 from torchgpipe.planner.memory import Footprint
 from torchgpipe.planner.record import GIVEN, Hop, Peaks, Record, Section, Value
-from torchgpipe.planner.stage_memory import Weights
+from torchgpipe.planner.stage_memory import Stage, Weights
 
 
 def footprint(chunks, again, state=0.0):
@@ -49,3 +53,40 @@ def test_checkpoints_keep_arguments(chunks):
     # The copy of the value, and the output with its gradient.
     assert more - few == 10 + 2 * 10
     assert footprint(chunks, chunks - 1).peak({"b"}) <= footprint(chunks, 0).peak({"b"})
+
+
+@pytest.mark.parametrize(("share", "away"), [(1.0, 11264), (0.5, 4096), (0.75, 8192)])
+def test_what_leaves_of_a_cell(share, away):
+    """Memory that calls alone keep leaves, first what was saved first, unless it is small."""
+    calls = {"a": [4096, 512, 2048], "b": [3072]}
+    sections = [Section(x, is_call) for x in calls for is_call in (True, False)]
+    sections[0].pieces, sections[2].pieces, sections[3].pieces = *calls.values(), [9000]
+    values = [
+        Value(0, 2048, {2: 2048}, savers={2}),
+        Value(0, 4096, {1: 4096, 2: 4096}, savers={1, 2}),
+        Value(2, 4096, {4: 4096}, {Hop(2, 4, False)}, {2}),
+        Value(2, 4096, savers={2}, output=4096),
+    ]
+    record = Record([*sections, Section("c", True)], values)
+    assert Stage(record, [Weights()] * 5, range(4), by_call=True).away(share) == away
+
+
+def test_cells_of_each_visit_leave_by_themselves():
+    """Another visit of the device computes nothing between the last two cells of this one."""
+    sections = [Section(x, True, kept=2048, pieces=[2048]) for x in "abc"]
+    record = Record(sections, [Value(k, 8, {k + 1: 8}, {Hop(k, k + 1, False)}) for k in (0, 1)])
+    for chunks, leaves in ((2, False), (4, True)):
+        found = [
+            Footprint(record, {}, chunks, 0, 0.0, mode).peak("ac") for mode in (None, Offload())
+        ]
+        assert (found[1] < found[0]) == leaves
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+def test_a_checkpoint_has_a_clone_of_what_its_module_changes(inplace):
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=inplace), nn.Linear(8, 8))
+    record = recorded(model, dict(model.named_children()), (torch.rand(4, 8),), {})
+    count = len(record.sections)
+    stage = Stage(record, [Weights()] * count, range(count), by_call=True)
+    # The inputs of the rectifier, and of the layer after it.
+    assert stage.stored == 2 * 4 * 4 * 8
