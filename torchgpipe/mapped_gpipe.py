@@ -70,9 +70,9 @@ class MappedGPipe(Wrapper):
         device_map: devices by the names of modules; ``""`` is the model itself. A module belongs to
             the longest name that leads to it. ``"auto"`` measures the model with the sample, and
             spreads its blocks evenly, as far as each device has the memory for a step with AdamW
-            under the checkpoint mode, which must be no policy. Without a map the model must have
-            been dispatched by Accelerate, as ``from_pretrained(..., device_map="auto")`` does, and
-            that map is taken. Accelerate's hooks are removed in any case.
+            under the checkpoint mode; a policy counts as ``'never'``. Without a map the model must
+            have been dispatched by Accelerate, as ``from_pretrained(..., device_map="auto")`` does,
+            and that map is taken. Accelerate's hooks are removed in any case.
 
     Keyword Args:
         chunks: how many micro-batches to make of a mini-batch; a mini-batch with fewer rows is

@@ -173,24 +173,9 @@ def offload_of(mode: Keeping) -> Offload | None:
     return None if mode in CHECKPOINT_MODES else ALL
 
 
-def verify_no_policies(modes: tuple[Keeping, ...], what: str) -> None:
-    """Refuse policies, for what counts the memory of cells before they run.
-
-    Args:
-        modes: the modes.
-        what: what counts it.
-
-    Raises:
-        ValueError: there is a policy.
-    """
-    verify(
-        not any(map(is_policy, modes)),
-        f"{what} knows what cells keep whole, and nothing of what a policy chooses",
-        "checkpoint",
-        "selective",
-        "pass 'never' to have room for what it keeps, or 'always', and assign model.checkpoint "
-        "when the model is wrapped",
-    )
+def counted(mode: Keeping) -> Keeping:
+    """Return a mode as cells count before they run: a policy as ``'never'``, which keeps more."""
+    return "never" if is_policy(mode) else mode
 
 
 def verify_words(modes: tuple[Keeping, ...], what: str, remedy: str) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torchgpipe.batchnorm import has_batch_norms
 from torchgpipe.devices.streams import Device
 from torchgpipe.partition.arguments import MISSING, checked_chunks
-from torchgpipe.partition.keeping import checked_keepings, keepings_of, verify_no_policies
+from torchgpipe.partition.keeping import checked_keepings, counted, is_policy, keepings_of
 from torchgpipe.planner.given import chunks_of, input_of, places_of, rows_of
 from torchgpipe.planner.problem import problem_of
 from torchgpipe.planner.search import search
@@ -19,14 +19,19 @@ from torchgpipe.planner.trial import Trial
 
 __all__: list[str] = []
 
+#: What to do if nothing fits with a policy, which counts as ``'never'``.
+POLICY = "pass 'always', and assign the policy to model.checkpoint after that, "
 
-def too_large(name: str | None, chunks: int, balance: Sequence[int], excess: float) -> ValueError:
-    """The error that nothing fits, with what comes nearest to it."""
+
+def too_large(
+    name: str | None, chunks: int, balance: Sequence[int], excess: float, more: str = ""
+) -> ValueError:
+    """The error that nothing fits, with what comes nearest to it, and more that may be done."""
     return ValueError(
         "a model must fit into the memory of its devices (nearest: "
         f"{name or 'GPipe'} with chunks={chunks} and balance={[*balance]}, too much by "
-        f"{round(excess)} bytes); use more devices, smaller mini-batches, or an optimizer with "
-        "less state"
+        f"{round(excess)} bytes); {more}use more devices, smaller mini-batches, or an optimizer "
+        "with less state"
     )
 
 
@@ -69,13 +74,15 @@ def chosen(
     own = None if chunks is MISSING else checked_chunks(chunks)
     count = min(len(places), len(module))
     modes = None if checkpoint is MISSING else checked_keepings(checkpoint, count)
-    verify_no_policies(keepings_of(modes or "never", count), "a plan")
+    own_modes = keepings_of(modes or "never", count)
     rows = rows_of(None, input)
     tried = chunks_of(
         None if own is None else [min(own, rows)], rows, has_norms=has_batch_norms(module)
     )
-    best = search(replace(problem_of(module, input, places, rows), modes=modes), tried)[0]
+    problem = problem_of(module, input, places, rows)
+    best = search(replace(problem, modes=modes and tuple(map(counted, own_modes))), tried)[0]
     if best.excess:
-        raise too_large(best.setting.name, best.schedule.chunks, best.balance, best.excess)
+        more = POLICY if any(map(is_policy, own_modes)) else ""
+        raise too_large(best.setting.name, best.schedule.chunks, best.balance, best.excess, more)
     chunks = best.schedule.chunks if own is None else own
     return [*best.balance], best.devices, chunks, modes or best.checkpoint, best

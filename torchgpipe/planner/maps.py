@@ -30,9 +30,10 @@ from torchgpipe.mapped.hugging_face import (
 from torchgpipe.partition.keeping import (
     Keeping,
     checkpointed,
+    counted,
+    is_policy,
     offload_of,
     recomputed_by,
-    verify_no_policies,
 )
 from torchgpipe.planner.blocks import Times, recorded, refined, timed
 from torchgpipe.planner.cuts import cut, evenest
@@ -152,9 +153,8 @@ def chosen_map(
     Raises:
         TypeError: the sample or the devices are of the wrong kind.
         ValueError: the word is another one, sample or devices are missing, or given beside another
-            map, memory is given beside one, or has no limit of a device, the mode to measure for is
-            a policy, the model cannot be measured, or does not fit, or it has no map or modules
-            that are offloaded.
+            map, memory is given beside one, or has no limit of a device, the model cannot be
+            measured, or does not fit, or it has no map or modules that are offloaded.
     """
     if isinstance(device_map, str) and device_map != "auto":
         raise ValueError(
@@ -175,7 +175,6 @@ def chosen_map(
     if device_map is None:
         found = map_of_accelerate(model)
     elif isinstance(device_map, str):
-        verify_no_policies((checkpoint,), "a device map that is measured")
         places = places_of(devices, are_one_each=False)
         # A value may be used anywhere after, as a skip is, and predictions are off by as much.
         limits = limits_of(memory, places, FILLED_WITH_SKIPS)
@@ -274,7 +273,7 @@ def _maps(
                 raise _too_large(places, limits, over, chunks, checkpoint)
         return units.placed(places, sizes)
 
-    needs_of = partial(_needs, model, places, arguments, chunks, checkpoint)
+    needs_of = partial(_needs, model, places, arguments, chunks, counted(checkpoint))
     wholes = Wholes.of(model)
     measured = refined(measure, wholes, len(places))
     yield map_of(measured)
@@ -403,9 +402,10 @@ def _too_large(
         f"{x} lacks {size} bytes, and may fill {room[x]}" for x, size in lacks.items() if size
     )
     again = "" if checkpoint == "always" else "checkpoint='always', "
+    mode = "a policy, which counts as 'never'" if is_policy(checkpoint) else checkpoint
     return ValueError(
         "a model must fit into the memory of its devices, with its gradients and the state of "
-        f"AdamW (chunks: {chunks}, checkpoint: {checkpoint}, the nearest map: {lacking}); use "
+        f"AdamW (chunks: {chunks}, checkpoint: {mode}, the nearest map: {lacking}); use "
         f"more devices, {again}a larger limit as memory, or smaller micro-batches, which are more "
         "chunks of the same mini-batch and a sample with fewer rows, or pass a device map of your "
         "own"

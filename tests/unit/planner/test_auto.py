@@ -14,6 +14,7 @@ from torchgpipe import GPipe, NoChunk, Offload, arguments
 from torchgpipe.partition.arguments import MISSING
 from torchgpipe.planner import auto as choice
 from torchgpipe.planner.problem import problem_of
+from torchgpipe.planner.trial import Trial
 
 # Layers that are as small as these may well be fastest in one piece.
 pytestmark = pytest.mark.filterwarnings("ignore:GPipe trains without pipelining")
@@ -122,11 +123,29 @@ def test_modes_that_send_cells_to_the_host(mode):
     assert auto(checkpoint=mode).checkpoint == mode
 
 
-def test_policies_are_not_planned():
+def test_a_policy_counts_as_never(monkeypatch):
     policy = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    asked = []
+
+    def search(problem, chunks):
+        asked.append(problem.modes)
+        return choice_search(problem, chunks)
+
+    choice_search = choice.search
+    monkeypatch.setattr(choice, "search", search)
     for mode in (policy, ["never", policy]):
-        with pytest.raises(ValueError, match=r"a policy chooses .*assign model\.checkpoint"):
-            auto(checkpoint=mode)
+        model = auto(checkpoint=mode)
+        assert model.checkpoint == mode
+    assert asked == [("never", "never")] * 2
+
+
+def test_a_policy_whose_model_does_not_fit(monkeypatch):
+    policy = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    monkeypatch.setattr(Trial, "over", lambda self, limits: 8.0)
+    with pytest.raises(
+        ValueError, match=r"\); pass 'always', and assign the policy to model\.chec"
+    ):
+        auto(checkpoint=policy)
 
 
 @pytest.mark.parametrize("word", ["even", "", "22"])

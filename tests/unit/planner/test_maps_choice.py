@@ -152,13 +152,16 @@ def test_wrong_options_are_told_before_the_model_is_measured():
     assert model.rows == []
 
 
-def test_policies_are_not_counted():
+def test_a_policy_counts_as_never():
     policy = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
-    model = Model()
-    with pytest.raises(ValueError, match=r"a policy chooses .*assign model\.checkpoint"):
-        MappedGPipe(model, "auto", sample=X, devices=["cpu"], checkpoint=policy)
-    assert model.rows == []
-    MappedGPipe(model, {"": "cpu"}, checkpoint=policy)
+    options = {"sample": torch.rand(512, 3), "devices": ["cpu"], "chunks": 8}
+    lacks = []
+    for mode in ("never", policy):
+        with pytest.raises(ValueError, match="checkpoint: (never|a policy, which counts)") as found:
+            MappedGPipe(Model(), "auto", checkpoint=mode, memory=9, **options)
+        lacks.append(str(found.value).partition("the nearest map")[2])
+    assert lacks[0] == lacks[1]
+    assert MappedGPipe(Model(), "auto", checkpoint=policy, **options).checkpoint is policy
 
 
 def test_what_the_cpu_keeps_stays():
