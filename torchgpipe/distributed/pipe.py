@@ -45,7 +45,7 @@ from torchgpipe.distributed.gradients import (
 from torchgpipe.distributed.mail import Mail
 from torchgpipe.distributed.messages import Forms
 from torchgpipe.distributed.peers import Peers, Routes
-from torchgpipe.distributed.runtime import Program, fitting
+from torchgpipe.distributed.runtime import Actions, fitting
 from torchgpipe.engine.criterion import Criterion, explaining
 from torchgpipe.engine.loop import Crew, Executor
 from torchgpipe.engine.stages import Stages
@@ -117,7 +117,7 @@ class Pipe(Wrapper):
     Source: :mod:`torchgpipe.schedule` names the source of each schedule.
     """
 
-    _own = (*Wrapper._own, "_crew", "_forms", "_programs", "_reader")
+    _own = (*Wrapper._own, "_crew", "_forms", "_actions", "_reader")
 
     def __init__(
         self,
@@ -195,9 +195,9 @@ class Pipe(Wrapper):
         stages = Stages(layers, [self._device] * len(layers), self._layout)
         self._crew = Crew(stages, verify=self._tied.verify_here)
         self._forms = Forms(self._routes)
-        #: Makes the program of steps, each once.
-        self._programs = cache(
-            partial(Program, self._schedule, self._layout, self._routes, self._peers)
+        #: Makes the actions of steps, each once.
+        self._actions = cache(
+            partial(Actions, self._schedule, self._layout, self._routes, self._peers)
         )
         self._reader = Reader(self._routes, self._device, stages.pool)
 
@@ -390,7 +390,7 @@ class Pipe(Wrapper):
         if with_loss and self.is_last and (arguments is None or len(arguments) != m):
             # No argument tells the number of rows, or of micro-batches.
             arguments, arriving = self._reader.arguments(terms, division)
-        program = self._programs(m, recorded, self._checkpoint)
+        actions = self._actions(m, recorded, self._checkpoint)
         criterion = Criterion(
             self.loss if with_loss else None,
             arguments or [((), {})] * m,
@@ -401,11 +401,11 @@ class Pipe(Wrapper):
         with whole(sharded), torch.set_grad_enabled(recorded):
             verify_placement(self._layers, [self._device] * len(self._layers))
             made = partial(Mail, self._forms, self._routes, self._peers)
-            executor = Executor(self._crew, program.plan, batches, criterion, arriving, made)
+            executor = Executor(self._crew, actions.plan, batches, criterion, arriving, made)
             mail = executor.post
             assert isinstance(mail, Mail)
             try:
-                run = partial(executor.run, partial(program.run, executor, mail, agree))
+                run = partial(executor.run, partial(actions.run, executor, mail, agree))
                 shared = mini_batch.whole if mini_batch else ()
                 compute(run, self, shared, executor.step.context.modes)
                 # Before the others take the step for done, since this may fail.

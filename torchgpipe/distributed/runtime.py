@@ -48,8 +48,8 @@ MESSAGES = {
 }
 
 
-class Program:
-    """The steps of one process for one number of micro-batches.
+class Actions:
+    """The actions of one process in steps of one number of micro-batches.
 
     Args:
         choice: the schedule, its name, or a function of the numbers of workers and micro-batches.
