@@ -268,11 +268,6 @@ def _places(devices: Any, model: Any, no_split: Any) -> list[Device]:
 def _verified(partitions: Any, module: nn.Sequential) -> int:
     """The number of partitions as an integer, before any time is spent on measuring."""
     verify_module(module)
-    number = positive_int(partitions)
-    if number is None:
-        raise ValueError(
-            "partitions must be a positive integer "
-            f"(partitions: {partitions!r}); one partition takes all layers"
-        )
+    number: int = positive_int(partitions) or partitions
     evenest([0.0] * len(module), number)
     return number
