@@ -223,14 +223,12 @@ class Watch:
         )
         kept = self._recorder.kept()
         return Advisor(
-            TracedStep(
-                *(setting, figures, last.shares, last.makespan, devices),
-                stages_of(self._model).room if isinstance(self._model, GPipe) else None,
-                # Of a cell that is computed again, F keeps the output alone.
-                {j: max(0.0, kept.get(("R", j), size)) for (_, j), size in kept.items()},
-                timeline.memory,
-                **more,
-            )
+            *(setting, figures, last.shares, last.makespan, devices),
+            stages_of(self._model).room if isinstance(self._model, GPipe) else None,
+            # Of a cell that is computed again, F keeps the output alone.
+            {j: max(0.0, kept.get(("R", j), size)) for (_, j), size in kept.items()},
+            timeline.memory,
+            **more,
         )
 
 
@@ -251,17 +249,14 @@ LEAST = 0.03
 ENOUGH = 0.7
 
 
-class Advisor:
-    """The advisor of one traced step."""
-
-    def __init__(self, step: TracedStep) -> None:
-        self._step = step
+class Advisor(TracedStep):
+    """The last step of a trace, with advice."""
 
     @cached_property
     def advice(self) -> Advice | None:
         """The change that gains the most; None if none is worth it, or nobody can tell."""
         # A copy, whose replays are forgotten.
-        step = replace(self._step)
+        step = replace(self)
         # As long as there are such copies, everything else is beside the point.
         strays = step.strays
         if strays >= LEAST:

@@ -264,10 +264,10 @@ def predicted_of_map(
         footprint = Footprint(found, weights_of(model, blocks), chunks, again, state)
     names = [*blocks]
     # What belongs to no block is on the first device.
-    peak = cache(lambda a, b: footprint.peak({*names[a:b]} | ({None} if not a else set())))
+    need = cache(lambda a, b: footprint.need({*names[a:b]} | ({None} if not a else set()))[0])
 
     def largest(sizes: Sequence[int]) -> float:
-        return float(max(peak(*x) for x in pairwise(accumulate(sizes, initial=0))))
+        return float(max(need(*x) for x in pairwise(accumulate(sizes, initial=0))))
 
     return largest
 

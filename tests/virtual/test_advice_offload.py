@@ -26,7 +26,7 @@ def traced(devices, mode, name, host, balance=(2, 2)):
 @pytest.mark.parametrize("name", [None, "fill_drain", "zero_bubble_h2"])
 def test_a_replay_takes_the_time_of_the_step(devices, name, mode):
     timeline = traced(devices, mode, name, 5e4)
-    step = timeline.advisor._step
+    step = timeline.advisor
     assert step.now == pytest.approx(step.makespan, rel=0.02)
 
 

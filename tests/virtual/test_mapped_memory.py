@@ -65,7 +65,7 @@ def predicted(model, sizes, devices, arguments, chunks, mode):
         weights = weights_of(model, times.blocks, own)
         again = checkpointed(recomputed_by(mode), chunks)
         footprint = Footprint(sections, weights, chunks, again, 2.0, offload_of(mode))
-        found.append(footprint.peak(own))
+        found.append(footprint.need(own)[0])
     return units.placed(devices, sizes), found
 
 

@@ -282,10 +282,12 @@ class Halves:
         self._roots, self._grads = [x for x, _ in rest], [x for _, x in rest]
         if later:
             needed = {boundary.node for boundary in self._boundaries}
-            for node, _ in on_the_way:
-                if node not in needed:
-                    # guard: what only the input needed
-                    _let_go(node, self._forget)
+            # Within a dispatch mode PyTorch crashes where a node has saved a number, as x * 2 does.
+            with _torch.without_modes():
+                for node, _ in on_the_way:
+                    if node not in needed:
+                        # guard: what only the input needed
+                        _let_go(node, self._forget)
         return found[:count]
 
     @property
@@ -373,10 +375,9 @@ def _saved(kind: Any) -> list[str]:
     return [name for name in dir(kind) if name.startswith("_raw_saved_")]
 
 
-def _let_go(node: Node, forget: Callable[[Any], None]) -> None:
+def _let_go(node: Any, forget: Callable[[Any], None]) -> None:
     """Make a node release the tensors that it has saved."""
-    kind: Any = type(node)
-    for name in _saved(kind):
+    for name in _saved(node.__class__):
         saved = getattr(node, name)
         for one in saved if isinstance(saved, tuple) else (saved,):
             # Nothing may be saved there, or hooks may have packed it already.

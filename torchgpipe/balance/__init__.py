@@ -27,8 +27,8 @@ from torchgpipe.devices.streams import Device
 from torchgpipe.mapped.device_map import Wholes
 from torchgpipe.partition.arguments import (
     MISSING,
-    checked_count,
     checked_timeout,
+    positive_int,
     verify_a_module,
     verify_scale,
 )
@@ -268,7 +268,6 @@ def _places(devices: Any, model: Any, no_split: Any) -> list[Device]:
 def _verified(partitions: Any, module: nn.Sequential) -> int:
     """The number of partitions as an integer, before any time is spent on measuring."""
     verify_module(module)
-    remedy = "one partition takes all layers"
-    number = checked_count(partitions, "partitions", "parts to cut the layers into", remedy)
+    number: int = positive_int(partitions) or partitions
     evenest([0.0] * len(module), number)
     return number

@@ -308,7 +308,7 @@ def _on(device: torch.device, block: nn.Module, args: Any, kwargs: Any) -> Secti
 
 def cloned(x: Any) -> Any:
     """A copy of a tensor, which is no leaf, so that it may be changed in place."""
-    return x.detach().requires_grad_(x.requires_grad).clone() if isinstance(x, Tensor) else x
+    return _detached(x).clone() if isinstance(x, Tensor) else x
 
 
 def _detached(x: Any) -> Any:

@@ -78,21 +78,8 @@ def may_leave(stages: Sequence[Stage], placement: Sequence[int], *, is_joined: b
     return [max(0.0, x) for x in found]
 
 
-def peaks(
-    order: Sequence[Computation],
-    placement: Sequence[int],
-    stages: Sequence[Stage],
-    *,
-    state: float,
-    given: float,
-    targets: float = 0.0,
-    is_summed: bool,
-    loss: tuple[int, int] | None,
-    away: Sequence[float] = (),
-    ahead: Sequence[int] = (),
-    aside: Collection[int] = (),
-) -> list[float]:
-    """Find the most memory of each worker, if the host issues computations in an order.
+class Walk:
+    """A step, gone through as the host issues its computations, with the memory of each worker.
 
     Beside the stages there is the state of the optimizer, for each byte of a parameter that it
     changes, what is given to the first stage, and the targets, where the last stage is. Gradients
@@ -100,52 +87,42 @@ def peaks(
     cell of each stage are away in the memory of the host for a while, and come back so many
     computations ahead of its backward. Of workers aside only what they get and give counts.
     """
-    come, gone = (defaultdict[tuple[int, int], float](float) for _ in range(2))
-    # Under autograd the cells of each stage leave, and come back, by themselves.
-    lines = [*placement] if is_summed else [*range(len(placement))]
-    for own in {*lines} if any(ahead) else ():
-        for x in trips([Op(j, kind, i) for _, j, kind, i in order if lines[j] == own], ahead):
-            come[own, x.back] += away[x.stage]
-            gone[own, x.gone] += away[x.stage]
-    leaves, place = bool(come), [0] * (max(lines) + 1)
-    walk = _Walk(order, placement, stages, is_summed, loss, aside)
-    for j, stage in enumerate(stages):
-        walk.now[placement[j]] += stage.weights.all + state * stage.weights.trainable
-    walk.now[placement[0]] += given
-    walk.now[placement[-1]] += targets
-    walk.peak = [*walk.now]
-    is_due = loss is not None
-    for w, j, kind, i in order:
-        if is_due and kind != "F":
-            walk.loss()
-            is_due = False
-        own = lines[j]
-        if leaves:
-            walk.now[w] += come[own, place[own]]
-        walk.does[kind](w, j, i)
-        if leaves:
-            walk.now[w] -= gone[own, place[own]]
-            place[own] += 1
-    return walk.peak
 
-
-class _Walk:
     def __init__(
         self,
         order: Sequence[Computation],
         placement: Sequence[int],
         stages: Sequence[Stage],
+        *,
+        state: float,
+        given: float,
+        targets: float = 0.0,
         is_summed: bool,
         loss: tuple[int, int] | None,
-        aside: Collection[int],
+        away: Sequence[float] = (),
+        ahead: Sequence[int] = (),
+        aside: Collection[int] = (),
     ) -> None:
         #: The cells that are computed again, and the number of micro-batches.
         self._again = {(j, i) for _, j, kind, i in order if kind == "R"}
-        self._m = count(order)
+        self._order, self._m = order, count(order)
         self._placement, self._stages = placement, stages
         self._is_summed, self._loss, self._aside = is_summed, loss, aside
-        self.now = [0.0] * (max(placement) + 1)
-        self.peak: list[float] = []
+        self._now = [0.0] * (max(placement) + 1)
+        for w, stage in zip(placement, stages):
+            self._now[w] += stage.weights.all + state * stage.weights.trainable
+        self._now[placement[0]] += given
+        self._now[placement[-1]] += targets
+        self._peak = [*self._now]
+        # Under autograd the cells of each stage leave, and come back, by themselves.
+        self._lines = [*placement] if is_summed else [*range(len(placement))]
+        #: By line and place, what comes back before a computation, and what is gone after it.
+        self._come, self._gone = (defaultdict[tuple[int, int], float](float) for _ in range(2))
+        for own in {*self._lines} if any(ahead) else ():
+            line = [Op(j, kind, i) for _, j, kind, i in order if self._lines[j] == own]
+            for trip in trips(line, ahead):
+                self._come[own, trip.back] += away[trip.stage]
+                self._gone[own, trip.gone] += away[trip.stage]
         #: What each stage gets, and what it gives to others.
         self._in = ways(stages)
         self._out: list[list[tuple[int, Arrival]]] = [[] for _ in stages]
@@ -164,11 +141,28 @@ class _Walk:
         self._views: dict[tuple[int, int], tuple[int, float]] = {}
         #: The gradients that have arrived at a cell.
         self._grads: dict[tuple[int, int], float] = {}
-        self.does = {"F": self._f, "R": self._r, "B": self._b, "I": self._i, "W": self._w}
+
+    def peaks(self) -> list[float]:
+        """Find the most memory of each worker."""
+        does = {"F": self._f, "R": self._r, "B": self._b, "I": self._i, "W": self._w}
+        leaves, place = bool(self._come), [0] * (1 + max(self._lines))
+        is_due = self._loss is not None
+        for w, j, kind, i in self._order:
+            if is_due and kind != "F":
+                self._compute_loss()
+                is_due = False
+            own = self._lines[j]
+            if leaves:
+                self._now[w] += self._come[own, place[own]]
+            does[kind](w, j, i)
+            if leaves:
+                self._now[w] -= self._gone[own, place[own]]
+                place[own] += 1
+        return self._peak
 
     def _during(self, w: int, more: float) -> None:
-        if self.now[w] + more > self.peak[w]:
-            self.peak[w] = self.now[w] + more
+        if self._now[w] + more > self._peak[w]:
+            self._peak[w] = self._now[w] + more
 
     def _keeps(self, j: int, i: int, x: Arrival) -> bool:
         """Whether a stage keeps what it gives, for its own backward."""
@@ -188,17 +182,17 @@ class _Walk:
         for source, x in self._in[j]:
             if self._waits(source, j, x) and self._placement[source] != w:
                 size = self._waiting[j, x, i]
-                self.now[w] += size
+                self._now[w] += size
                 self._during(w, 0.0)
-                self.now[self._placement[source]] -= size
+                self._now[self._placement[source]] -= size
         if w in self._aside:
             self._give(w, j, i)
             return
         self._during(w, stage.forward[is_again])
-        self.now[w] += stage.stored if is_again else stage.held
+        self._now[w] += stage.stored if is_again else stage.held
         self._free(w, j, i, "is_stored" if is_again else "is_kept")
         if self._loss is not None and j + 1 == len(self._stages):
-            self.now[w] += stage.output if is_again else stage.loose
+            self._now[w] += stage.output if is_again else stage.loose
         self._give(w, j, i)
 
     def _give(self, w: int, j: int, i: int) -> None:
@@ -211,38 +205,38 @@ class _Walk:
             size = 0.0 if shared else x.size
             self._waiting[k, x, i] = size
             if there == w:
-                self.now[w] += size
+                self._now[w] += size
                 rest.pop(x.value, None)
                 self._during(w, sum(rest.values()))
                 continue
             self._during(w, sum(rest.values()) + x.size)
-            self.now[w if self._waits(j, k, x) else there] += size
+            self._now[w if self._waits(j, k, x) else there] += size
             self._during(there, 0.0)
 
     def _free(self, w: int, j: int, i: int, kept: str = "") -> None:
         """Let go of what has arrived, or of what of it nobody keeps, as a field of it says."""
         for _, x in self._in[j]:
             if not (kept and getattr(x, kept)):
-                self.now[w] -= self._waiting.pop((j, x, i), 0.0)
+                self._now[w] -= self._waiting.pop((j, x, i), 0.0)
 
-    def loss(self) -> None:
+    def _compute_loss(self) -> None:
         """Join the outputs, and compute a loss of them."""
         w, stage, m = self._placement[-1], self._stages[-1], self._m
         whole = m * stage.output
         if m > 1:
-            self.now[w] += whole
+            self._now[w] += whole
             self._during(w, 0.0)
             again = sum((len(self._stages) - 1, i) in self._again for i in range(m))
-            self.now[w] -= again * stage.output + (m - again) * stage.loose
+            self._now[w] -= again * stage.output + (m - again) * stage.loose
         assert self._loss is not None
         self._during(w, self._loss[0] * whole)
-        self.now[w] += self._loss[1] * whole
+        self._now[w] += self._loss[1] * whole
 
     def _r(self, w: int, j: int, i: int) -> None:
         stage = self._stages[j]
         if stage.at_once and w not in self._aside:
             self._during(w, stage.again)
-            self.now[w] += stage.held - stage.stored
+            self._now[w] += stage.held - stage.stored
             self._free(w, j, i, "is_kept")
             self._during(w, 0.0)
 
@@ -260,12 +254,11 @@ class _Walk:
         if self._is_summed:
             most = stage.whole[min(number, 1)]
         else:
-            most = stage.adding(again=is_within)[min(number, 2)]
-            most += self._early(j)
+            most = stage.adding(again=is_within)[min(number, 2)] + self._early(j)
         arrived = self._arrived(w, j, i)
         # A gradient that is a view holds more than the backward begins with.
         self._during(w, most - min(arrived, stage.given))
-        self.now[w] += self._left(j) - arrived - (stage.stored if is_within else stage.held)
+        self._now[w] += self._left(j) - arrived - (stage.stored if is_within else stage.held)
         self._free(w, j, i)
         self._give_back(w, j, i)
 
@@ -273,7 +266,7 @@ class _Walk:
         """The gradients that have arrived at a cell, of which W of another one may keep some."""
         k, size = self._views.pop((j, i), (0, 0.0))
         if (k, i) in self._late:
-            self.now[w] += size
+            self._now[w] += size
             self._late[k, i] += size
         return self._grads.pop((j, i), 0.0)
 
@@ -306,16 +299,16 @@ class _Walk:
             # What W of another stage needs of this one stays for it.
             is_shared = self._placement[k] == w and self._keeps(j, i, x)
             if is_shared and x.is_pending and (k, i) in self._late and x.value not in stage.late:
-                self.now[w] += x.size
+                self._now[w] += x.size
                 self._late[k, i] += x.size
-        self.now[w] += pending + late - stage.held - arrived
+        self._now[w] += pending + late - stage.held - arrived
         self._free(w, j, i)
         self._give_back(w, j, i, views)
 
     def _w(self, w: int, j: int, i: int) -> None:
         _, pending, weight = self._stages[j].halves
-        self._during(w, weight[min(self._backwards[j], 1)])
-        self.now[w] += self._left(j) - pending - self._late.pop((j, i), 0.0)
+        self._during(w, weight[self._backwards[j] > 0])
+        self._now[w] += self._left(j) - pending - self._late.pop((j, i), 0.0)
 
     def _give_back(self, w: int, j: int, i: int, kept: float = 0.0) -> None:
         """Send the gradients of what has arrived; all are there until then, and W keeps some."""
@@ -326,7 +319,7 @@ class _Walk:
                 self._during(w, rest + x.gradient)
             if x.source >= 0:
                 size = x.holds if there == w else x.gradient
-                self.now[there] += size
+                self._now[there] += size
                 self._grads[source, i] = self._grads.get((source, i), 0.0) + size
                 self._during(there, 0.0)
 
@@ -376,12 +369,12 @@ class Footprint:
             found = replace(found, values=[replace(x, output=0) for x in found.values])
         return cache(lambda own: Stage(found, self._each, own, by_call=True))
 
-    def peak(self, blocks: Collection[str | None]) -> float:
-        """Find the most bytes of a device with some blocks, and with None for all else."""
-        return self.need(blocks)[0]
-
     def need(self, blocks: Collection[str | None]) -> tuple[float, float]:
-        """Find these, and the bytes that leave of the cells of a micro-batch there."""
+        """Find the memory of a device with some blocks, and with None for all else.
+
+        Returns:
+            The most bytes, and those that leave of the cells of a micro-batch there.
+        """
         own = {k for x in blocks for k in self._own.get(x, ())}
         stages, placement = [], []
         for is_own, visit in groupby(range(len(self.found.sections)), own.__contains__):
@@ -392,7 +385,7 @@ class Footprint:
         idle = [self.weights[x] for x in blocks if x not in self._own and x in self.weights]
         leaves, each = self.offload, zip(placement, stages)
         away = [0.0 if w or not leaves else x.away(leaves.share) for w, x in each]
-        most, *_ = peaks(
+        walk = Walk(
             self._order(placement),
             placement,
             stages,
@@ -404,7 +397,7 @@ class Footprint:
             ahead=[0 if w or not leaves else leaves.ahead for w in placement],
             aside=range(1, 1 + len(stages)),
         )
-        return most + sum(x.all + self.state * x.trainable for x in idle), sum(away)
+        return sum(x.all + self.state * x.trainable for x in idle) + walk.peaks()[0], sum(away)
 
     def _order(self, placement: Sequence[int]) -> list[Computation]:
         """The order of the host, of whose threads each takes the backward that was recorded last.

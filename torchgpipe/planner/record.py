@@ -10,7 +10,6 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import repeat
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -191,28 +190,21 @@ class Sizes:
         return self._found[rows]
 
 
-def _mix(x: Any, y: Any, share: float) -> Any:
-    """Mix numbers, also within tuples and tables, and leave what is none."""
+#: What is on a line between records; all else is the same in each.
+MIXED = {"sections", "values", "kept", "forward", "again", "free", "held", "halves", "rest"}
+MIXED |= {"size", "users", "gradient", "holds", "output"}
+
+
+def _mixed(x: Any, y: Any, share: float) -> Any:
+    """The record, or number, on the line through two others, or from nothing to the second one."""
+    if isinstance(y, Record | Section | Value):
+        names = MIXED & vars(y).keys()
+        return replace(y, **{k: _mixed(x and vars(x)[k], vars(y)[k], share) for k in names})
     if isinstance(y, dict):
-        return {k: _mix(None if x is None else x.get(k, z), z, share) for k, z in y.items()}
-    if isinstance(y, tuple):
-        return type(y)(*[_mix(None if x is None else x[k], z, share) for k, z in enumerate(y)])
+        return {k: _mixed(None if x is None else x.get(k, z), z, share) for k, z in y.items()}
+    if isinstance(y, list | tuple):
+        found = [_mixed(x and x[k], z, share) for k, z in enumerate(y)]
+        return type(y)(*found) if isinstance(y, tuple) else found
     if y is None or isinstance(y, bool):
         return y
     return max(0.0, share * y if x is None else x + share * (y - x))
-
-
-def _mixed(a: Record | None, b: Record, share: float) -> Record:
-    """The record on the line through two others, or from nothing to the second one."""
-
-    def mixed(x: Any, y: Any, keys: str) -> Any:
-        pairs = {key: (x and getattr(x, key), getattr(y, key)) for key in keys.split()}
-        return replace(y, **{key: _mix(*pair, share) for key, pair in pairs.items()})
-
-    sections, values = (a.sections, a.values) if a else (repeat(None), repeat(None))
-    kept, sizes = "kept forward again free held halves rest", "size users gradient holds output"
-    return replace(
-        b,
-        sections=[mixed(*x, kept) for x in zip(sections, b.sections)],
-        values=[mixed(*x, sizes) for x in zip(values, b.values)],
-    )

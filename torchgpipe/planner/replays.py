@@ -28,12 +28,10 @@ from torchgpipe.engine.step_plan import Choice, chosen, completed
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.partition.keeping import Keeping, is_policy, offload_of, recomputed_by
 from torchgpipe.planner.figures import Figures, thread_of
-from torchgpipe.planner.memory import Computation, peaks
 from torchgpipe.planner.problem import Problem
-from torchgpipe.planner.stage_memory import known
 from torchgpipe.planner.trial import Trials
 from torchgpipe.schedule.built_in import fill_drain
-from torchgpipe.schedule.costs import Table
+from torchgpipe.schedule.costs import Costs, Table
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.program import Op, operations
 from torchgpipe.schedule.simulator import Step, in_order
@@ -279,7 +277,9 @@ class TracedStep:
         if problem is not None and problem.has_loss == has_loss and rows:
             limits = dict(zip(problem.places, problem.memory))
             if sum(setting.balance) == problem.count and limits.keys() >= {*self.devices}:
-                order, placement, places = self._placed(setting)
+                places = [*dict.fromkeys(self.devices)]
+                placement = [places.index(x) for x in self.devices]
+                order = [(placement[op.stage], *op) for op in self._issued(setting)]
                 ways = placement, setting.balance, setting.modes
                 found = _trials_of(problem, rows).peaks(order, *ways)
                 return max(0.0, *(x - limits[place] for x, place in zip(found, places)))
@@ -290,12 +290,12 @@ class TracedStep:
             or len(self.kept) < len(setting.balance)
         ):
             return None
-        before, after = self._most(self.setting), self._most(setting)
+        before, after = self._held(self.setting), self._held(setting)
         excess = max(self.memory[str(x)] + after[x] - before[x] - memory_total(x) for x in after)
         return excess if excess > 0 else None
 
-    def _most(self, setting: Wrapping) -> Mapping[torch.device, float]:
-        """The most memory of what cells keep, whose difference counts.
+    def _held(self, setting: Wrapping) -> Mapping[torch.device, float]:
+        """The most memory of what cells of each device keep, whose difference counts.
 
         Cells keep activations from F, or from R, until their backward, and only their input from F
         until R.
@@ -306,20 +306,19 @@ class TracedStep:
         inner = ends[1:] if setting.threads else [k + 1 for k in ends]
         given = [0, *(x.bytes for x in self.figures.layers)]
         inputs = [scale * sum(given[a:b]) for a, b in zip(ends, inner[: len(ends) - 1])]
-        stages = known([scale * self.kept[j] for j in range(len(inputs))], inputs)
-        order, placement, places = self._placed(setting)
-        found = peaks(order, placement, stages, state=0.0, given=0.0, is_summed=True, loss=None)
-        return dict(zip(places, found))
+        kept = [scale * self.kept[j] for j in range(len(inputs))]
+        costs = Costs(activation=kept, checkpoint=inputs, pending=0)
+        table, lines = Table(costs, range(len(kept))), dict[torch.device, list[Op]]()
+        for op in self._issued(setting):
+            lines.setdefault(self.devices[op.stage], []).append(op)
+        return {device: max(table.held(line)) for device, line in lines.items()}
 
-    def _placed(self, setting: Wrapping) -> tuple[list[Computation], list[int], list[torch.device]]:
-        """The computations as the host issues them, the number of each device, and the devices."""
+    def _issued(self, setting: Wrapping) -> list[Op]:
+        """The computations as the host issues them."""
         schedule = setting.made()
         assert schedule is not None
-        places = [*dict.fromkeys(self.devices)]
-        placement = [places.index(device) for device in self.devices]
         order = self._order(schedule, setting.threads)
-        found = [(placement[op.stage], *op) for _, x, _ in order for op in operations(x)]
-        return found, placement, places
+        return [op for _, x, _ in order for op in operations(x)]
 
 
 def _issued(schedule: Schedule, threads: int) -> Sequence[Step]:

@@ -15,7 +15,7 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import NamedTuple
 
-from torchgpipe.planner.record import GIVEN, Halved, Hop, Record, Section, Value
+from torchgpipe.planner.record import GIVEN, Hop, Record, Value
 from torchgpipe.recompute.storage import LEAST
 
 __all__: list[str] = []
@@ -316,14 +316,3 @@ class Stage:
         sums = [*accumulate((x.trainable for x in self._each), initial=0)]
         late = max(x + y.weight for x, y in zip(sums, halves) if y is not None)
         return peak, pending, [late] * 2
-
-
-def known(held: Sequence[float], stored: Sequence[float]) -> list[Stage]:
-    """The partitions of which is known what a cell keeps until its backward, and from F until R."""
-    sections = []
-    for whole, own in zip(held, stored):
-        # What is no call is not computed again.
-        sections.append(Section(None, False, kept=own, halves=Halved()))
-        sections.append(Section("", True, kept=whole - own, halves=Halved()))
-    record, none = Record(sections, []), [Weights()] * len(sections)
-    return [Stage(record, none, range(k, k + 2)) for k in range(0, len(sections), 2)]

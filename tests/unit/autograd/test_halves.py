@@ -305,6 +305,23 @@ def test_what_only_the_input_needed_is_let_go_of():
     assert all(grad is not None for grad in found.weight().values())
 
 
+def test_numbers_are_let_go_of_within_a_mode():
+    """PyTorch has crashed where a node that has saved a number was told of hooks."""
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    layer, x = nn.Linear(4, 4), torch.rand(2, 4, requires_grad=True)
+    with Mode():
+        y = layer(x.clone()) * 2
+        edges = [get_gradient_edge(z) for z in (y, x)]
+        halves = Halves(edges[:1], [torch.ones_like(y)], edges[1:], [*layer.parameters()])
+        (found,) = halves.input()
+        halves.weight()
+    assert torch.allclose(found, 2 * layer.weight.sum(0).expand(2, 4))
+
+
 def test_several_roots():
     layer = nn.Linear(6, 6)
     x, grad = torch.rand(4, 6), torch.rand(4, 6)
