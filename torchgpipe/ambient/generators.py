@@ -260,7 +260,7 @@ def can_see_draws() -> bool:
 
 @contextmanager
 def seeing_draws(sees: bool) -> Iterator[None]:
-    """Intercept random draws of this thread within a ``with`` block, and those of its backward."""
+    """Give random draws of this thread in a ``with`` block, and in its backward, a generator."""
     if not sees:
         yield
         return

@@ -43,7 +43,7 @@ def address_of(tensor: Tensor) -> int:
 
 
 def identities(tensors: Sequence[Tensor]) -> Identities:
-    """The versions and addresses: ``parameter.data = ...`` changes the address alone."""
+    """The versions and addresses of tensors: ``parameter.data = ...`` changes an address alone."""
     try:
         return [*map(_version, tensors)], [*map(Tensor.data_ptr, tensors)]
     except (RuntimeError, ValueError, NotImplementedError):

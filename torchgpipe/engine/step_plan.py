@@ -243,10 +243,10 @@ def chosen(choice: Choice, stages: int, counts: Sequence[int], m: int) -> Schedu
 
 
 def verify_choice(choice: Any) -> None:
-    """Check that a value is a schedule, or says one.
+    """Check that a value is a schedule, the name of one, or a function that makes one.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is none of these.
     """
     verify(
         isinstance(choice, str | Schedule) or (callable(choice) and not isinstance(choice, Module)),

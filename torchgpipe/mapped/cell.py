@@ -124,9 +124,10 @@ class Cell:
         return fetched
 
     def taken_over(self, tensors: Iterable[Tensor]) -> dict[int, Tensor]:
-        """Hand tensors of an earlier visit over to the stream of this one; return them by identity.
+        """Hand tensors that an earlier cell of this device has left over to this cell's stream.
 
-        Their gradients leave this stream as clones, since autograd may add others to them.
+        They are returned by the identities of what was there. Their gradients leave this stream as
+        clones, since autograd may add others to them.
         """
         own = self.stage.compute
         self._record(tensors)

@@ -78,14 +78,21 @@ def may_leave(stages: Sequence[Stage], placement: Sequence[int], *, is_joined: b
     return [max(0.0, x) for x in found]
 
 
-class Walk:
-    """A step, gone through as the host issues its computations, with the memory of each worker.
+class StepMemory:
+    """The memory of each worker in a step, as the host issues its computations.
 
-    Beside the stages there is the state of the optimizer, for each byte of a parameter that it
-    changes, what is given to the first stage, and the targets, where the last stage is. Gradients
-    are summed by a schedule, or else by autograd. A loss of None is a stage. So many bytes of a
-    cell of each stage are away in the memory of the host for a while, and come back so many
-    computations ahead of its backward. Of workers aside only what they get and give counts.
+    Args:
+        order: the computations, in the order of the host.
+        placement: the worker of each stage.
+        stages: the memory of each stage.
+        state: bytes of the optimizer's state for each byte of a parameter that is trained.
+        given: bytes of the mini-batch's input, on the worker of the first stage.
+        targets: bytes of the targets, on the worker of the last stage.
+        is_summed: whether a schedule adds up gradients, which it does in place, and not autograd.
+        loss: the memory of a loss outside, such as :data:`UNKNOWN`; None if the last stage has it.
+        away: for each stage, the bytes of a cell that are in the memory of the host for a while.
+        ahead: how many computations before its backward a cell of each stage comes back.
+        aside: workers of which only what they receive and send counts.
     """
 
     def __init__(
@@ -385,7 +392,7 @@ class Footprint:
         idle = [self.weights[x] for x in blocks if x not in self._own and x in self.weights]
         leaves, each = self.offload, zip(placement, stages)
         away = [0.0 if w or not leaves else x.away(leaves.share) for w, x in each]
-        walk = Walk(
+        step = StepMemory(
             self._order(placement),
             placement,
             stages,
@@ -397,7 +404,7 @@ class Footprint:
             ahead=[0 if w or not leaves else leaves.ahead for w in placement],
             aside=range(1, 1 + len(stages)),
         )
-        return sum(x.all + self.state * x.trainable for x in idle) + walk.peaks()[0], sum(away)
+        return sum(x.all + self.state * x.trainable for x in idle) + step.peaks()[0], sum(away)
 
     def _order(self, placement: Sequence[int]) -> list[Computation]:
         """The order of the host, of whose threads each takes the backward that was recorded last.

@@ -228,7 +228,10 @@ class TracedStep:
         return self.now is not None and -ABOVE <= 1 - self.now / self.makespan <= BELOW
 
     def time(self, setting: Wrapping, *, copies: bool = True) -> float | None:
-        """The milliseconds of a step, whose copies may take none; None if there is no schedule."""
+        """Predict the milliseconds of a step, with copies or as if they took no time.
+
+        It is None if the setting has no schedule.
+        """
         schedule, figures = setting.made(), self.figures
         if schedule is None:
             return None

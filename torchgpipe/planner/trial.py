@@ -14,7 +14,15 @@ import torch
 
 from torchgpipe.partition.keeping import Keeping, offload_of, recomputed_by
 from torchgpipe.planner.layers import Line
-from torchgpipe.planner.memory import UNKNOWN, Computation, Walk, count, issued, may_leave, ways
+from torchgpipe.planner.memory import (
+    UNKNOWN,
+    Computation,
+    StepMemory,
+    count,
+    issued,
+    may_leave,
+    ways,
+)
 from torchgpipe.planner.problem import HOST, Problem
 from torchgpipe.planner.stage_memory import Stage
 from torchgpipe.schedule.built_in import fill_drain
@@ -309,7 +317,7 @@ class Trials:
         """The most memory of each worker, if the host issues a step in an order."""
         problem, stages = self.problem, self.stages(balance, count(order))
         sent = self.sent(stages, placement, modes)
-        walk = Walk(
+        step = StepMemory(
             order,
             placement,
             stages,
@@ -321,7 +329,7 @@ class Trials:
             away=[x.away for x in sent],
             ahead=[x.ahead if x.away else 0 for x in sent],
         )
-        return walk.peaks()
+        return step.peaks()
 
     def sent(
         self, stages: Sequence[Stage], placement: Sequence[int], modes: Sequence[Keeping]

@@ -76,7 +76,7 @@ class StepFigures:
 
 
 def _times(spans: Iterable[Span]) -> CellTimes:
-    """The mean times of the micro-batches, of which each may have several spans of a kind."""
+    """The mean time of a micro-batch for each kind: the sum of its spans of that kind."""
     total: dict[str, float] = {}
     cells: dict[str, set[int | None]] = {}
     for span in spans:
@@ -277,7 +277,7 @@ class Description:
 def _with(
     row: DescriptionRow, figures: StepFigures | None, prediction: PlanFigures | None
 ) -> DescriptionRow:
-    """A row with the figures of its partition, or of its device if it has no number."""
+    """A row with the figures of its partition; one without a name has those of its device."""
     if prediction is not None:
         row = replace(row, planned=prediction.memory.get(row.device))
     if figures is None:

@@ -155,7 +155,7 @@ def _host_bound(spans: Sequence[Span]) -> float | None:
 
 
 def table(found: Sequence[Shares], memory: Mapping[str, int], host: Mapping[str, int]) -> str:
-    """Write shares as a table, with the memory of devices, and of the host, if it is known."""
+    """Write the shares of devices as a table, with their memory and the host's, where known."""
     titles = ["device", "busy", "recompute", "bubble", "copies", "host-bound"]
     is_away = any(x.away for x in found)
     titles += ["offload"] * is_away

@@ -373,7 +373,7 @@ class Busy(nn.Module):
 
 
 def busy(input: Tensor, weight: Tensor, costs: tuple[float, float, float], name: str) -> Tensor:
-    """Compute what a busy layer computes, and take the time of F, and in backward of I and W."""
+    """Compute a busy layer, which lasts for the time of F, and in backward for those of I and W."""
     forward, own, weights = costs
     # Autograd runs the function that was applied last first: I, then W.
     weight = Spend.apply(weight, 0.0, "", weights, "W" + name)
