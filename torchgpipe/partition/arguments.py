@@ -293,7 +293,7 @@ class Traps:
         ]
         if either and "either" not in self._known:
             warn(
-                f"{self._wrapper} splits a list with a tensor for each row as a list, and not the "
+                f"{self._wrapper} splits a list with an entry for each row as a list, and not the "
                 f"tensors in it (input: {', '.join(either)}, entries: {rows}, rows: {rows}); pass "
                 "a tuple to have the tensors in it split"
                 f"{self._silenced('splits a list')}"

@@ -29,13 +29,16 @@ __all__: list[str] = []
 #: The label that counts nowhere, for PyTorch's losses and so for those of Transformers.
 IGNORED = -100
 
+#: The adapters whose virtual tokens are in a cache, as PEFT names them.
+CACHED = "PREFIX_TUNING", "CARTRIDGE"
+
 
 def shifts_labels(model: nn.Module) -> bool:
     """Whether the loss of a model compares each label with the output in front of it.
 
     The library's loss for causal models does. Some models, as BART's decoder alone, are of that
     kind by their names, and compute another loss in their own code. The virtual tokens of an
-    adapter stand in front of the first label; those of prefix tuning do not.
+    adapter stand in front of the first label, unless they are in a cache.
     """
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
@@ -46,7 +49,7 @@ def shifts_labels(model: nn.Module) -> bool:
     encodes = getattr(getattr(base, "config", None), "is_encoder_decoder", False)
     adapter: Any = getattr(model, "active_peft_config", None)
     is_prompt = getattr(adapter, "is_prompt_learning", False)
-    is_prompt = is_prompt and adapter.peft_type != "PREFIX_TUNING"
+    is_prompt = is_prompt and adapter.peft_type not in CACHED
     return causal and calls_it and not encodes and not is_prompt
 
 
@@ -54,12 +57,18 @@ def ctc_reduction(model: nn.Module) -> str | None:
     """The reduction of CTC losses of rows, ``"sum"`` or ``"mean"``; None for other models."""
     base = base_of(model)
     is_ctc = any(x.__name__.endswith("ForCTC") for x in type(base).__mro__)
-    return getattr(base.config, "ctc_loss_reduction", None) if is_ctc else None
+    config: Any = getattr(base, "config", None)
+    return getattr(config, "ctc_loss_reduction", None) if is_ctc else None
 
 
 def ignored_pixels(model: nn.Module) -> int:
-    """The label of pixels that counts nowhere in a model that labels each pixel."""
+    """The label of pixels that counts nowhere in a model that labels each pixel.
+
+    With one label, as Segformer may have, the loss is a mean over all pixels.
+    """
     config: Any = getattr(base_of(model), "config", None)
+    if getattr(config, "num_labels", None) == 1:
+        return IGNORED
     names = ("semantic_loss_ignore_index", "loss_ignore_index")
     return next((getattr(config, name) for name in names if hasattr(config, name)), IGNORED)
 

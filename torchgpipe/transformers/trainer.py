@@ -270,7 +270,7 @@ class PipelinedModel:
         reduction = ctc_reduction(pipe.module)
         labels = [] if reduction else self._labels(kwargs, sum(sizes))
         counts = counts_of(labels, sizes, shifted)
-        if next(pipe.parameters()).dtype == torch.float64:
+        if next(pipe.parameters(), counts).dtype == torch.float64:
             counts = counts.double()
         if items is not None:
             kwargs["num_items_in_batch"] = Chunks(told(counts, items))

@@ -172,9 +172,15 @@ def leaves_in(value: Any, rows: int | None = None) -> Callable[[Any], bool]:
 def is_list_of_rows(value: Any) -> bool:
     """Whether a value is a list that may have an entry for each row: tensors, or mappings of them.
 
-    A list of numbers, as of learned scales, has none.
+    A list of numbers, as of learned scales, has none, nor has one with marks, which divide what is
+    in it.
     """
-    return type(value) is list and bool(value) and all(map(tensors_of_row, value))
+    return (
+        type(value) is list
+        and bool(value)
+        and all(map(tensors_of_row, value))
+        and not any(map(is_of_input, leaves_of(value, is_of_input)))
+    )
 
 
 def tensors_of_row(entry: Any) -> list[Tensor]:

@@ -36,15 +36,18 @@ def speech(reduction):
     }
 
 
-def pixels():
-    """Images with pixels that count nowhere, by a label that the configuration names."""
+def pixels(count):
+    """Images with pixels of a label that the configuration names, which have no loss.
+
+    Of the means of several labels they are no part, but of the mean of one.
+    """
     sizes = {"hidden_sizes": [4, 8], "num_attention_heads": [1, 2], "sr_ratios": [1, 1]}
     layers = {"num_encoder_blocks": 2, "depths": [1, 1], "patch_sizes": [3, 3], "strides": [2, 2]}
     config = transformers.SegformerConfig(
-        **sizes, **layers, mlp_ratios=[1, 1], decoder_hidden_size=4, num_labels=3
+        **sizes, **layers, mlp_ratios=[1, 1], decoder_hidden_size=4, num_labels=count
     )
     labels = torch.zeros(5, 8, 8, dtype=torch.long)
-    labels += torch.arange(5)[:, None, None] % 3
+    labels += torch.arange(5)[:, None, None] % max(2, count)
     labels[:2, 1:] = config.semantic_loss_ignore_index
     model = transformers.SegformerForSemanticSegmentation(config)
     nn.init.normal_(model.decode_head.classifier.bias)  # Or all labels have the same loss.
@@ -69,12 +72,31 @@ def prompts(kind):
     peft = pytest.importorskip("peft", exc_type=MISSING)
     sizes = {"vocab_size": 32, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
     config = transformers.LlamaConfig(**sizes, intermediate_size=16)
+    if not hasattr(peft, kind):
+        pytest.skip(f"this PEFT has no {kind}")
     adapter = getattr(peft, kind)(num_virtual_tokens=2, task_type="CAUSAL_LM")
     ids = torch.randint(32, (5, 7))
     labels = ids.clone()
     labels[:2, 2:] = -100
     model = peft.get_peft_model(transformers.LlamaForCausalLM(config), adapter)
     return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+class Losses(nn.Module):
+    """A model without a configuration, and without parameters."""
+
+    def forward(self, logits, labels):
+        return transformers.utils.ModelOutput(loss=nn.functional.cross_entropy(logits, labels))
+
+
+class LossesForCTC(Losses):
+    """A model that is named as those of Transformers are."""
+
+
+def own(kind):
+    """Labels that count, in a model that is not of Transformers."""
+    labels = torch.tensor([0, 1, 1, -100, -100])
+    return kind(), {"logits": torch.rand(5, 2), "labels": labels}
 
 
 def doubles():
@@ -89,10 +111,14 @@ def doubles():
 CASES = {
     "sums over rows": lambda: speech("sum"),
     "means over rows": lambda: speech("mean"),
-    "pixels": pixels,
+    "pixels": lambda: pixels(3),
+    "pixels with one label": lambda: pixels(1),
     "patches": patches,
     "prompts": lambda: prompts("PromptTuningConfig"),
     "prefixes": lambda: prompts("PrefixTuningConfig"),
+    "cartridges": lambda: prompts("CartridgeConfig"),
+    "no parameters": lambda: own(Losses),
+    "no configuration": lambda: own(LossesForCTC),
     "doubles": doubles,
 }
 

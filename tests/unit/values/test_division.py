@@ -64,6 +64,13 @@ def test_other_containers_of_tensors_are_split_within(value):
     assert tree_structure(found[0]) == tree_structure(value)
 
 
+def test_marks_say_that_mappings_in_a_list_are_no_rows():
+    value = X, [{"x": X, "more": {"whole": NoChunk(Y)}}, *({"x": X} for _ in range(3))]
+    for _, (first, *_) in parts(value, 2):
+        assert len(first["x"]) == 2
+        assert first["more"]["whole"] is Y
+
+
 def test_the_caller_divides():
     value = {"x": Chunks([X, None, 3]), "y": Chunks([[X], [Y], []])}
     assert division_of(value, 8) == Division([0, 0, 0], True)
