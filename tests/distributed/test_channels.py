@@ -3,6 +3,7 @@
 import fcntl
 import gc
 import os
+import signal
 import socket
 import threading
 from contextlib import contextmanager
@@ -38,7 +39,7 @@ messages = st.builds(
 @contextmanager
 def pair(patience=PATIENCE):
     """Both ends of a channel."""
-    ends = [Channel(x, patience) for x in socket.socketpair()]
+    ends = [Channel(x, patience, 1 - k) for k, x in enumerate(socket.socketpair())]
     for end in ends:
         end.open()
     try:
@@ -234,7 +235,7 @@ def test_nothing_stays_open():
 
 def test_another_process_that_makes_no_end():
     mine, theirs = socket.socketpair()
-    one = Channel(mine, 0.01)
+    one = Channel(mine, 0.01, 1)
     with pytest.raises(TimeoutError):
         one.open()
     theirs.recv(1)
@@ -252,8 +253,19 @@ def test_a_system_that_forbids_channels(monkeypatch):
     assert meet(Texts(2)) == [{}, {}]
 
 
+def test_a_process_that_ends_where_nobody_reads():
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        assert meet(Texts(2)) == [{}, {}]
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+
+
 def test_a_process_that_sends_nothing():
-    with pair(patience=0.01) as (_, other), pytest.raises(TimeoutError, match="within 0.01 s"):
+    with (
+        pair(patience=0.01) as (_, other),
+        pytest.raises(TimeoutError, match="rank 0 within 0.01 s"),
+    ):
         other.receive(torch.empty(2), 0).wait()
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import mmap
 import os
 import select
+import signal
 import socket
 import struct
 from collections import Counter, defaultdict
@@ -83,10 +84,11 @@ class Channel:
     Args:
         connection: a socket that is connected to the other process.
         patience: for how many seconds one process waits for the other.
+        rank: the rank of the other process, for messages.
     """
 
-    def __init__(self, connection: socket.socket, patience: float) -> None:
-        self._socket, self._process = connection, os.getpid()
+    def __init__(self, connection: socket.socket, patience: float, rank: int) -> None:
+        self._socket, self._process, self._rank = connection, os.getpid(), rank
         self._milliseconds = min(1000 * patience, 2**31 - 1)
         connection.settimeout(self._milliseconds / 1000)
         # A pipe holds thousands of records that nobody has read. A socket would hold hundreds, and
@@ -227,7 +229,8 @@ class Channel:
 
     def _wait(self, events: select.poll) -> None:
         if not events.poll(self._milliseconds):
-            raise TimeoutError(f"no message within {self._milliseconds / 1000:g} s")
+            seconds = self._milliseconds / 1000
+            raise TimeoutError(f"no message from rank {self._rank} within {seconds:g} s")
 
 
 def connected(peers: Peers, patience: float) -> dict[int, Channel]:
@@ -270,15 +273,18 @@ def connected(peers: Peers, patience: float) -> dict[int, Channel]:
                 connection.close()
             else:
                 found[rank] = connection
-    channels = {rank: Channel(connection, patience) for rank, connection in found.items()}
+    channels = {rank: Channel(connection, patience, rank) for rank, connection in found.items()}
     for channel in channels.values():
         channel.open()
     return channels
 
 
 def _opened(name: str, size: int) -> socket.socket | None:
-    """A socket that others of this host connect to by a name; None if the system has none."""
+    """A socket that others of this host connect to by a name; None if this process has none."""
     try:
+        if signal.getsignal(signal.SIGPIPE) == signal.SIG_DFL:
+            # A message to a process that is gone would end this one, and raise no error.
+            return None
         os.close(os.memfd_create(name))
         door = socket.socket(socket.AF_UNIX)
         door.bind(_address(name))
