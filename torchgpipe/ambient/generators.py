@@ -49,7 +49,8 @@ def generator_of(device: torch.device) -> torch.device:
 
 def default_state(device: torch.device) -> Tensor:
     """The state of a device's default generator."""
-    generator = _generator(device)
+    # Cells ask often, and a call takes time in each of them.
+    generator = torch.default_generator if device == CPU else _generator(device)
     if generator is not None:
         # guard: one thread at a generator
         with _lock:
@@ -61,7 +62,7 @@ def default_state(device: torch.device) -> Tensor:
 
 def set_default_state(device: torch.device, state: Tensor) -> None:
     """Set the state of a device's default generator."""
-    generator = _generator(device)
+    generator = torch.default_generator if device == CPU else _generator(device)
     if generator is not None:
         # guard: one thread at a generator
         with _lock:
@@ -71,9 +72,7 @@ def set_default_state(device: torch.device, state: Tensor) -> None:
 
 
 def _generator(device: torch.device) -> torch.Generator | None:
-    """The generator object of a device, if its backend exposes it; its methods are faster."""
-    if device == CPU:
-        return torch.default_generator
+    """The generator object of an accelerator, if its backend exposes it; its methods are faster."""
     # torch.cuda and torch.xpu have generators once they are initialised.
     generators = getattr(torch.get_device_module(device), "default_generators", ())
     return generators[device.index] if device.index < len(generators) else None
