@@ -44,7 +44,7 @@ def verify(
     remedy: str,
     error: type[Exception] = ValueError,
 ) -> None:
-    """Raise an error that has the rule, ``(name: value)`` and the remedy, unless it is valid."""
+    """Raise an error of the rule, ``(name: value)`` and the remedy, unless the value is valid."""
     if not valid:
         raise error(f"{rule} ({name}: {shown(value)}); {remedy}")
 

@@ -294,7 +294,7 @@ class Candidate:
             checkpoint=self.checkpoint,
             deferred_batch_norm=deferred_batch_norm,
         )
-        loss = loss or self._loss
+        loss = self._loss if loss is None else loss
         name = self.schedule if loss is not None else None
         if name == self.schedule:
             stages_of(model).predict(self.time, self.memory, model, name, self._trial.problem)

@@ -39,6 +39,7 @@ ELSEWHERE = {
     "devices/recorder": "unit/balance/test_profile.py",
     "engine/stages": "unit/engine/test_lanes.py",
     "schedule": "schedule",
+    "skip/layout": "unit/test_stream.py",
     "testing/device_module": "virtual/test_device.py",
     "testing/dry_run/__main__": "virtual/test_dry_run_script.py",
     "testing/report": "virtual/test_labels.py",

@@ -210,6 +210,9 @@ def case(devices):
 def test_wrapped(case):
     layers, x, y, options, plans = copy.deepcopy(case)
     best = plans.best
+    # A module without layers is false.
+    other = nn.Sequential()
+    assert best.wrap(copy.deepcopy(layers), other).loss is other
     training = best.wrap(layers)
     assert isinstance(training, ScheduledLoss)
     assert training.model.balance == best.balance
