@@ -306,6 +306,9 @@ class PipelinedModel:
             # An answer after the end of its row counts nowhere.
             found = [x if x is None else x.masked_fill(x >= ids.shape[1], IGNORED) for x in found]
         labels = [x for x in found if isinstance(x, Tensor) and x.dim() and len(x) == rows]
+        if "bool_masked_pos" in kwargs:
+            # Of images as labels it is the mask that says what counts.
+            labels = [x for x in labels if not x.is_floating_point()]
         pixels = ignored_pixels(self._pipe.module)
         return [x.masked_fill(x == pixels, IGNORED) if x.dim() > 2 else x for x in labels]
 

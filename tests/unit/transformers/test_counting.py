@@ -67,6 +67,19 @@ def patches():
     }
 
 
+def painted():
+    """Images whose labels are images, too, of which the masked patches have a loss."""
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "mlp_dim": 8, "decoder_hidden_size": 4}
+    images = {"image_size": [8, 4], "patch_size": 2, "pretrain_image_size": 4}
+    layers = {"num_hidden_layers": 2, "intermediate_hidden_state_indices": [0, 1], "merge_index": 0}
+    config = transformers.SegGptConfig(**sizes, **images, **layers)
+    names = ("pixel_values", "prompt_pixel_values", "prompt_masks", "labels")
+    return transformers.SegGptForImageSegmentation(config), {
+        **{name: torch.randn(5, 3, 4, 4) for name in names},
+        "bool_masked_pos": torch.arange(8) < torch.tensor([[1], [1], [2], [4], [8]]),
+    }
+
+
 def prompts(kind):
     """Texts that virtual tokens precede, so that the first label of a row counts, or does not."""
     peft = pytest.importorskip("peft", exc_type=MISSING)
@@ -114,6 +127,7 @@ CASES = {
     "pixels": lambda: pixels(3),
     "pixels with one label": lambda: pixels(1),
     "patches": patches,
+    "patches of labels": painted,
     "prompts": lambda: prompts("PromptTuningConfig"),
     "prefixes": lambda: prompts("PrefixTuningConfig"),
     "cartridges": lambda: prompts("CartridgeConfig"),
