@@ -106,10 +106,24 @@ class LossesForCTC(Losses):
     """A model that is named as those of Transformers are."""
 
 
+class Decisions(nn.Module):
+    """A model whose labels are truth values."""
+
+    def forward(self, logits, labels):
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, labels.float())
+        return transformers.utils.ModelOutput(loss=loss)
+
+
 def own(kind):
     """Labels that count, in a model that is not of Transformers."""
     labels = torch.tensor([0, 1, 1, -100, -100])
     return kind(), {"logits": torch.rand(5, 2), "labels": labels}
+
+
+def truths():
+    """Labels that all count, be they true or not."""
+    labels = torch.tensor([True, True, True, False, False])
+    return Decisions(), {"logits": torch.rand(5), "labels": labels}
 
 
 def doubles():
@@ -133,6 +147,7 @@ CASES = {
     "cartridges": lambda: prompts("CartridgeConfig"),
     "no parameters": lambda: own(Losses),
     "no configuration": lambda: own(LossesForCTC),
+    "truth values": truths,
     "doubles": doubles,
 }
 
