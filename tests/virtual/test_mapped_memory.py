@@ -221,10 +221,10 @@ class Wide(nn.Module):
 
 
 @pytest.mark.usefixtures("alike")
-@pytest.mark.parametrize(("speed", "count"), [(1e6, 2), (16, 1)])
-def test_copies_that_take_longer_than_a_forward(devices, speed, count):
-    """The device that sends the most has fewer blocks."""
-    options = {"chunks": 4, "checkpoint": "offload", "devices": devices[:2], "memory": "1TiB"}
+@pytest.mark.parametrize(("speed", "chunks", "count"), [(1e6, 4, 2), (16, 4, 1), (16, 2, 2)])
+def test_copies_that_take_longer_than_a_forward(devices, speed, chunks, count):
+    """The device that sends the most has fewer blocks, unless no micro-batch leaves."""
+    options = {"chunks": chunks, "checkpoint": "offload", "devices": devices[:2], "memory": "1TiB"}
     with observe(bandwidth=links(devices, host=speed)):
         sample = torch.rand(64, 64, device=devices[0])
         pipe = MappedGPipe(Wide().to(devices[0]), "auto", sample=sample, **options)

@@ -293,7 +293,8 @@ def arguments_of(
                 "pass what every micro-batch shall get whole as torchgpipe.NoChunk(value), and "
                 "what has its rows in another dimension as torchgpipe.Chunk(tensor, dim=1)"
             )
-    entries = [x for name, one in each for x in lists(one, name)] if rows and m > 1 else []
+    looked = each if rows and m > 1 else []
+    entries = [x for name, one in looked for x in lists(one, name, leaves_in(one, rows))]
     if unsplit := [path for path, length in entries if length == rows]:
         raise ValueError(
             "targets must be tensors to be split into micro-batches "

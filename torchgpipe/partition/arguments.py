@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -272,8 +272,8 @@ class Traps:
         """Warn of lists and arrays with an entry for each row: most are not split."""
         if micro_batches == 1:
             return
-        rows = row_count(input)
-        found = [path for path, length in lists(input, "") if length == rows > 0]
+        rows, is_leaf = row_count(input), leaves_in(input)
+        found = [path for path, length in lists(input, "", is_leaf) if length == rows > 0]
         if found and "lists" not in self._known:
             warn(
                 f"{self._wrapper} splits tensors, and gives lists and arrays whole to every "
@@ -287,7 +287,7 @@ class Traps:
         # With other numbers of rows the tensors in such a list would be split.
         either = [
             name
-            for name, leaf in names(input, leaves_in(input))
+            for name, leaf in names(input, is_leaf)
             if is_list_of_rows(leaf)
             and all(len(x) == rows for entry in leaf for x in tensors_of_row(entry))
         ]
@@ -366,8 +366,13 @@ def _sequence_first(module: nn.Module, path: str = "") -> Iterator[str]:
         yield from _sequence_first(child, f"{path}.{name}" if path else name)
 
 
-def lists(value: Any, path: str) -> Iterator[tuple[str, int]]:
-    """The lists and arrays without tensors in a value: the path and the length of each."""
+def lists(value: Any, path: str, is_leaf: Callable[[Any], bool]) -> Iterator[tuple[str, int]]:
+    """The lists and arrays without tensors in a value: the path and the length of each.
+
+    Those in leaves, such as a list with a mapping of tensors for each row, come with their rows.
+    """
+    if is_leaf(value):
+        return
     if isinstance(value, Arguments):
         # The arguments of a call are no list, however many they are.
         entries = [(f"args[{k}]", x) for k, x in enumerate(value.args)]
@@ -382,14 +387,12 @@ def lists(value: Any, path: str) -> Iterator[tuple[str, int]]:
         if length is not None:
             yield path, length
     for name, entry in entries:
-        yield from lists(entry, name)
+        yield from lists(entry, name, is_leaf)
 
 
 def _is_container(value: Any) -> bool:
     """Whether there are tensors, or marked values, in a list or tuple."""
-    return is_list_of_rows(value) or any(
-        isinstance(x, Tensor) or is_of_input(x) for x in leaves_of(value)
-    )
+    return any(isinstance(x, Tensor) or is_of_input(x) for x in leaves_of(value))
 
 
 def _is_list(value: Any) -> bool:

@@ -47,6 +47,7 @@ from torchgpipe.planner.given import (
 )
 from torchgpipe.planner.layers import measured_links
 from torchgpipe.planner.memory import Footprint, weights_of
+from torchgpipe.schedule.lifetimes import leaving
 from torchgpipe.values.microbatch import scatter
 from torchgpipe.values.structure import Arguments
 
@@ -307,8 +308,8 @@ def _needs(
             "device map of your own if a device has too little memory"
         )
         return None
-    # What the CPU keeps is in the memory of the host.
-    offload = offload_of(checkpoint) if has_streams(there) else None
+    # What the CPU keeps is in the memory of the host, and the last micro-batches stay anyway.
+    offload = offload_of(checkpoint) if has_streams(there) and leaving(chunks) else None
     footprint = Footprint(
         sections,
         weights_of(model, blocks),

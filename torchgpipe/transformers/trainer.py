@@ -300,14 +300,21 @@ class PipelinedModel:
     def _labels(self, kwargs: dict[str, Any], rows: int) -> list[Tensor]:
         if "shift_labels" in kwargs:
             return [kwargs["shift_labels"]]
-        found = [kwargs.get(name) for name in (*self._names, "bool_masked_pos")]
+        mask = kwargs.get("bool_masked_pos")
+        found = [kwargs.get(name) for name in self._names if name != "bool_masked_pos"]
         ids = kwargs.get("input_ids")
         if isinstance(ids, Tensor) and any(name.endswith("_positions") for name in self._names):
             # An answer after the end of its row counts nowhere.
             found = [x if x is None else x.masked_fill(x >= ids.shape[1], IGNORED) for x in found]
         labels = [x for x in found if isinstance(x, Tensor) and x.dim() and len(x) == rows]
         pixels = ignored_pixels(self._pipe.module)
-        return [x.masked_fill(x == pixels, IGNORED) if x.dim() > 2 else x for x in labels]
+        labels = [x.masked_fill(x == pixels, IGNORED) if x.dim() > 2 else x for x in labels]
+        # Labels that are truth values all count; those of a mask say what counts.
+        labels = [x.int() if x.dtype == torch.bool else x for x in labels]
+        if not isinstance(mask, Tensor):
+            return labels
+        # Of images as labels the masked patches count.
+        return [mask, *(x for x in labels if not x.is_floating_point())]
 
     def _arrived(self, x: Any) -> Any:
         return x.to(self._device) if isinstance(x, Tensor) else x

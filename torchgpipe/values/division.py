@@ -242,7 +242,7 @@ def split(value: Any, division: Division, rows: int | None = None) -> Iterator[A
         # narrow() and not split(), since autograd forbids to change a view of split() in place.
         if isinstance(leaf, Chunks):
             return leaf.values[i]
-        if is_list_of_rows(leaf):
+        if isinstance(leaf, list):
             return leaf[starts[i] : starts[i + 1]]
         tensor, dim = (leaf.value, leaf.dim) if isinstance(leaf, Chunk) else (leaf, 0)
         return _rows(tensor, dim, starts[i], sizes[i], _torch.forward_level() >= 0)

@@ -122,8 +122,9 @@ class Options(NamedTuple):
         torch.Size([1, 2, 3, 4]),
         (X, X, X, X),
         [X, X, X],
-        # It is divided.
+        # It is divided, and a list in it comes with its row.
         [UserDict(boxes=torch.ones(k)) for k in range(4)],
+        [{"boxes": torch.ones(k), "names": [*"abcd"]} for k in range(4)],
         [NoChunk(X), 1, 2, 3],
         NoChunk([1, 2, 3, 4]),
         Options(1, 2, 3, 4),

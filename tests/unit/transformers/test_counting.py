@@ -67,6 +67,19 @@ def patches():
     }
 
 
+def painted():
+    """Images whose labels are images, too, of which the masked patches have a loss."""
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "mlp_dim": 8, "decoder_hidden_size": 4}
+    images = {"image_size": [8, 4], "patch_size": 2, "pretrain_image_size": 4}
+    layers = {"num_hidden_layers": 2, "intermediate_hidden_state_indices": [0, 1], "merge_index": 0}
+    config = transformers.SegGptConfig(**sizes, **images, **layers)
+    names = ("pixel_values", "prompt_pixel_values", "prompt_masks", "labels")
+    return transformers.SegGptForImageSegmentation(config), {
+        **{name: torch.randn(5, 3, 4, 4) for name in names},
+        "bool_masked_pos": torch.arange(8) < torch.tensor([[1], [1], [2], [4], [8]]),
+    }
+
+
 def prompts(kind):
     """Texts that virtual tokens precede, so that the first label of a row counts, or does not."""
     peft = pytest.importorskip("peft", exc_type=MISSING)
@@ -93,10 +106,24 @@ class LossesForCTC(Losses):
     """A model that is named as those of Transformers are."""
 
 
+class Decisions(nn.Module):
+    """A model whose labels are truth values."""
+
+    def forward(self, logits, labels):
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, labels.float())
+        return transformers.utils.ModelOutput(loss=loss)
+
+
 def own(kind):
     """Labels that count, in a model that is not of Transformers."""
     labels = torch.tensor([0, 1, 1, -100, -100])
     return kind(), {"logits": torch.rand(5, 2), "labels": labels}
+
+
+def truths():
+    """Labels that all count, be they true or not."""
+    labels = torch.tensor([True, True, True, False, False])
+    return Decisions(), {"logits": torch.rand(5), "labels": labels}
 
 
 def doubles():
@@ -114,11 +141,13 @@ CASES = {
     "pixels": lambda: pixels(3),
     "pixels with one label": lambda: pixels(1),
     "patches": patches,
+    "patches of labels": painted,
     "prompts": lambda: prompts("PromptTuningConfig"),
     "prefixes": lambda: prompts("PrefixTuningConfig"),
     "cartridges": lambda: prompts("CartridgeConfig"),
     "no parameters": lambda: own(Losses),
     "no configuration": lambda: own(LossesForCTC),
+    "truth values": truths,
     "doubles": doubles,
 }
 
