@@ -122,7 +122,7 @@ def test_module_follows_the_wrapper(model):
 
 
 def test_wrapped_in_eval_mode():
-    model = GPipe(linears(1, 1, 1).eval(), [1, 1])
+    model = GPipe(linears(1, 1, 1).eval(), [1, 1], devices=["cpu", "cpu"])
     assert not any(module.training for module in model.modules())
     assert not model.module.training
 

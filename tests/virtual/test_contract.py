@@ -36,6 +36,15 @@ def test_beside_the_cpu_and_on_one_device_twice(k, devices):
 
 
 EAGER = [run for run in LOCAL if "graphs" not in run]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("run", EAGER)
+def test_notes_of_partitions_that_share_a_device(run, devices):
+    # They compute in the caller's thread, which puts back its settings when a cell fails.
+    keeps("errors:layers", Maker(run, "always", [devices[0]] * 2))
+
+
 LEAVING = [(run, mode) for run in EAGER for mode in ("offload", "share", "policy")]
 #: Each promise with one run and one mode, by turns; all of them in a soak.
 OF_CELLS = [

@@ -27,19 +27,28 @@ __all__: list[str] = []
 
 
 class CurrentLayer(threading.local):
-    """The layer that a thread runs; after the layer has failed, too."""
+    """The layer that a thread runs; after the layer has failed, too.
+
+    It is not registered: a block that puts settings back comes before the one that notes the layer.
+    """
 
     #: The layer's name in the module; None between layers.
     name: str | None = None
     #: The name of the layer's class.
     kind: str | None = None
-    #: A function to call when a layer has run.
-    then: Callable[[], None] | None = None
-    #: A function to call with the output of a layer, before ``then``.
+
+
+class AfterLayer(threading.local):
+    """Functions that a thread calls when a layer has run."""
+
+    #: Takes the output of the layer.
     visit: Callable[[Any], None] | None = None
+    #: Comes after that.
+    then: Callable[[], None] | None = None
 
 
-layer = registered(CurrentLayer())
+layer = CurrentLayer()
+after_layer = registered(AfterLayer())
 
 
 class noted:
@@ -149,10 +158,10 @@ class Visit:
         self.recorded = self.found = False
 
     def __enter__(self) -> None:
-        self.outer, layer.visit = layer.visit, self.visit
+        self.outer, after_layer.visit = after_layer.visit, self.visit
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        layer.visit = self.outer
+        after_layer.visit = self.outer
         # A traceback may hold this object, which must not hold the graph then.
         self.known, self.outside = set(), set()
         if kind is None and self.recorded:

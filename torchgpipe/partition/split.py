@@ -11,6 +11,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from torchgpipe.ambient import labels
+from torchgpipe.ambient.notes import after_layer
 from torchgpipe.ambient.notes import layer as current
 
 __all__: list[str] = []
@@ -37,7 +38,8 @@ class Partition(nn.Sequential):
         # A compiled partition must not depend on what changes from run to run.
         then, visit, is_observed = None, None, False
         if not is_compiling():
-            then, visit, is_observed = current.then, current.visit, labels.observer is not None
+            then, visit = after_layer.then, after_layer.visit
+            is_observed = labels.observer is not None
         output = None
         for name, layer in self._modules.items():
             assert layer is not None

@@ -47,7 +47,7 @@ from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient.context import Context, Hooks, SavedSettings, current_hooks
 from torchgpipe.ambient.generators import holding
 from torchgpipe.ambient.modes import is_within_autocast, own_casts
-from torchgpipe.ambient.notes import layer as current
+from torchgpipe.ambient.notes import after_layer
 from torchgpipe.ambient.random_numbers import CellNumbers, FirstNumbers
 from torchgpipe.autograd.fork_join import Recompute, fork, needs_backward
 from torchgpipe.devices.streams import (
@@ -152,7 +152,7 @@ class Checkpoint:
         function = self.function
         if is_verifying():
             self.dropped, function = dropped, filling_memory(function)
-        outer, current.then = current.then, stored.look
+        outer, after_layer.then = after_layer.then, stored.look
         try:
             with checkpointing(self.values), saved_tensors_hooks(self._drop, self.unpack):
                 output = function((batch if given is None else given).copy())
@@ -160,7 +160,7 @@ class Checkpoint:
             explain(error)
             raise
         finally:
-            current.then = outer
+            after_layer.then = outer
         stored.verify()
         self.inputs.clear()
         self.kept.close()

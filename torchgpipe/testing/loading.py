@@ -53,17 +53,17 @@ def build() -> Path:
         UnavailableError: there is no compiler, the compiler fails, or PyTorch is too old.
     """
     verify_torch(torch.__version__)
-    command = [*compiler(), *flags()]
+    command, links = [*compiler(), *flags()], _links()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchgpipe"
     # The name begins with "lib", so that Python does not take the file for a module.
-    library = cache / f"libvirtual-{torch.__version__}-{_digest(command)}.so"
+    library = cache / f"libvirtual-{torch.__version__}-{_digest([*command, *links])}.so"
     try:
         if library.exists():
             return library
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             output = Path(folder) / library.name
-            _compile([*command, str(SOURCES / "virtual.cpp"), "-o", str(output), *_links()])
+            _compile([*command, str(SOURCES / "virtual.cpp"), "-o", str(output), *links])
             # Renaming is atomic: another process finds the whole file or none.
             output.replace(library)
     except OSError as error:
@@ -128,8 +128,10 @@ def flags() -> list[str]:
 
 def _links() -> list[str]:
     lib = Path(torch.__file__).parent / "lib"
-    undefined = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
-    return [f"-L{lib}", "-ltorch", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{lib}", *undefined]
+    # The C++ library that PyTorch has loaded. A compiler that finds only a static one would put a
+    # second one into ours, and numbers would be printed by one from tables of the other.
+    own = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-l:libstdc++.so.6"]
+    return [f"-L{lib}", "-ltorch", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{lib}", *own]
 
 
 def _digest(command: list[str]) -> str:

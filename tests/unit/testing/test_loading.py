@@ -163,6 +163,16 @@ def test_compiled_once(cache, program, monkeypatch, tmp_path):
     assert calls() == 2
 
 
+def test_one_cpp_library_in_the_process(cache, monkeypatch, tmp_path, python):
+    # Some machines have only the static one to link with. A dry run died there.
+    monkeypatch.setenv("CXX", " ".join([*build.compiler(), "-static-libstdc++"]))
+    text = "#include <iostream>\nvoid text(long n) { std::cout << n; }"
+    (tmp_path / "virtual.cpp").write_text(text)
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    monkeypatch.setattr(build, "flags", lambda: ["-shared", "-fPIC"])
+    assert sys.platform == "darwin" or b"libstdc++.so.6" in build.build().read_bytes()
+
+
 def test_compiler_that_fails(cache, program):
     calls = program('echo "virtual.cpp:1: error: no such thing" >&2; exit 3')
     for _ in range(2):
