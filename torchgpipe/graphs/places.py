@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from traceback import clear_frames
 from typing import Any, TypeAlias
 
 import torch
@@ -324,6 +325,7 @@ class ReadingNothing(TorchFunctionMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
+        leave_checkpoints(error[1])
         super().__exit__(*error)
         self._operators.__exit__(*error)
         # Ctrl-C is not replaced by this error.
@@ -356,6 +358,17 @@ class ReadingNothing(TorchFunctionMode):
     def _refuse(self, reason: str) -> None:
         self._fault = reason
         raise UntraceableError(reason)
+
+
+def leave_checkpoints(error: BaseException | None) -> None:
+    """Leave the checkpoints of PyTorch that an error has come out of.
+
+    Before PyTorch 2.13 a generator leaves their modes and hooks. It waits in a frame, and ends when
+    nobody refers to the error any more.
+    """
+    while error is not None:
+        clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def _operators(reads: ReadingNothing) -> AbstractContextManager[Any]:
