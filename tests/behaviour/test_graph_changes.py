@@ -16,7 +16,7 @@ from tests.support.graphs import is_computing
 from tests.support.helpers import assert_graphs
 from tests.support.schedules import Case, training_of
 from torchgpipe import is_checkpointing, is_recomputing
-from torchgpipe.graphs.traced import gate
+from torchgpipe.graphs.gate import gate
 
 
 class Split(nn.Module):

@@ -22,10 +22,11 @@ from torchgpipe.autograd.versions import version_of
 from torchgpipe.devices.streams import get_device
 from torchgpipe.engine.computation import Computation, Forward
 from torchgpipe.engine.scheduled_cell import Cell, Cells, EagerCell, Gradients, NewCell
+from torchgpipe.graphs.gate import gate
 from torchgpipe.graphs.overlap import Interleaving
 from torchgpipe.graphs.parts import Given, Part, Parts, copied, laid_out
 from torchgpipe.graphs.stage import StageGraphs, StageInStep
-from torchgpipe.graphs.traced import Entry, Traced, current_settings, gate
+from torchgpipe.graphs.traced import Entry, Traced, current_settings
 from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []

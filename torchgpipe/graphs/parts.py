@@ -16,6 +16,7 @@ Each is made when it is needed first: a schedule without W never asks for one.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,6 +26,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from torchgpipe._torch.attributes import VIEWS, schema_of, storage_of
+from torchgpipe.graphs.gate import gate
 from torchgpipe.graphs.joint import (
     Effects,
     Joint,
@@ -353,11 +355,16 @@ def compiler(backend: str | Callable[..., Any]) -> Callable[[Joint, Slice], Func
         # once. A graph of operators has no break anyway.
         function = torch.compile(module, backend=backend, dynamic=False)
         places = _statistics(joint, part)
+        is_compiled = False
 
         def run(values: list[Any]) -> Sequence[Any]:
+            nonlocal is_compiled
             for k in places:
                 values[k] = values[k].data
-            found: Sequence[Any] = function(*_taken(values))
+            # The compiler works in the first call.
+            with nullcontext() if is_compiled else gate.tracing():
+                found: Sequence[Any] = function(*_taken(values))
+            is_compiled = True
             return found
 
         return run

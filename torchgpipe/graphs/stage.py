@@ -25,6 +25,7 @@ from torchgpipe.engine.body import Body
 from torchgpipe.engine.computation import Forward
 from torchgpipe.engine.criterion import Criterion
 from torchgpipe.engine.loop import Executor
+from torchgpipe.graphs.gate import gate
 from torchgpipe.graphs.joint import bytes_of, tensors_of
 from torchgpipe.graphs.overlap import Overlaps, cost
 from torchgpipe.graphs.parts import Maker, Parts
@@ -39,7 +40,6 @@ from torchgpipe.graphs.traced import (
     StageState,
     Traced,
     current_settings,
-    gate,
 )
 from torchgpipe.recompute.runs import checkpointing
 from torchgpipe.schedule.costs import Costs

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +10,8 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from torchgpipe import _torch
-from torchgpipe.ambient.notes import contextmanager
 from torchgpipe.devices.streams import device_types
+from torchgpipe.graphs.gate import gate
 from torchgpipe.graphs.joint import tensors_of
 from torchgpipe.graphs.parts import Parts
 from torchgpipe.graphs.places import Places, UntraceableError, has_hooks
@@ -21,71 +20,6 @@ from torchgpipe.graphs.trace import OutputForm
 from torchgpipe.values.structure import ATOMS, Structure
 
 __all__: list[str] = []
-
-
-# A gate: either one thread traces a stage, or any number of threads compute.
-#
-# Tracing replaces the weights by fake tensors. And while a thread traces, PyTorch refuses to run
-# compiled code in any thread.
-
-
-class Gate:
-    """A shared lock: any number of computing threads hold it together, or one that traces, alone.
-
-    As a context manager it is held to compute. A thread that holds it may take it again, in either
-    way, as nested wrappers do.
-    """
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        #: For each thread that computes, in how many blocks it does, one within the other.
-        self._computing: dict[int, int] = {}
-        self._tracer: int | None = None
-        self._depth = 0
-
-    def __enter__(self) -> None:
-        me = threading.get_ident()
-        with self._changed:
-            while self._tracer not in (None, me):
-                self._changed.wait()
-            self._computing[me] = self._computing.get(me, 0) + 1
-
-    def __exit__(self, *_: object) -> None:
-        me = threading.get_ident()
-        with self._changed:
-            self._computing[me] -= 1
-            if not self._computing[me]:
-                del self._computing[me]
-                self._changed.notify_all()
-
-    @contextmanager
-    def tracing(self) -> Iterator[None]:
-        """Trace within a ``with`` block, which begins as soon as no other thread computes."""
-        me = threading.get_ident()
-        with self._changed:
-            # This thread gives up its share meanwhile: another one may wait to trace, too.
-            own = self._computing.pop(me, 0)
-            self._changed.notify_all()
-            try:
-                while self._computing or self._tracer not in (None, me):
-                    self._changed.wait()
-                self._tracer = me
-                self._depth += 1
-            finally:
-                if own:
-                    self._computing[me] = own
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._depth -= 1
-                if not self._depth:
-                    self._tracer = None
-                    self._changed.notify_all()
-
-
-#: The gate of all stages, since PyTorch's tracer is not thread-safe.
-gate = Gate()
 
 
 # A traced stage: a graph, and what takes its arguments apart and puts its results together.

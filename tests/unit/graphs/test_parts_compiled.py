@@ -1,6 +1,7 @@
 """Parts may be compiled, each on its own."""
 
 import copy
+from threading import get_ident
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 from tests.support.helpers import assert_graphs
 from tests.support.size import SOAK
 from torchgpipe import GPipe, ScheduledLoss
+from torchgpipe.graphs.gate import gate
 
 
 def training_of(layers, mode="never", **options):
@@ -68,6 +70,23 @@ def test_stages_that_are_traced_while_others_run_what_is_compiled():
         layers[eps][1].eps = eps
         training(x, x).backward()
     assert_graphs(training)
+
+
+def test_compiled_alone():
+    """While PyTorch's compiler traces, it refuses to run compiled code in other threads."""
+    alone = []
+
+    def backend(module, _):
+        alone.append(gate.tracer == get_ident())
+        return module.forward
+
+    model = GPipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), [1, 1], devices=["cpu"] * 2)
+    training = ScheduledLoss(model, F.mse_loss, "1f1b", stages="graph", compile=backend)
+    x = torch.rand(8, 3)
+    for _ in range(3):
+        training(x, x).backward()
+    assert len(alone) == 4
+    assert all(alone)
 
 
 def test_eager_stages_are_not_compiled():

@@ -4,7 +4,7 @@ import threading
 import time
 
 from tests.support.graphs import is_computing
-from torchgpipe.graphs.traced import Gate
+from torchgpipe.graphs.gate import Gate
 
 
 def test_nobody_computes_while_somebody_traces():
