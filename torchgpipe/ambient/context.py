@@ -18,7 +18,9 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from threading import get_ident, main_thread
+from traceback import walk_tb
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -138,6 +140,21 @@ def current_hooks() -> Hooks | None:
     return hooks
 
 
+def leave_checkpoints(error: BaseException | None) -> None:
+    """Leave the checkpoints of PyTorch that an error has come out of.
+
+    Before PyTorch 2.13 a generator leaves their hooks and modes. It waits in a frame until nobody
+    refers to the error any more, and would then leave those of others, or of another thread.
+    """
+    while error is not None:
+        for frame, _ in walk_tb(error.__traceback__):
+            if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+                # One that is still running has not been left.
+                with suppress(RuntimeError):
+                    frame.clear()
+        error = error.__context__
+
+
 def is_in_checkpoint() -> bool:
     """Whether this thread computes within a checkpoint of PyTorch, one without reentrance."""
     hooks = current_hooks()
@@ -222,7 +239,8 @@ class EnteredModes:
             # guard: modes of a recomputation
             _push(self.modes)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        leave_checkpoints(error)
         if self.differs:
             _pop_all()
             if self.nested:
@@ -263,8 +281,9 @@ class SavedSettings:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and self.interruptible:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None and self.interruptible:
+            leave_checkpoints(error)
             self._put_back()
 
     def _put_back(self) -> None:

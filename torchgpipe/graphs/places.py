@@ -11,7 +11,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from traceback import clear_frames
 from typing import Any, TypeAlias
 
 import torch
@@ -20,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchgpipe import _torch
 from torchgpipe._torch.attributes import has_global_hooks
+from torchgpipe.ambient.context import leave_checkpoints
 from torchgpipe.graphs.globals import Sources, Variables
 from torchgpipe.graphs.snapshot import Elements, Slots, Snapshot, attributes_of
 from torchgpipe.values.structure import ATOMS, MISSING, equal, leaves_of
@@ -358,17 +358,6 @@ class ReadingNothing(TorchFunctionMode):
     def _refuse(self, reason: str) -> None:
         self._fault = reason
         raise UntraceableError(reason)
-
-
-def leave_checkpoints(error: BaseException | None) -> None:
-    """Leave the checkpoints of PyTorch that an error has come out of.
-
-    Before PyTorch 2.13 a generator leaves their modes and hooks. It waits in a frame, and ends when
-    nobody refers to the error any more.
-    """
-    while error is not None:
-        clear_frames(error.__traceback__)
-        error = error.__context__
 
 
 def _operators(reads: ReadingNothing) -> AbstractContextManager[Any]:

@@ -2,14 +2,20 @@
 
 import contextvars
 import threading
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 
 import pytest
 import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchgpipe.ambient.context import Context, Modes, SavedSettings
+from tests.support.checkpoints import old_checkpoint
+from torchgpipe import GPipe, ScheduledLoss
+from torchgpipe.ambient.context import Context, Modes, SavedSettings, current_hooks
 
 
 class FunctionMode(TorchFunctionMode):
@@ -186,3 +192,42 @@ def test_context_variables():
     assert [context.run(run), context.run(run)] == [1, 1]
     assert variable.get() == 2
     assert context.run(context.run, run) == 1
+
+
+class Checkpointed(nn.Module):
+    """A layer within a checkpoint that may fail; it notes the hooks and modes that it finds."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.fails, self.found = nn.Linear(3, 3), False, set()
+
+    def run(self, x):
+        if self.fails:
+            raise ArithmeticError
+        return self.layer(x)
+
+    def forward(self, x):
+        self.found.add((current_hooks(), Modes.current().dispatch))
+        return old_checkpoint(self.run, x)
+
+
+@pytest.mark.parametrize("wrapper", ["GPipe", "ScheduledLoss"])
+@pytest.mark.parametrize("is_hooked", [False, True])
+def test_checkpoint_of_pytorch_that_fails(wrapper, is_hooked):
+    layers = nn.Sequential(Checkpointed(), Checkpointed())
+    model = GPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="never")
+    x = torch.rand(4, 3)
+    step = partial(model, x)
+    if wrapper == "ScheduledLoss":
+        step = partial(ScheduledLoss(model, F.mse_loss, "1f1b"), x, x)
+    with saved_tensors_hooks(abs, abs) if is_hooked else nullcontext():
+        mine = current_hooks(), ()
+        step()
+        layers[1].fails = True
+        with pytest.raises(ArithmeticError):
+            step()
+        layers[1].fails = False
+        assert (current_hooks(), Modes.current().dispatch) == mine
+        step()
+    assert layers[0].found == layers[1].found == {mine}
+    assert current_hooks() is None

@@ -7,9 +7,9 @@ import torch
 import torch.fx.traceback
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from tests.support.checkpoints import Operators, old_checkpoint
 from tests.support.graphs import traced
 from torchgpipe.ambient.context import current_hooks
 from torchgpipe.graphs.places import UntraceableError
@@ -27,11 +27,6 @@ def process():
         "threads": torch.autograd.is_multithreading_enabled(),
         "numbers": (random.getstate(), torch.get_rng_state().tolist()),
     }
-
-
-class Operators(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **kwargs or {})
 
 
 class Functions(TorchFunctionMode):
@@ -52,12 +47,6 @@ class Failing(torch.autograd.Function):
     def backward(ctx, grad):
         ctx.call()
         return grad * 2, None
-
-
-def waiting():
-    """Modes and hooks that a generator leaves, as in checkpoints of PyTorch before 2.13."""
-    with Operators(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-        yield
 
 
 class Layer(nn.Module):
@@ -83,10 +72,7 @@ class Layer(nn.Module):
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
         with Operators(), Functions(), hooks:
             x = self.some(x)
-        entered = waiting()
-        next(entered)
-        x = self.some(x)
-        next(entered, None)
+        x = old_checkpoint(self.some, x)
         with torch.autocast("cpu", torch.bfloat16):
             return self.some(x)
 
