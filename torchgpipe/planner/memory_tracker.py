@@ -127,8 +127,8 @@ class Run:
             if piece is not None:
                 piece.value.savers.add(len(self.sections) - 1)
                 self.sections[-1].again = self.sections[-1].forward
-        # Not the tensor itself, which would hold the node that holds it.
-        return tensor.detach()
+        # Not a tensor that has a node, which would hold the node that holds it.
+        return tensor if tensor.grad_fn is None else tensor.detach()
 
     def settle(self, shared: set[int]) -> None:
         """See what is left of the forward for each section's backward, values aside."""
@@ -159,7 +159,7 @@ class Run:
         if root is None or not (weights or ends):
             return []
         wanted: Any = [*weights, *ends]
-        hooks = [x.register_hook(partial(self._weigh, x.detach())) for x in weights]
+        hooks = [x.register_hook(partial(self._weigh, x)) for x in weights]
         try:
             # Nothing is added to the weights' own gradients, and no hook after that is called.
             found = torch.autograd.grad(root, wanted, allow_unused=True)
