@@ -143,7 +143,8 @@ def profile_layers(
         kwargs: the keyword arguments of the first layer.
         chunks: the number of micro-batches to make of the sample; by default the sample is one.
         timeout: the seconds to measure. A warm-up comes on top, and there are three rounds over all
-            layers at least. None measures no times, which are 0 then, but only the memory.
+            layers at least. These are all if their times are equal, as on a simulated clock. None
+            measures no times, which are 0 then, but only the memory.
         device: where to measure: by default the first accelerator, or the CPU if there is none.
         progress: whether to show a progress bar.
 

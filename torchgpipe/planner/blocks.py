@@ -78,16 +78,19 @@ def timed(
         with hooked(blocks, before, after):
             model(*args, **kwargs)
 
+    def samples() -> dict[str, list[float]]:
+        # A model may call its blocks in one round and not in another, but the order stays.
+        names = dict.fromkeys(name for found in taken for name in found)
+        return {name: [found.get(name, 0.0) for found in taken] for name in names}
+
     with unchanged(model), torch.no_grad():
         once()
         taken.clear()
-        for _ in rounds(timeout):
+        for _ in rounds(timeout, lambda: samples().values()):
             once()
-    # A model may call its blocks in one round and not in another, but the order stays.
-    names = [*dict.fromkeys(name for found in taken for name in found)]
-    samples = [[found.get(name, 0.0) for found in taken] for name in names]
+    names, each = [*samples()], [*samples().values()]
     kinds = [kind_of(blocks[name]) for name in names]
-    times, noise = pooled(kinds, [*map(undisturbed, samples)], [*map(spread, samples)])
+    times, noise = pooled(kinds, [*map(undisturbed, each)], [*map(spread, each)])
     verify_timed(times, home, "blocks", "move the model to the CPU before, by model.cpu()")
     return Times({**blocks}, dict(zip(names, times)), dict(zip(names, noise)))
 

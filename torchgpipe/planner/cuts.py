@@ -64,18 +64,23 @@ def _best(
 ) -> tuple[float, Sequence[int]]:
     """The least total of blocks, and their sizes; infinite if none has any.
 
-    ``add(total, j, start, stop)`` is None where larger blocks cannot be either.
+    ``add(total, j, start, stop)`` is no less than ``total``, and None where larger blocks cannot be
+    either.
     """
     # best[stop] is the best way to cut the first `stop` layers.
     best: dict[int, tuple[float, Sequence[int]]] = {0: (0, ())}
     for j in range(blocks):
         now: dict[int, tuple[float, Sequence[int]]] = {}
+        left = blocks - j - 1
         for start, (before, sizes) in best.items():
-            for stop in range(start + 1, n - (blocks - j - 1) + 1):
+            for stop in range(start + 1, n - left + 1) if left else [n]:
+                least = now[stop][0] if stop in now else inf
+                if before >= least:
+                    continue
                 total = add(before, j, start, stop)
                 if total is None:
                     break
-                if total < (now[stop][0] if stop in now else inf):
+                if total < least:
                     now[stop] = total, (*sizes, stop - start)
         best = now
     return best.get(n, (inf, ()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -127,8 +127,8 @@ class Run:
             if piece is not None:
                 piece.value.savers.add(len(self.sections) - 1)
                 self.sections[-1].again = self.sections[-1].forward
-        # Not the tensor itself, which would hold the node that holds it.
-        return tensor.detach()
+        # Not a tensor that has a node, which would hold the node that holds it.
+        return tensor if tensor.grad_fn is None else tensor.detach()
 
     def settle(self, shared: set[int]) -> None:
         """See what is left of the forward for each section's backward, values aside."""
@@ -159,24 +159,28 @@ class Run:
         if root is None or not (weights or ends):
             return []
         wanted: Any = [*weights, *ends]
-        hooks = [x.register_hook(self._weigh) for x in weights]
+        hooks = [x.register_hook(partial(self._weigh, x)) for x in weights]
         try:
             # Nothing is added to the weights' own gradients, and no hook after that is called.
             found = torch.autograd.grad(root, wanted, allow_unused=True)
         finally:
             for hook in hooks:
                 hook.remove()
+        self._let_go(len(self.ticks or []))
         sizes = [sizes_of(x) for x in found[len(weights) :]]
         del found
         self._sweep([*kept, *[x for at, x in self.pieces.items() if at not in before]])
         return sizes
 
-    def _weigh(self, grad: Tensor) -> Tensor:
-        """Take note of the gradient of a weight, and let go of it, since all may not fit."""
+    def _weigh(self, weight: Tensor, grad: Tensor) -> Tensor:
+        """Take note of the gradient of a weight, and let go of it, since all may not fit.
+
+        Autograd gets the weight in its place, which takes no memory, and stays as it is.
+        """
         if grad.layout != torch.strided:
             return grad
         self._grads[memory_of(grad)] = grad.nbytes >= LARGE
-        return grad.new_zeros(()).expand_as(grad)
+        return weight
 
     def _section(self, ticks: Sequence[int]) -> tuple[int, bool]:
         """The section of the node that runs, and whether it makes the gradients of outputs."""
@@ -245,10 +249,7 @@ class Run:
             self._live += self._kept.pop(now, [])
         elif not self.calls:
             self.use(inputs)
-        for piece in self._live:
-            if not piece.lives:
-                piece.gone = tick
-        self._live = [x for x in self._live if x.gone is None]
+        self._let_go(tick)
         for x in strided(output):
             memory = memory_of(x)
             if memory not in self._weights and memory not in self.pieces:
@@ -261,6 +262,13 @@ class Run:
         if self.ticks is None:
             section = self.sections[now]
             section.forward = max(section.forward, sum(x.size for x in self._live))
+
+    def _let_go(self, tick: int) -> None:
+        """Take note of what is gone since the operator before."""
+        for piece in self._live:
+            if not piece.lives:
+                piece.gone = tick
+        self._live = [x for x in self._live if x.gone is None]
 
 
 def highest(pieces: Iterable[Piece], part: range) -> float:

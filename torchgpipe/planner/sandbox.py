@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
@@ -40,9 +40,21 @@ LEAST = 3
 #: As few rounds as have quartiles.
 MANY = 8
 
+#: Times are equal if they differ by less than this share of the longest one. No clock of a real
+#: device tells so little apart, and a simulated one rounds its sums by less.
+EQUAL = 1e-9
 
-def rounds(timeout: float | None) -> Iterator[int]:
+
+def rounds(
+    timeout: float | None, samples: Callable[[], Collection[Sequence[float]]]
+) -> Iterator[int]:
     """Yield until a time is over, and :data:`LEAST` times at least; not at all without a time.
+
+    If times are equal in so many rounds, as on a simulated clock, more would tell nothing.
+
+    Args:
+        timeout: the seconds.
+        samples: finds what each time has been over the rounds so far.
 
     Yields:
         How many rounds there will be, as far as can be seen. One that has begun is finished.
@@ -52,6 +64,14 @@ def rounds(timeout: float | None) -> Iterator[int]:
         left = max(0.0, timeout - seconds)
         yield max(LEAST, count + (ceil(left * count / seconds) if seconds > 0 else 0))
         count, seconds = count + 1, monotonic() - start
+        if count == LEAST and _are_equal(samples()):
+            return
+
+
+def _are_equal(samples: Collection[Sequence[float]]) -> bool:
+    """Whether each time has been the same in all rounds."""
+    least = EQUAL * max(map(max, samples), default=0.0)
+    return all(max(x) - min(x) <= least for x in samples)
 
 
 def undisturbed(times: Sequence[float]) -> float:
@@ -119,7 +139,7 @@ def pooled(
     return found, noise
 
 
-Sample = TypeVar("Sample")
+Sample = TypeVar("Sample", bound=tuple[float, ...])
 
 
 class Given(torch.autograd.Function):
@@ -261,6 +281,9 @@ def in_rounds(
         count = sum(map(len, found))
         bar = _bar(count * (1 if timeout is None else 1 + LEAST)) if progress else None
 
+        def samples() -> list[Sequence[float]]:
+            return [times for own in found for taken in own.values() for times in zip(*taken)]
+
         def visit(k: int, is_first: bool, title: str, sandbox: Sandbox) -> None:
             if is_first:
                 see(k, title, sandbox)
@@ -270,11 +293,14 @@ def in_rounds(
                 bar.update()
 
         with bar or nullcontext():
-            for expected in chain([0], rounds(timeout)):
+            for expected in chain([0], rounds(timeout, samples)):
                 if bar is not None and expected:
                     bar.total = count * (1 + expected)
                 for k, own in enumerate(sizes):
                     own.each(partial(visit, k, not expected))
+            if bar is not None:
+                # There may have been fewer rounds than could be seen.
+                bar.total = bar.n
         return found
 
     def within() -> list[dict[str, list[Sample]]]:

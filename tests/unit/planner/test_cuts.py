@@ -38,6 +38,18 @@ def test_blocks_that_do_not_fit_are_avoided_and_if_nothing_fits_there_is_a_cut_a
     assert sum(cut(4, 2, lambda j, a, b: inf)) == 4
 
 
+def test_only_blocks_of_possible_cuts_are_looked_at():
+    """The memory of one takes long to find."""
+    asked = set()
+
+    def cost(j, start, stop):
+        asked.add((j, start, stop))
+        return 1.0
+
+    cut(9, 2, cost)
+    assert asked == {(0, 0, k) for k in range(1, 9)} | {(1, k, 9) for k in range(1, 9)}
+
+
 def test_equal_costs_give_even_blocks():
     assert cut(8, 4, lambda j, a, b: b - a) == [2, 2, 2, 2]
 

@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
@@ -101,3 +102,10 @@ def test_blocks_that_call_others_are_one_section():
     found = record(model, torch.rand(ROWS, WIDTH))
     calls = [x.block for x in found.sections if x.is_call]
     assert calls == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_what_the_last_operator_uses_up_is_in_its_section():
+    model = nn.Sequential(nn.Embedding(5, WIDTH), nn.Linear(WIDTH, WIDTH))
+    first, *_ = [x for x in record(model, torch.arange(ROWS)).sections if x.is_call]
+    # The gradient of its output, and that of its weight. That of the root is a number.
+    assert first.free.first == pytest.approx(SIZE + 4 * 5 * WIDTH, abs=4)

@@ -20,10 +20,32 @@ def test_rounds(seconds, timeout, expected, monkeypatch):
     """Each is told how many there will be."""
     now, told = [10.0], []
     monkeypatch.setattr(rounds, "monotonic", lambda: sum(now))
-    for count in rounds.rounds(timeout):
+    for count in rounds.rounds(timeout, lambda: [[1.0, 2.0]]):
         now.append(seconds[len(told)])
         told.append(count)
     assert told == expected
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ([[1.0] * 9], 3),
+        # Floats of a simulated clock, and what a real one tells apart.
+        ([[1.0, 1.0 + 1e-12, *[1.0] * 7], [1e-3, 1e-3, 1e-3 + 1e-12, *[1e-3] * 6]], 3),
+        ([[1.0] * 9, [1e-3, 1e-3, 1e-3 + 1e-6, *[1e-3] * 6]], 6),
+        ([[2.0, *[1.0] * 8]], 6),
+        # Nothing takes time.
+        ([[0.0] * 9], 3),
+        ([], 3),
+    ],
+)
+def test_equal_times_end_the_rounds(times, expected, monkeypatch):
+    """Further rounds would tell nothing."""
+    told = []
+    monkeypatch.setattr(rounds, "monotonic", lambda: len(told))
+    for count in rounds.rounds(6, lambda: [x[: len(told)] for x in times]):
+        told.append(count)
+    assert len(told) == expected
 
 
 @pytest.mark.parametrize(
