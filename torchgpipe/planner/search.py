@@ -182,7 +182,7 @@ class Search(Trials):
         while found is not None:
             trial = found if closely else self.keeping_more(found)
             beside = self._beside(trial, closely)
-            tried = map(self.keeping_more, beside) if closely else beside
+            tried = (self.keeping_more(x, trial) for x in beside) if closely else beside
             found = next((x for x in tried if x.beats(trial)), None)
         return trial
 
@@ -198,18 +198,33 @@ class Search(Trials):
                 trial = self.improved(other, closely=True)
         return trial
 
-    def keeping_more(self, trial: Trial) -> Trial:
-        """Try other modes for each partition of a trial that fits, where it does not keep all."""
+    def keeping_more(self, trial: Trial, than: Trial | None = None) -> Trial:
+        """Try other modes for each partition of a trial that fits, where it does not keep all.
+
+        It may end early once the trial cannot become faster than another one.
+        """
         if trial.excess or self.problem.modes is not None:
             return trial
         for j, mode in enumerate(trial.modes):
-            if mode != "never":
+            if mode == "never":
+                continue
+            # Nothing is faster than to keep all: here, and in all partitions from here on.
+            before, after = trial.modes[:j], trial.modes[j + 1 :]
+            least = self._with(trial, (*before, *("never",) * (1 + len(after))))
+            if than is not None and least.time >= than.time:
+                break
+            more = self._with(trial, (*before, "never", *after))
+            if more.beats(trial):
+                trial = more
+            elif more.time < trial.time:
                 sending = [x for x, _ in self._sending(trial.setting, trial.balance, j)]
-                for other in ("never", *sending, "except_last"):
-                    modes = (*trial.modes[:j], other, *trial.modes[j + 1 :])
-                    more = self.trial(trial.setting, trial.balance, modes)
+                for other in (*sending, "except_last"):
+                    more = self._with(trial, (*before, other, *after))
                     trial = more if more.beats(trial) else trial
         return trial
+
+    def _with(self, trial: Trial, modes: tuple[Keeping, ...]) -> Trial:
+        return self.trial(trial.setting, trial.balance, modes)
 
     def _beside(self, trial: Trial, closely: bool) -> Iterator[Trial]:
         """Yield trials with another balance, of which those that cannot be better are left out."""
