@@ -10,7 +10,7 @@ closely, with all that cells may keep at each balance, and begin again with shor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import accumulate
 from math import inf
@@ -154,16 +154,16 @@ class Search(Trials):
         return found
 
     def _sending(
-        self, setting: Setting, balance: Sequence[int], j: int
+        self, setting: Setting, balance: tuple[int, ...], j: int
     ) -> Iterator[tuple[Keeping, Departure]]:
         """Yield the ways to send cells of a stage to the host that may pay."""
-        stages, times = self.each(balance, setting)
-        placement = setting.schedule.placement
-        slow = self.problem.slowness[placement[j]]
         if j not in self.leaving(setting):
             return
+        m, placement = setting.schedule.chunks, setting.schedule.placement
+        _, times = self.each(balance, setting)
+        slow = self.problem.slowness[placement[j]]
         for mode in SENDING:
-            sent = self.sent(stages, placement, ["never"] * j + [mode])[j]
+            sent = self.sent(balance, m, placement, ["never"] * j + [mode])[j]
             # What takes longer delays a step by more than it takes to compute all again.
             if sent.away and max(sent.out, sent.back) <= 2 * slow * times[j].F:
                 yield mode, sent
@@ -203,7 +203,7 @@ class Search(Trials):
 
         It may end early once the trial cannot become faster than another one.
         """
-        if trial.excess or self.problem.modes is not None:
+        if not trial.fits or self.problem.modes is not None:
             return trial
         for j, mode in enumerate(trial.modes):
             if mode == "never":
