@@ -47,8 +47,9 @@ NEAR = 1.1
 #: sooner if they are short; where a worker waits at its ends anyway, long ones cost nothing.
 ENDS = 0.5, 1.5
 
-#: The ways to send what cells keep to the host, of which each is tried. What leaves if only a share
-#: does depends on how large each tensor is, so such a mode is planned only if it is given.
+#: The ways to send what cells keep to the host, of which each is tried: what comes back earlier is
+#: last. What leaves if only a share does depends on how large each tensor is, so such a mode is
+#: planned only if it is given.
 SENDING: tuple[Keeping, ...] = ("offload", Offload(ahead=2))
 
 
@@ -217,10 +218,15 @@ class Search(Trials):
             if more.beats(trial):
                 trial = more
             elif more.time < trial.time:
-                sending = [x for x, _ in self._sending(trial.setting, trial.balance, j)]
-                for other in (*sending, "except_last"):
+                for other, _ in self._sending(trial.setting, trial.balance, j):
                     more = self._with(trial, (*before, other, *after))
-                    trial = more if more.beats(trial) else trial
+                    if more.beats(trial):
+                        trial = more
+                    elif more.time < trial.time:
+                        # It does not fit, and so does none that comes back earlier.
+                        break
+                more = self._with(trial, (*before, "except_last", *after))
+                trial = more if more.beats(trial) else trial
         return trial
 
     def _with(self, trial: Trial, modes: tuple[Keeping, ...]) -> Trial:
