@@ -1,15 +1,20 @@
 """Cells that leave for the memory of the host: which ones, when, and how long steps take."""
 
+import random
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.schedule.cases import examples, schedules
 from torchgpipe.schedule import Costs, fill_drain, named, one_f_one_b, parse, simulate, validate
 from torchgpipe.schedule.lifetimes import Trip, leaving, pass_through, trips
 from torchgpipe.schedule.limits import bounds
+from torchgpipe.schedule.program import Op
+from torchgpipe.schedule.rewrite import checkpointed
 
 
 def test_a_cell_leaves_where_three_instructions_lie_between():
@@ -122,6 +127,35 @@ def test_copies_that_take_no_time_change_none(case):
     if costs.overlap is not max:
         assert limit.makespan <= report.makespan
     assert all(x <= y for x, y in zip(limit.peak, report.peak))
+
+
+@examples
+@given(schedules(), st.integers(0, 2**32))
+def test_to_keep_all_is_fastest_and_to_come_back_late_is_smallest(case, seed):
+    """A search leaves out what cannot be better for these two reasons."""
+    (schedule, costs), rng = case, random.Random(seed)
+    plain = [x for line in schedule.program for x in line if isinstance(x, Op) and x.kind != "R"]
+    if len(plain) < sum(map(len, schedule.program)):
+        return
+    each = range(len(schedule.placement))
+    out, back = ([Fraction(rng.randint(0, 40), 10) for _ in each] for _ in range(2))
+
+    def report(modes):
+        """Simulate stages that are computed again, or whose cells come back so early."""
+        away = [isinstance(x, int) for x in modes]
+        words = ["never" if x else mode for x, mode in zip(away, modes)]
+        ahead = [mode if x else 1 for x, mode in zip(away, modes)]
+        program = checkpointed(schedule.program, words, schedule.chunks)
+        leaving = replace(
+            costs, activation=7, checkpoint=1, away=[5 * x for x in away], ahead=ahead
+        )
+        return simulate(replace(schedule, program=program), replace(leaving, out=out, back=back))
+
+    modes = [rng.choice(["never", "except_last", "always", 1, 2]) for _ in each]
+    some = ["never" if rng.random() < 0.5 else mode for mode in modes]
+    assert report(some).makespan <= report(modes).makespan
+    late = [1 if mode == 2 else mode for mode in modes]
+    assert all(x <= y for x, y in zip(report(late).peak, report(modes).peak))
 
 
 def test_costs_that_do_not_fit_are_errors():

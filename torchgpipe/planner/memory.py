@@ -7,8 +7,8 @@ computation needs while it runs are counted.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import groupby
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from torchgpipe.partition.keeping import Offload
 from torchgpipe.planner.record import Record
-from torchgpipe.planner.stage_memory import Arrival, Stage, Weights
-from torchgpipe.schedule.lifetimes import trips
+from torchgpipe.planner.stage_memory import Arrival, Stage, Weights, ways
+from torchgpipe.schedule.lifetimes import Trip, stops
 from torchgpipe.schedule.program import Op, operations
 from torchgpipe.schedule.simulator import Step
 
@@ -42,47 +42,34 @@ Computation: TypeAlias = tuple[int, int, str, int]
 UNKNOWN, CROSS_ENTROPY, INSIDE = (2, 2), (3, 1), (0, 0)
 
 
-def issued(order: Sequence[Step]) -> list[Computation]:
+class Issued:
+    """The computations of a step, in the order of the host."""
+
+    def __init__(self, computations: Sequence[Computation]) -> None:
+        self.computations = computations
+        #: The number of micro-batches, and the cells that are computed again.
+        self.chunks: int = 1 + max(map(itemgetter(3), computations))
+        self.again = {(j, i) for _, j, kind, i in computations if kind == "R"}
+        self.lines = cache(self._lines)
+
+    def _lines(self, numbers: tuple[int, ...]) -> list[tuple[Op, ...]]:
+        """The computations of each line, by the number of the line of each stage."""
+        found: list[list[Op]] = [[] for _ in range(1 + max(numbers))]
+        for _, j, kind, i in self.computations:
+            found[numbers[j]].append(Op(j, kind, i))
+        return [*map(tuple, found)]
+
+
+def issued(order: Iterable[Step]) -> Issued:
     """The computations of instructions, as the host issues them: an R before what it is for."""
-    return [(w, *op) for w, x, _ in order for op in operations(x)]
-
-
-def count(order: Sequence[Computation]) -> int:
-    """The number of micro-batches."""
-    last: int = max(map(itemgetter(3), order))
-    return 1 + last
-
-
-def ways(stages: Sequence[Stage]) -> list[list[tuple[int, Arrival]]]:
-    """The arrivals of each stage, with the numbers of the stages that they come from."""
-    owner = {k: j for j, stage in enumerate(stages) for k in stage.sections}
-    return [[(owner.get(x.source, 0), x) for x in stage.arrivals] for stage in stages]
-
-
-def may_leave(stages: Sequence[Stage], placement: Sequence[int], *, is_joined: bool) -> list[float]:
-    """The bytes that a cell of each stage keeps for backward, and nobody else holds.
-
-    Outputs may stay until all are joined.
-    """
-    found = [stage.held for stage in stages]
-    #: What each stage keeps: of its own, and of what has arrived, which it may hand on.
-    kept = [stage.kept | {x.value for x in stage.arrivals if x.is_kept} for stage in stages]
-    for k, arrivals in enumerate(ways(stages)):
-        for j, x in arrivals:
-            # What goes to another worker is a copy there.
-            if placement[j] == placement[k] and x.value in kept[j]:
-                found[j] -= x.size
-            else:
-                found[k] += x.size * x.is_kept
-    found[-1] -= is_joined * (stages[-1].output - stages[-1].loose)
-    return [max(0.0, x) for x in found]
+    return Issued([(w, *op) for w, x, _ in order for op in operations(x)])
 
 
 class StepMemory:
     """The memory of each worker in a step, as the host issues its computations.
 
     Args:
-        order: the computations, in the order of the host.
+        order: the computations.
         placement: the worker of each stage.
         stages: the memory of each stage.
         state: bytes of the optimizer's state for each byte of a parameter that is trained.
@@ -97,7 +84,7 @@ class StepMemory:
 
     def __init__(
         self,
-        order: Sequence[Computation],
+        order: Issued,
         placement: Sequence[int],
         stages: Sequence[Stage],
         *,
@@ -110,9 +97,7 @@ class StepMemory:
         ahead: Sequence[int] = (),
         aside: Collection[int] = (),
     ) -> None:
-        #: The cells that are computed again, and the number of micro-batches.
-        self._again = {(j, i) for _, j, kind, i in order if kind == "R"}
-        self._order, self._m = order, count(order)
+        self._order, self._again, self._m = order, order.again, order.chunks
         self._placement, self._stages = placement, stages
         self._is_summed, self._loss, self._aside = is_summed, loss, aside
         self._now = [0.0] * (max(placement) + 1)
@@ -122,14 +107,8 @@ class StepMemory:
         self._now[placement[-1]] += targets
         self._peak = [*self._now]
         # Under autograd the cells of each stage leave, and come back, by themselves.
-        self._lines = [*placement] if is_summed else [*range(len(placement))]
-        #: By line and place, what comes back before a computation, and what is gone after it.
-        self._come, self._gone = (defaultdict[tuple[int, int], float](float) for _ in range(2))
-        for own in {*self._lines} if any(ahead) else ():
-            line = [Op(j, kind, i) for _, j, kind, i in order if self._lines[j] == own]
-            for trip in trips(line, ahead):
-                self._come[own, trip.back] += away[trip.stage]
-                self._gone[own, trip.gone] += away[trip.stage]
+        self._lines = (*placement,) if is_summed else (*range(len(placement)),)
+        self._away, self._ahead = away, ahead
         #: What each stage gets, and what it gives to others.
         self._in = ways(stages)
         self._out: list[list[tuple[int, Arrival]]] = [[] for _ in stages]
@@ -139,6 +118,8 @@ class StepMemory:
         #: The gradients that each stage gives back, as it holds them, and those that it gets.
         self._holds = [sum(x.holds for _, x in own) for own in self._in]
         self._gets = [sum(x.gradient for _, x in own) for own in self._out]
+        #: What each stage sends to others, by whether the cell is computed again.
+        self._gives: dict[tuple[int, bool], list[tuple[int, Arrival, float, float]]] = {}
         self._backwards: Counter[int] = Counter()
         #: The memory of each value of a micro-batch for a stage, until nothing keeps it there.
         self._waiting: dict[tuple[int, Arrival, int], float] = {}
@@ -149,31 +130,36 @@ class StepMemory:
         #: The gradients that have arrived at a cell.
         self._grads: dict[tuple[int, int], float] = {}
 
-    def peaks(self) -> list[float]:
-        """Find the most memory of each worker."""
+    def peaks(self, limits: Sequence[float] = ()) -> list[float]:
+        """Find the most memory of each worker, up to where one has more than its limit, if any."""
         does = {"F": self._f, "R": self._r, "B": self._b, "I": self._i, "W": self._w}
-        leaves, place = bool(self._come), [0] * (1 + max(self._lines))
-        is_due = self._loss is not None
-        for w, j, kind, i in self._order:
+        is_due, now, away = self._loss is not None, self._now, self._away
+        lines = self._order.lines(self._lines)
+        at = [*map(iter, stops(lines, self._lines, self._ahead))]
+        #: By line, what is gone after its next computation.
+        gone: list[Sequence[Trip]] = [()] * len(at)
+        for w, j, kind, i in self._order.computations:
             if is_due and kind != "F":
                 self._compute_loss()
                 is_due = False
             own = self._lines[j]
-            if leaves:
-                self._now[w] += self._come[own, place[own]]
+            (back, _, begin), leaves = next(at[own]), gone[own]
+            for trip in back:
+                now[w] += away[trip.stage]
             does[kind](w, j, i)
-            if leaves:
-                self._now[w] -= self._gone[own, place[own]]
-                place[own] += 1
+            for trip in leaves:
+                now[w] -= away[trip.stage]
+            gone[own] = begin
+            if limits and self._peak[w] > limits[w]:
+                break
         return self._peak
 
     def _during(self, w: int, more: float) -> None:
         if self._now[w] + more > self._peak[w]:
             self._peak[w] = self._now[w] + more
 
-    def _keeps(self, j: int, i: int, x: Arrival) -> bool:
+    def _keeps(self, j: int, is_again: bool, x: Arrival) -> bool:
         """Whether a stage keeps what it gives, for its own backward."""
-        is_again = (j, i) in self._again
         for _, own in self._in[j]:
             # A layer that stashes its input hands on what has arrived, which a recomputation needs.
             if own.value == x.value:
@@ -186,7 +172,7 @@ class StepMemory:
 
     def _f(self, w: int, j: int, i: int) -> None:
         stage, is_again = self._stages[j], (j, i) in self._again
-        for source, x in self._in[j]:
+        for source, x in () if self._is_summed else self._in[j]:
             if self._waits(source, j, x) and self._placement[source] != w:
                 size = self._waiting[j, x, i]
                 self._now[w] += size
@@ -203,22 +189,36 @@ class StepMemory:
         self._give(w, j, i)
 
     def _give(self, w: int, j: int, i: int) -> None:
-        """Send what a cell has made, whose original is there until all of it is sent."""
-        stage, is_again = self._stages[j], (j, i) in self._again
-        rest = {v: x for v, x in stage.leaving.items() if is_again or v not in stage.kept}
-        for k, x in self._out[j]:
-            there = self._placement[k]
-            shared = there == w and (x.source < 0 or self._keeps(j, i, x))
-            size = 0.0 if shared else x.size
+        """Send what a cell has made."""
+        key = j, (j, i) in self._again
+        if key not in self._gives:
+            self._gives[key] = self._sends(*key)
+        for k, x, size, most in self._gives[key]:
             self._waiting[k, x, i] = size
+            there = self._placement[k]
             if there == w:
                 self._now[w] += size
-                rest.pop(x.value, None)
-                self._during(w, sum(rest.values()))
+                self._during(w, most)
                 continue
-            self._during(w, sum(rest.values()) + x.size)
+            self._during(w, most)
             self._now[w if self._waits(j, k, x) else there] += size
             self._during(there, 0.0)
+
+    def _sends(self, j: int, is_again: bool) -> list[tuple[int, Arrival, float, float]]:
+        """Find each stage that gets something, its memory there, and the most above that before.
+
+        The original is there until all of it is sent.
+        """
+        stage, w, found = self._stages[j], self._placement[j], []
+        rest = {v: x for v, x in stage.leaving.items() if is_again or v not in stage.kept}
+        for k, x in self._out[j]:
+            is_here = self._placement[k] == w
+            is_shared = is_here and (x.source < 0 or self._keeps(j, is_again, x))
+            if is_here:
+                rest.pop(x.value, None)
+            most = sum(rest.values()) + (0.0 if is_here else x.size)
+            found.append((k, x, 0.0 if is_shared else x.size, most))
+        return found
 
     def _free(self, w: int, j: int, i: int, kept: str = "") -> None:
         """Let go of what has arrived, or of what of it nobody keeps, as a field of it says."""
@@ -304,7 +304,7 @@ class StepMemory:
         self._late[j, i] = late
         for k, x in self._out[j]:
             # What W of another stage needs of this one stays for it.
-            is_shared = self._placement[k] == w and self._keeps(j, i, x)
+            is_shared = self._placement[k] == w and self._keeps(j, is_again, x)
             if is_shared and x.is_pending and (k, i) in self._late and x.value not in stage.late:
                 self._now[w] += x.size
                 self._late[k, i] += x.size
@@ -406,7 +406,7 @@ class Footprint:
         )
         return sum(x.all + self.state * x.trainable for x in idle) + step.peaks()[0], sum(away)
 
-    def _order(self, placement: Sequence[int]) -> list[Computation]:
+    def _order(self, placement: Sequence[int]) -> Issued:
         """The order of the host, of whose threads each takes the backward that was recorded last.
 
         Autograd has a thread for each device, and one with little to do gets ahead. That changes
@@ -417,7 +417,7 @@ class Footprint:
         for i in reversed(range(self.chunks)):
             kinds = "RB" if i < self.again else "B"
             order += [(w, j, kind, i) for j, w in reversed(places) for kind in kinds]
-        return order
+        return Issued(order)
 
 
 def weights_of(

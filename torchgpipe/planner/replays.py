@@ -28,6 +28,7 @@ from torchgpipe.engine.step_plan import Choice, chosen, completed
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.partition.keeping import Keeping, is_policy, offload_of, recomputed_by
 from torchgpipe.planner.figures import Figures, thread_of
+from torchgpipe.planner.memory import Issued
 from torchgpipe.planner.problem import Problem
 from torchgpipe.planner.trial import Trials
 from torchgpipe.schedule.built_in import fill_drain
@@ -281,8 +282,8 @@ class TracedStep:
             limits = dict(zip(problem.places, problem.memory))
             if sum(setting.balance) == problem.count and limits.keys() >= {*self.devices}:
                 places = [*dict.fromkeys(self.devices)]
-                placement = [places.index(x) for x in self.devices]
-                order = [(placement[op.stage], *op) for op in self._issued(setting)]
+                placement = tuple([places.index(x) for x in self.devices])
+                order = Issued([(placement[op.stage], *op) for op in self._issued(setting)])
                 ways = placement, setting.balance, setting.modes
                 found = _trials_of(problem, rows).peaks(order, *ways)
                 return max(0.0, *(x - limits[place] for x, place in zip(found, places)))

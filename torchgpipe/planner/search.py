@@ -10,7 +10,7 @@ closely, with all that cells may keep at each balance, and begin again with shor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import accumulate
 from math import inf
@@ -47,8 +47,9 @@ NEAR = 1.1
 #: sooner if they are short; where a worker waits at its ends anyway, long ones cost nothing.
 ENDS = 0.5, 1.5
 
-#: The ways to send what cells keep to the host, of which each is tried. What leaves if only a share
-#: does depends on how large each tensor is, so such a mode is planned only if it is given.
+#: The ways to send what cells keep to the host, of which each is tried: what comes back earlier is
+#: last. What leaves if only a share does depends on how large each tensor is, so such a mode is
+#: planned only if it is given.
 SENDING: tuple[Keeping, ...] = ("offload", Offload(ahead=2))
 
 
@@ -154,16 +155,16 @@ class Search(Trials):
         return found
 
     def _sending(
-        self, setting: Setting, balance: Sequence[int], j: int
+        self, setting: Setting, balance: tuple[int, ...], j: int
     ) -> Iterator[tuple[Keeping, Departure]]:
         """Yield the ways to send cells of a stage to the host that may pay."""
-        stages, times = self.each(balance, setting)
-        placement = setting.schedule.placement
-        slow = self.problem.slowness[placement[j]]
         if j not in self.leaving(setting):
             return
+        m, placement = setting.schedule.chunks, setting.schedule.placement
+        _, times = self.each(balance, setting)
+        slow = self.problem.slowness[placement[j]]
         for mode in SENDING:
-            sent = self.sent(stages, placement, ["never"] * j + [mode])[j]
+            sent = self.sent(balance, m, placement, ["never"] * j + [mode])[j]
             # What takes longer delays a step by more than it takes to compute all again.
             if sent.away and max(sent.out, sent.back) <= 2 * slow * times[j].F:
                 yield mode, sent
@@ -182,7 +183,7 @@ class Search(Trials):
         while found is not None:
             trial = found if closely else self.keeping_more(found)
             beside = self._beside(trial, closely)
-            tried = map(self.keeping_more, beside) if closely else beside
+            tried = (self.keeping_more(x, trial) for x in beside) if closely else beside
             found = next((x for x in tried if x.beats(trial)), None)
         return trial
 
@@ -198,18 +199,38 @@ class Search(Trials):
                 trial = self.improved(other, closely=True)
         return trial
 
-    def keeping_more(self, trial: Trial) -> Trial:
-        """Try other modes for each partition of a trial that fits, where it does not keep all."""
-        if trial.excess or self.problem.modes is not None:
+    def keeping_more(self, trial: Trial, than: Trial | None = None) -> Trial:
+        """Try other modes for each partition of a trial that fits, where it does not keep all.
+
+        It may end early once the trial cannot become faster than another one.
+        """
+        if not trial.fits or self.problem.modes is not None:
             return trial
         for j, mode in enumerate(trial.modes):
-            if mode != "never":
-                sending = [x for x, _ in self._sending(trial.setting, trial.balance, j)]
-                for other in ("never", *sending, "except_last"):
-                    modes = (*trial.modes[:j], other, *trial.modes[j + 1 :])
-                    more = self.trial(trial.setting, trial.balance, modes)
-                    trial = more if more.beats(trial) else trial
+            if mode == "never":
+                continue
+            # Nothing is faster than to keep all: here, and in all partitions from here on.
+            before, after = trial.modes[:j], trial.modes[j + 1 :]
+            least = self._with(trial, (*before, *("never",) * (1 + len(after))))
+            if than is not None and least.time >= than.time:
+                break
+            more = self._with(trial, (*before, "never", *after))
+            if more.beats(trial):
+                trial = more
+            elif more.time < trial.time:
+                for other, _ in self._sending(trial.setting, trial.balance, j):
+                    more = self._with(trial, (*before, other, *after))
+                    if more.beats(trial):
+                        trial = more
+                    elif more.time < trial.time:
+                        # It does not fit, and so does none that comes back earlier.
+                        break
+                more = self._with(trial, (*before, "except_last", *after))
+                trial = more if more.beats(trial) else trial
         return trial
+
+    def _with(self, trial: Trial, modes: tuple[Keeping, ...]) -> Trial:
+        return self.trial(trial.setting, trial.balance, modes)
 
     def _beside(self, trial: Trial, closely: bool) -> Iterator[Trial]:
         """Yield trials with another balance, of which those that cannot be better are left out."""

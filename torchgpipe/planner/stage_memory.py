@@ -316,3 +316,28 @@ class Stage:
         sums = [*accumulate((x.trainable for x in self._each), initial=0)]
         late = max(x + y.weight for x, y in zip(sums, halves) if y is not None)
         return peak, pending, [late] * 2
+
+
+def ways(stages: Sequence[Stage]) -> list[list[tuple[int, Arrival]]]:
+    """The arrivals of each stage, with the numbers of the stages that they come from."""
+    owner = {k: j for j, stage in enumerate(stages) for k in stage.sections}
+    return [[(owner.get(x.source, 0), x) for x in stage.arrivals] for stage in stages]
+
+
+def may_leave(stages: Sequence[Stage], placement: Sequence[int], *, is_joined: bool) -> list[float]:
+    """The bytes that a cell of each stage keeps for backward, and nobody else holds.
+
+    Outputs may stay until all are joined.
+    """
+    found = [stage.held for stage in stages]
+    #: What each stage keeps: of its own, and of what has arrived, which it may hand on.
+    kept = [stage.kept | {x.value for x in stage.arrivals if x.is_kept} for stage in stages]
+    for k, arrivals in enumerate(ways(stages)):
+        for j, x in arrivals:
+            # What goes to another worker is a copy there.
+            if placement[j] == placement[k] and x.value in kept[j]:
+                found[j] -= x.size
+            else:
+                found[k] += x.size * x.is_kept
+    found[-1] -= is_joined * (stages[-1].output - stages[-1].loose)
+    return [max(0.0, x) for x in found]

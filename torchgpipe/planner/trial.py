@@ -7,24 +7,16 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache, partial
 from itertools import accumulate, pairwise
 from math import inf
-from operator import add
+from operator import add, gt
 from typing import Any, NamedTuple
 
 import torch
 
 from torchgpipe.partition.keeping import Keeping, offload_of, recomputed_by
 from torchgpipe.planner.layers import Line
-from torchgpipe.planner.memory import (
-    UNKNOWN,
-    Computation,
-    StepMemory,
-    count,
-    issued,
-    may_leave,
-    ways,
-)
+from torchgpipe.planner.memory import UNKNOWN, Issued, StepMemory, issued
 from torchgpipe.planner.problem import HOST, Problem
-from torchgpipe.planner.stage_memory import Stage
+from torchgpipe.planner.stage_memory import Stage, may_leave, ways
 from torchgpipe.schedule.built_in import fill_drain
 from torchgpipe.schedule.candidates import built_in
 from torchgpipe.schedule.costs import Costs, Table
@@ -91,10 +83,24 @@ class Trial:
     @cached_property
     def memory(self) -> list[float]:
         """The most memory of each worker, in bytes."""
+        return self._peaks()
+
+    def _peaks(self, limits: Sequence[float] = ()) -> list[float]:
         trials, setting = self._trials, self.setting
         order = trials.order(setting, self._skips, self._words)
-        trials.effort += 3 * len(order)
-        return trials.peaks(order, setting.schedule.placement, self.balance, self.modes)
+        trials.effort += 3 * len(order.computations)
+        return trials.peaks(order, setting.schedule.placement, self.balance, self.modes, limits)
+
+    @cached_property
+    def fits(self) -> bool:
+        """Whether all fits. What does not is seen before all of its memory is."""
+        if "memory" not in vars(self):
+            limits = self.problem.memory
+            found = self._peaks(limits)
+            if any(map(gt, found, limits)):
+                return False
+            vars(self)["memory"] = found
+        return not self.excess
 
     @cached_property
     def excess(self) -> float:
@@ -115,9 +121,9 @@ class Trial:
 
     def beats(self, other: Trial) -> bool:
         """Whether it fits, or is nearer to it, or is faster; no more is simulated than needed."""
-        if other.excess:
-            return self.excess < other.excess
-        return self.time < other.time and not self.excess
+        if other.fits:
+            return self.time < other.time and self.fits
+        return self.excess < other.excess
 
     @property
     def key(self) -> tuple[float, float, float]:
@@ -208,10 +214,11 @@ class Trials:
         self.times = cache(self._times)
         self.trial = cache(partial(Trial, self))
         self.skips = cache(self._skips)
+        self.movable = cache(self._movable)
         self.cells = cache(self._cells)
         # Each has thousands of instructions.
         self.rehearsal = lru_cache(256)(self._rehearsal)
-        self.replayed = lru_cache(4)(self._replayed)
+        self.replayed = lru_cache(64)(self._replayed)
         self.order = lru_cache(256)(self._order)
         self.table = lru_cache(256)(self._table)
         self.fastest = cache(self._fastest)
@@ -294,9 +301,7 @@ class Trials:
             self.effort += 10 * len(found.steps)
         return found
 
-    def _order(
-        self, setting: Setting, skips: Skips, words: tuple[str, ...]
-    ) -> Sequence[Computation]:
+    def _order(self, setting: Setting, skips: Skips, words: tuple[str, ...]) -> Issued:
         """The computations as the host issues them, whatever the layers cost."""
         rehearsal = self.replayed(setting, skips, words)
         table = Table(Costs(), setting.schedule.placement, skips)
@@ -309,14 +314,18 @@ class Trials:
 
     def peaks(
         self,
-        order: Sequence[Computation],
-        placement: Sequence[int],
-        balance: Sequence[int],
+        order: Issued,
+        placement: tuple[int, ...],
+        balance: tuple[int, ...],
         modes: Sequence[Keeping],
+        limits: Sequence[float] = (),
     ) -> list[float]:
-        """The most memory of each worker, if the host issues a step in an order."""
-        problem, stages = self.problem, self.stages(balance, count(order))
-        sent = self.sent(stages, placement, modes)
+        """The most memory of each worker, if the host issues a step in an order.
+
+        With limits, all is not gone through if a worker has more than its own.
+        """
+        problem, stages = self.problem, self.stages(balance, order.chunks)
+        sent = self.sent(balance, order.chunks, placement, modes)
         step = StepMemory(
             order,
             placement,
@@ -329,24 +338,30 @@ class Trials:
             away=[x.away for x in sent],
             ahead=[x.ahead if x.away else 0 for x in sent],
         )
-        return step.peaks()
+        return step.peaks(limits)
 
     def sent(
-        self, stages: Sequence[Stage], placement: Sequence[int], modes: Sequence[Keeping]
+        self,
+        balance: tuple[int, ...],
+        m: int,
+        placement: tuple[int, ...],
+        modes: Sequence[Keeping],
     ) -> list[Departure]:
         """Count what leaves of a cell of each stage, and how long its copies take."""
         links, found = self.problem.links, []
-        movable: Sequence[float] = ()
         for j, (w, mode) in enumerate(zip(placement, modes)):
             offload = offload_of(mode)
             if offload is None or (w, HOST) not in links:
                 found.append(Departure())
                 continue
-            movable = movable or may_leave(stages, placement, is_joined=not self.problem.has_loss)
-            away = offload.share * movable[j]
+            away = offload.share * self.movable(balance, m, placement)[j]
             out, back = (links[way].at(away) for way in ((w, HOST), (HOST, w)))
             found.append(Departure(away, out, back, offload.ahead))
         return found
+
+    def _movable(self, balance: tuple[int, ...], m: int, placement: tuple[int, ...]) -> list[float]:
+        stages, is_joined = self.stages(balance, m), not self.problem.has_loss
+        return may_leave(stages, placement, is_joined=is_joined)
 
     def _table(
         self, setting: Setting, balance: tuple[int, ...], modes: tuple[Keeping, ...]
@@ -354,7 +369,12 @@ class Trials:
         """The costs of a setting whose cells leave as modes say."""
         placement, links = setting.schedule.placement, self.problem.links
         stages, times = self.each(balance, setting)
-        sent = self.sent(stages, placement, modes)
+        sent = self.sent(balance, setting.schedule.chunks, placement, modes)
+        if any(x.away for x in sent):
+            away, out, back, ahead = map(list, zip(*sent))
+            # Memory is counted elsewhere, but for that of the host.
+            plain = self.table(setting, balance, ("never",) * len(modes))
+            return plain.keeping(activation=away, away=away, out=out, back=back, ahead=ahead)
         copy = {way: 0.0 for j in range(1, len(stages)) for way in ((j - 1, j), (j, j - 1))}
         #: By stage, the time of the clones of what it sends: of values, and of gradients.
         there, back = ([0.0] * len(stages) for _ in range(2))
@@ -371,8 +391,4 @@ class Trials:
         each = [[s * y for s, y in zip(slow, x)] for x in zip(*times)]
         forward, input = ([*map(add, *x)] for x in zip(each, (there, back)))
         costs = Costs(forward, input, each[2], each[3], copy)
-        if any(x.away for x in sent):
-            away, out, back, ahead = map(list, zip(*sent))
-            # Memory is counted elsewhere, but for that of the host.
-            costs = replace(costs, activation=away, away=away, out=out, back=back, ahead=ahead)
         return Table(costs, placement, self.skips(balance, setting.schedule.chunks))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy as copied
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import inf
 from typing import Any, TypeAlias
 
 from torchgpipe.checks import finite, has_entries, is_number, verify, verify_function, verify_kind
-from torchgpipe.schedule.lifetimes import Tracks, trips
+from torchgpipe.schedule.lifetimes import Tracks, stops, trips
 from torchgpipe.schedule.program import Edge, Instruction, Program, Skips, operations
 
 __all__ = ["Costs", "Each", "Table", "numbers"]
@@ -96,21 +97,42 @@ class Table:
     """Costs for one placement, with a number for each stage."""
 
     def __init__(self, costs: Costs, placement: Sequence[int], skips: Skips = ()) -> None:
-        def each(name: str) -> list[float]:
-            return numbers(name, getattr(costs, name), len(placement))
-
         checked_costs(costs)
-        self.costs = costs
         verify_function(
             costs.overlap,
             "overlap must be a function of the times of two computations",
             "overlap",
             "use max if neither slows the other",
         )
-        self.time = {kind: each(kind) for kind in "FIWR"}
+        self.placement, self.overlap, count = placement, costs.overlap, len(placement)
+        self.time = {kind: numbers(kind, getattr(costs, kind), count) for kind in "FIWR"}
         self.time["B"] = [i + w for i, w in zip(self.time["I"], self.time["W"])]
-        self.overlap, self.checkpoint = costs.overlap, each("checkpoint")
-        self.activation = each("activation")
+        self._keep(costs)
+        rule = "switches must name workers, each once"
+        remedy = "give the workers after each switch, as in [(0, 1), (2, 3)]"
+        given = costs.switches
+        verify_kind(given, Sequence, rule, "switches", remedy)
+        verify(all(isinstance(x, Sequence) for x in given), rule, "switches", given, remedy)
+        workers = [w for group in given for w in group]
+        known = [w for w in workers if w in placement]
+        is_right = known == workers and len({*known}) == len(workers)
+        verify(is_right, rule, "switches", given, remedy)
+        #: The number of the switch of each worker that has one.
+        self.switch = {w: k for k, group in enumerate(costs.switches) for w in group}
+        there = [*pairwise(range(len(placement))), *skips]
+        pairs = [(j, k) for j, k in there if placement[j] != placement[k]]
+        pairs += [(k, j) for j, k in pairs]
+        copy = costs.copy if isinstance(costs.copy, Mapping) else dict.fromkeys(pairs, costs.copy)
+        self.copy = {x: numbers(f"copy of {x}", copy.get(x, "missing"), 1)[0] for x in pairs}
+
+    def _keep(self, costs: Costs) -> None:
+        """Take on what cells keep, and what of it leaves."""
+
+        def each(name: str) -> list[float]:
+            return numbers(name, getattr(costs, name), len(self.time["F"]))
+
+        self.costs = costs
+        self.checkpoint, self.activation = each("checkpoint"), each("activation")
         self.pending = self.activation if costs.pending is None else each("pending")
         self.away, self.out = each("away"), each("out")
         self.back = self.out if costs.back is None else each("back")
@@ -130,23 +152,13 @@ class Table:
             "use 1, or 2 where copies take longer",
         )
         #: For each stage, how many instructions earlier a cell comes back; 0 if its cells stay.
-        self.ahead = [int(k) if x else 0 for k, x in zip(ahead, self.away)]
-        rule = "switches must name workers, each once"
-        remedy = "give the workers after each switch, as in [(0, 1), (2, 3)]"
-        given = costs.switches
-        verify_kind(given, Sequence, rule, "switches", remedy)
-        verify(all(isinstance(x, Sequence) for x in given), rule, "switches", given, remedy)
-        workers = [w for group in given for w in group]
-        known = [w for w in workers if w in placement]
-        is_right = known == workers and len({*known}) == len(workers)
-        verify(is_right, rule, "switches", given, remedy)
-        #: The number of the switch of each worker that has one.
-        self.switch = {w: k for k, group in enumerate(costs.switches) for w in group}
-        there = [*pairwise(range(len(placement))), *skips]
-        pairs = [(j, k) for j, k in there if placement[j] != placement[k]]
-        pairs += [(k, j) for j, k in pairs]
-        copy = costs.copy if isinstance(costs.copy, Mapping) else dict.fromkeys(pairs, costs.copy)
-        self.copy = {x: numbers(f"copy of {x}", copy.get(x, "missing"), 1)[0] for x in pairs}
+        self.ahead = tuple([int(k) if x else 0 for k, x in zip(ahead, self.away)])
+
+    def keeping(self, **costs: Any) -> Table:
+        """The same where cells keep, or send to the host, something else."""
+        found = copied(self)
+        found._keep(replace(self.costs, **costs))
+        return found
 
     def duration(self, instruction: Instruction) -> float:
         """Return how long an instruction keeps its worker busy."""
@@ -169,7 +181,7 @@ class Table:
         """The copies to the host and back in a simulation; None if nothing leaves."""
         if not any(self.ahead):
             return None
-        lines = [trips(line, self.ahead) for line in program]
+        lines = stops(program, self.placement, self.ahead)
         return Tracks(lines, self.out, self.back, self.switch)
 
     def held(self, line: Sequence[Instruction]) -> Iterator[float]:

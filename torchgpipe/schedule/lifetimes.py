@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from math import inf
 from typing import NamedTuple
 
@@ -101,6 +102,38 @@ def leaving(m: int) -> range:
     return range(sum(2 * (m - 1 - i) >= BETWEEN for i in range(m)))
 
 
+#: What an instruction has to do with: the trips of cells that come back before it, of those that it
+#: waits for, and of those that leave after it. These are gone after the next instruction.
+Stop = tuple[Sequence[Trip], Sequence[Trip], Sequence[Trip]]
+
+
+def stops(
+    lines: Iterable[tuple[Instruction, ...]], numbers: Sequence[int], ahead: Sequence[int]
+) -> list[list[Stop]]:
+    """Find what each instruction of each line has to do with, of :func:`trips`.
+
+    Args:
+        lines: the instructions of each line.
+        numbers: the number of the line of each stage.
+        ahead: for each stage, how many instructions before its backward a cell comes back.
+    """
+    # The stages of other lines change nothing.
+    return [
+        _stops(line, tuple([x if y == k else 0 for x, y in zip(ahead, numbers)]))
+        for k, line in enumerate(lines)
+    ]
+
+
+@lru_cache(256)
+def _stops(line: tuple[Instruction, ...], ahead: tuple[int, ...]) -> list[Stop]:
+    back, end, begin = found = [[list[Trip]() for _ in line] for _ in range(3)]
+    for trip in trips(line, ahead):
+        back[trip.back].append(trip)
+        end[trip.end].append(trip)
+        begin[trip.begin].append(trip)
+    return [*zip(*found)]
+
+
 #: The start and the end of the copies of cells, by stage and micro-batch.
 CopyTimes = dict[tuple[int, int], tuple[float, float]]
 
@@ -109,7 +142,7 @@ class Tracks:
     """The copies of all workers, to the host and back, in a simulation.
 
     Args:
-        lines: the trips of each worker.
+        lines: the stops of each worker.
         out: the time of a copy to the host, for each stage.
         back: the time of one back.
         link: for workers that share a link to the host, its number. In each direction there is one
@@ -119,23 +152,17 @@ class Tracks:
 
     def __init__(
         self,
-        lines: Sequence[Sequence[Trip]],
+        lines: Sequence[Sequence[Stop]],
         out: Sequence[float],
         back: Sequence[float],
         link: Mapping[int, int],
     ) -> None:
-        self._times, self._link = {"out": out, "back": back}, link
-        #: What happens at each place of each worker.
-        self._at: list[dict[int, dict[str, list[Trip]]]] = []
-        for found in lines:
-            at: dict[int, dict[str, list[Trip]]] = {}
-            for trip in found:
-                for name in ("begin", "back", "end"):
-                    at.setdefault(getattr(trip, name), {}).setdefault(name, []).append(trip)
-            self._at.append(at)
-        self._place = [0] * len(lines)
+        self._stops, self._link = [*map(iter, lines)], link
+        #: What leaves after the instruction of each worker.
+        self._begin: list[Sequence[Trip]] = [()] * len(lines)
+        self._times = {"out": out, "back": back}
         #: The time at which each track is free.
-        self._free: dict[tuple[str, int], float] = {}
+        self._free: dict[str, list[float]] = {way: [0] * len(lines) for way in self._times}
         #: The times in which each shared link is taken.
         self._taken: dict[tuple[str, int], list[tuple[float, float]]] = {}
         #: The time at which all has left that the instruction before lets leave.
@@ -144,35 +171,35 @@ class Tracks:
 
     def before(self, w: int, now: float) -> float:
         """Begin the copies back before the next instruction, and return when it may start."""
-        at = self._at[w].get(self._place[w])
-        if at is None:
-            return now
-        for trip in at.get("back", ()):
+        back, end, self._begin[w] = next(self._stops[w])
+        for trip in back:
             self._copy("back", w, trip, now)
-        came = [self.copies["back"][trip.stage, trip.microbatch][1] for trip in at.get("end", ())]
-        return max([now, *came])
+        for trip in end:
+            came = self.copies["back"][trip[:2]][1]
+            if came > now:
+                now = came
+        return now
 
     def after(self, w: int, now: float) -> float:
         """Begin the copies to the host after the instruction, and return when it lets go on.
 
         What the instruction before has sent is gone by then.
         """
-        at = self._at[w].get(self._place[w], {})
-        self._place[w] += 1
-        until, self._left[w] = max(now, self._left[w]), 0
-        for trip in at.get("begin", ()):
-            self._left[w] = self._copy("out", w, trip, now)
+        left = self._left
+        until, left[w] = max(now, left[w]), 0
+        for trip in self._begin[w]:
+            left[w] = self._copy("out", w, trip, now)
         return until
 
     def _copy(self, way: str, w: int, trip: Trip, now: float) -> float:
-        start = max(now, self._free.get((way, w), 0))
-        time = self._times[way][trip.stage]
+        free = self._free[way]
+        start, time = max(now, free[w]), self._times[way][trip.stage]
         if w in self._link:
             start, end = pass_through(self._taken.setdefault((way, self._link[w]), []), start, time)
         else:
             end = start + time
-        self._free[way, w] = end
-        self.copies[way][trip.stage, trip.microbatch] = start, end
+        free[w] = end
+        self.copies[way][trip[:2]] = start, end
         return end
 
 

@@ -149,7 +149,8 @@ def walk(
     Yields:
         The worker, its next instruction, and the edges that lead to this instruction.
     """
-    ops = set(operations_of(program))
+    # Edges have the program's own objects: a search keeps many programs, and so fewer objects.
+    ops = {op: op for op in operations_of(program)}
     near = by_stage(skips)
     done: set[Op] = set()
     waiting: Waiting = {}
@@ -163,7 +164,7 @@ def walk(
         while position[w] < len(program[w]):
             instruction = program[w][position[w]]
             parts = operations(instruction)
-            edges = [(x, op) for op in parts for x in needs(op, ops, near.get(op.stage, ()))]
+            edges = [(ops[x], op) for op in parts for x in needs(op, ops, near.get(op.stage, ()))]
             missing = [x for x, _ in edges if x not in done]
             if missing and w != freed:
                 waiting[w] = instruction, missing[0]

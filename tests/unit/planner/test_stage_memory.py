@@ -7,8 +7,7 @@ from torch import nn
 from tests.support.helpers import Scale
 from tests.support.planning import Join, Keep
 from torchgpipe.planner.layers import measured
-from torchgpipe.planner.memory import ways
-from torchgpipe.planner.stage_memory import Stage
+from torchgpipe.planner.stage_memory import Stage, ways
 from torchgpipe.values.microbatch import Batch
 
 ROWS, CHANNELS, SIZE = 4, 2, 64
