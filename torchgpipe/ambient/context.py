@@ -16,6 +16,7 @@ mode of ours, or our saved-tensor hooks would see the tensors that those layers 
 from __future__ import annotations
 
 import contextvars
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -140,13 +141,20 @@ def current_hooks() -> Hooks | None:
     return hooks
 
 
-def leave_checkpoints(error: BaseException | None) -> None:
+def leave_checkpoints(error: BaseException | None, handled: BaseException | None) -> None:
     """Leave the checkpoints of PyTorch that an error has come out of.
 
     Before PyTorch 2.13 a generator leaves their hooks and modes. It waits in a frame until nobody
     refers to the error any more, and would then leave those of others, or of another thread.
+
+    Args:
+        error: the error, which refers to those that were handled when it was raised.
+        handled: the one that was handled already when the block began that the error leaves.
     """
-    while error is not None:
+    # Somebody may have made errors refer to each other.
+    seen = {id(handled)}
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         for frame, _ in walk_tb(error.__traceback__):
             if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
                 # One that is still running has not been left.
@@ -240,7 +248,7 @@ class EnteredModes:
             _push(self.modes)
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        leave_checkpoints(error)
+        leave_checkpoints(error, self.found.handled)
         if self.differs:
             _pop_all()
             if self.nested:
@@ -263,10 +271,14 @@ class SavedSettings:
             collect them.
     """
 
-    __slots__ = ("grad", "hooks", "interruptible", "modes", "nesting", "streams", "values")
+    __slots__ = (
+        *("grad", "handled", "hooks", "interruptible", "modes", "nesting", "streams", "values"),
+    )
 
     def __init__(self, devices: Sequence[torch.device], expected: Modes | None = None) -> None:
         self.grad = torch.is_grad_enabled()
+        #: The error that the caller handles.
+        self.handled = sys.exc_info()[1]
         #: The modes, but for the grad mode.
         self.modes = expected if expected and expected.are_current() else Modes.current()
         # Python interrupts no other thread.
@@ -282,9 +294,10 @@ class SavedSettings:
         pass
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if error is not None and self.interruptible:
-            leave_checkpoints(error)
-            self._put_back()
+        if error is not None:
+            leave_checkpoints(error, self.handled)
+            if self.interruptible:
+                self._put_back()
 
     def _put_back(self) -> None:
         while current_hooks() not in (None, self.hooks):

@@ -361,7 +361,8 @@ def compiler(backend: str | Callable[..., Any]) -> Callable[[Joint, Slice], Func
             nonlocal is_compiled
             for k in places:
                 values[k] = values[k].data
-            # The compiler works in the first call.
+            # The compiler works in the first call. It may work in later ones, beside others, where
+            # a setting of the process has changed that it depends on.
             with nullcontext() if is_compiled else gate.tracing():
                 found: Sequence[Any] = function(*_taken(values))
             is_compiled = True

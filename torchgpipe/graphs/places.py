@@ -8,6 +8,7 @@ trace refuses to read tensors of other places.
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -320,12 +321,13 @@ class ReadingNothing(TorchFunctionMode):
         self._fault = ""
 
     def __enter__(self) -> ReadingNothing:
+        self._handled = sys.exc_info()[1]
         self._operators.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        leave_checkpoints(error[1])
+        leave_checkpoints(error[1], self._handled)
         super().__exit__(*error)
         self._operators.__exit__(*error)
         # Ctrl-C is not replaced by this error.

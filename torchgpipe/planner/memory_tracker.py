@@ -127,8 +127,8 @@ class Run:
             if piece is not None:
                 piece.value.savers.add(len(self.sections) - 1)
                 self.sections[-1].again = self.sections[-1].forward
-        # Not a tensor that has a node, which would hold the node that holds it.
-        return tensor if tensor.grad_fn is None else tensor.detach()
+        # Not a tensor that has a node, or may get one, which would hold the node that holds it.
+        return tensor if tensor.is_leaf and tensor.requires_grad else tensor.detach()
 
     def settle(self, shared: set[int]) -> None:
         """See what is left of the forward for each section's backward, values aside."""

@@ -6,6 +6,7 @@ import atexit
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -127,10 +128,13 @@ def flags() -> list[str]:
 
 
 def _links() -> list[str]:
-    lib = Path(torch.__file__).parent / "lib"
-    # The C++ library that PyTorch has loaded. A compiler that finds only a static one would put a
-    # second one into ours, and numbers would be printed by one from tables of the other.
-    own = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-l:libstdc++.so.6"]
+    lib, maps = Path(torch.__file__).parent / "lib", Path("/proc/self/maps")
+    own = ["-undefined", "dynamic_lookup"]
+    if sys.platform != "darwin":
+        # The C++ library that PyTorch has loaded. A compiler that finds only a static one would put
+        # a second one into ours, and numbers would be printed by one from tables of the other.
+        loaded = maps.read_text() if maps.exists() else ""
+        own = re.findall(r"/.*/libstdc\+\+\.so\S*$", loaded, re.MULTILINE)[:1]
     return [f"-L{lib}", "-ltorch", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{lib}", *own]
 
 

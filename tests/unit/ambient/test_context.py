@@ -2,6 +2,7 @@
 
 import contextvars
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
@@ -211,23 +212,59 @@ class Checkpointed(nn.Module):
         return old_checkpoint(self.run, x)
 
 
-@pytest.mark.parametrize("wrapper", ["GPipe", "ScheduledLoss"])
-@pytest.mark.parametrize("is_hooked", [False, True])
-def test_checkpoint_of_pytorch_that_fails(wrapper, is_hooked):
+def step_of(wrapper):
     layers = nn.Sequential(Checkpointed(), Checkpointed())
     model = GPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="never")
     x = torch.rand(4, 3)
-    step = partial(model, x)
     if wrapper == "ScheduledLoss":
-        step = partial(ScheduledLoss(model, F.mse_loss, "1f1b"), x, x)
-    with saved_tensors_hooks(abs, abs) if is_hooked else nullcontext():
-        mine = current_hooks(), ()
-        step()
-        layers[1].fails = True
-        with pytest.raises(ArithmeticError):
+        return layers, partial(ScheduledLoss(model, F.mse_loss, "1f1b"), x, x)
+    return layers, partial(model, x)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("wrapper", ["GPipe", "ScheduledLoss"])
+@pytest.mark.parametrize("is_hooked", [False, True])
+@pytest.mark.parametrize("is_main", [False, True])
+def test_checkpoint_of_pytorch_that_fails(wrapper, is_hooked, is_main):
+    layers, step = step_of(wrapper)
+
+    def steps():
+        with saved_tensors_hooks(abs, abs) if is_hooked else nullcontext():
+            mine = current_hooks(), ()
             step()
-        layers[1].fails = False
-        assert (current_hooks(), Modes.current().dispatch) == mine
-        step()
-    assert layers[0].found == layers[1].found == {mine}
-    assert current_hooks() is None
+            layers[1].fails = True
+            with pytest.raises(ArithmeticError):
+                step()
+            layers[1].fails = False
+            assert (current_hooks(), Modes.current().dispatch) == mine
+            step()
+        assert layers[0].found == layers[1].found == {mine}
+        assert current_hooks() is None
+
+    if is_main:
+        steps()
+    else:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(steps).result()
+
+
+def test_error_while_one_of_a_checkpoint_is_handled():
+    layers, step = step_of("GPipe")
+    layers[1].fails = True
+    with saved_tensors_hooks(abs, abs):
+        mine = current_hooks()
+        try:
+            layers(torch.rand(4, 3))
+        except ArithmeticError:
+            before = current_hooks()
+            with pytest.raises(ArithmeticError):
+                step()
+            assert current_hooks() == before
+        assert current_hooks() == mine
+
+
+def test_errors_that_refer_to_each_other():
+    one, other = KeyError(), ValueError()
+    one.__context__, other.__context__ = other, one
+    with pytest.raises(KeyError), SavedSettings([]):
+        raise one
