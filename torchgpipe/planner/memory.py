@@ -8,10 +8,10 @@ computation needs while it runs are counted.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import groupby
+from itertools import groupby, repeat
 from operator import itemgetter
 from typing import TypeAlias
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torchgpipe.partition.keeping import Offload
 from torchgpipe.planner.record import Record
 from torchgpipe.planner.stage_memory import Arrival, Stage, Weights, ways
-from torchgpipe.schedule.lifetimes import Trip, stops
+from torchgpipe.schedule.lifetimes import NOTHING, Known, Stop, Trip, stops
 from torchgpipe.schedule.program import Op, operations
 from torchgpipe.schedule.simulator import Step
 
@@ -52,12 +52,12 @@ class Issued:
         self.again = {(j, i) for _, j, kind, i in computations if kind == "R"}
         self.lines = cache(self._lines)
 
-    def _lines(self, numbers: tuple[int, ...]) -> list[tuple[Op, ...]]:
-        """The computations of each line, by the number of the line of each stage."""
+    def _lines(self, numbers: tuple[int, ...]) -> tuple[list[list[Op]], Known]:
+        """The computations of each line, by the line of each stage, and what is known of them."""
         found: list[list[Op]] = [[] for _ in range(1 + max(numbers))]
         for _, j, kind, i in self.computations:
             found[numbers[j]].append(Op(j, kind, i))
-        return [*map(tuple, found)]
+        return found, {}
 
 
 def issued(order: Iterable[Step]) -> Issued:
@@ -134,8 +134,10 @@ class StepMemory:
         """Find the most memory of each worker, up to where one has more than its limit, if any."""
         does = {"F": self._f, "R": self._r, "B": self._b, "I": self._i, "W": self._w}
         is_due, now, away = self._loss is not None, self._now, self._away
-        lines = self._order.lines(self._lines)
-        at = [*map(iter, stops(lines, self._lines, self._ahead))]
+        at: list[Iterator[Stop]] = [repeat(NOTHING)] * (1 + max(self._lines))
+        if any(self._ahead):
+            lines, known = self._order.lines(self._lines)
+            at = [*map(iter, stops(lines, self._lines, self._ahead, known))]
         #: By line, what is gone after its next computation.
         gone: list[Sequence[Trip]] = [()] * len(at)
         for w, j, kind, i in self._order.computations:

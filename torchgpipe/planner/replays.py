@@ -73,7 +73,8 @@ def replayed(
     issued: dict[Op, float] = {}
     forward = 0.0
     workers = range(1 + max([w for w, _, _ in order], default=-1))
-    tracks = table.tracks(tuple([tuple([x for v, x, _ in order if v == w]) for w in workers]))
+    program = tuple([tuple([x for v, x, _ in order if v == w]) for w in workers])
+    tracks = table.tracks(program, {})
     for w, instruction, edges in order:
         ops = operations(instruction)
         j, kind, i = ops[0]

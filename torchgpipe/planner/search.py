@@ -202,7 +202,7 @@ class Search(Trials):
     def keeping_more(self, trial: Trial, than: Trial | None = None) -> Trial:
         """Try other modes for each partition of a trial that fits, where it does not keep all.
 
-        It may end early once the trial cannot become faster than another one.
+        It may end early once the trial cannot become faster than another one, which fits.
         """
         if not trial.fits or self.problem.modes is not None:
             return trial
@@ -223,7 +223,7 @@ class Search(Trials):
                     if more.beats(trial):
                         trial = more
                     elif more.time < trial.time:
-                        # It does not fit, and so does none that comes back earlier.
+                        # It does not fit, nor does one that comes back earlier.
                         break
                 more = self._with(trial, (*before, "except_last", *after))
                 trial = more if more.beats(trial) else trial

@@ -93,7 +93,7 @@ class Trial:
 
     @cached_property
     def fits(self) -> bool:
-        """Whether all fits. What does not is seen before all of its memory is."""
+        """Whether all fits. A walk through memory ends where something does not."""
         if "memory" not in vars(self):
             limits = self.problem.memory
             found = self._peaks(limits)
@@ -322,7 +322,7 @@ class Trials:
     ) -> list[float]:
         """The most memory of each worker, if the host issues a step in an order.
 
-        With limits, all is not gone through if a worker has more than its own.
+        With limits, the walk ends where a worker has more than its own, and peaks miss the rest.
         """
         problem, stages = self.problem, self.stages(balance, order.chunks)
         sent = self.sent(balance, order.chunks, placement, modes)
@@ -374,7 +374,7 @@ class Trials:
             away, out, back, ahead = map(list, zip(*sent))
             # Memory is counted elsewhere, but for that of the host.
             plain = self.table(setting, balance, ("never",) * len(modes))
-            return plain.keeping(activation=away, away=away, out=out, back=back, ahead=ahead)
+            return plain.leaving(away, out, back, ahead)
         copy = {way: 0.0 for j in range(1, len(stages)) for way in ((j - 1, j), (j, j - 1))}
         #: By stage, the time of the clones of what it sends: of values, and of gradients.
         there, back = ([0.0] * len(stages) for _ in range(2))

@@ -11,7 +11,7 @@ from math import inf
 from typing import Any, TypeAlias
 
 from torchgpipe.checks import finite, has_entries, is_number, verify, verify_function, verify_kind
-from torchgpipe.schedule.lifetimes import Tracks, stops, trips
+from torchgpipe.schedule.lifetimes import Known, Tracks, stops, trips
 from torchgpipe.schedule.program import Edge, Instruction, Program, Skips, operations
 
 __all__ = ["Costs", "Each", "Table", "numbers"]
@@ -154,10 +154,11 @@ class Table:
         #: For each stage, how many instructions earlier a cell comes back; 0 if its cells stay.
         self.ahead = tuple([int(k) if x else 0 for k, x in zip(ahead, self.away)])
 
-    def keeping(self, **costs: Any) -> Table:
-        """The same where cells keep, or send to the host, something else."""
+    def leaving(self, away: Each, out: Each, back: Each, ahead: Sequence[int]) -> Table:
+        """The same where that much of a cell leaves for the host, which is all that it keeps."""
         found = copied(self)
-        found._keep(replace(self.costs, **costs))
+        sent = replace(self.costs, activation=away, away=away, out=out, back=back, ahead=ahead)
+        found._keep(sent)
         return found
 
     def duration(self, instruction: Instruction) -> float:
@@ -177,11 +178,16 @@ class Table:
         """Return the time of the copy along an edge; 0 within a worker."""
         return self.copy.get((edge[0].stage, edge[1].stage), 0)
 
-    def tracks(self, program: Program) -> Tracks | None:
-        """The copies to the host and back in a simulation; None if nothing leaves."""
+    def tracks(self, program: Program, known: Known) -> Tracks | None:
+        """The copies to the host and back in a simulation; None if nothing leaves.
+
+        Args:
+            program: the instructions of each worker.
+            known: what :func:`stops` has found for it so far.
+        """
         if not any(self.ahead):
             return None
-        lines = stops(program, self.placement, self.ahead)
+        lines = stops(program, self.placement, self.ahead, known)
         return Tracks(lines, self.out, self.back, self.switch)
 
     def held(self, line: Sequence[Instruction]) -> Iterator[float]:

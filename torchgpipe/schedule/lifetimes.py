@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Container, Iterator, Mapping, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ __all__: list[str] = [
     "Tracks",
     "Trip",
     "leaving",
+    "stops",
     "trips",
 ]
 
@@ -106,9 +106,17 @@ def leaving(m: int) -> range:
 #: waits for, and of those that leave after it. These are gone after the next instruction.
 Stop = tuple[Sequence[Trip], Sequence[Trip], Sequence[Trip]]
 
+NOTHING: Stop = ((), (), ())
+
+#: The stops of each line, by its number and how much earlier the cells of each stage come back.
+Known = dict[tuple[int, tuple[int, ...]], list[Stop]]
+
 
 def stops(
-    lines: Iterable[tuple[Instruction, ...]], numbers: Sequence[int], ahead: Sequence[int]
+    lines: Sequence[Sequence[Instruction]],
+    numbers: Sequence[int],
+    ahead: Sequence[int],
+    known: Known,
 ) -> list[list[Stop]]:
     """Find what each instruction of each line has to do with, of :func:`trips`.
 
@@ -116,22 +124,24 @@ def stops(
         lines: the instructions of each line.
         numbers: the number of the line of each stage.
         ahead: for each stage, how many instructions before its backward a cell comes back.
+        known: what was found for these lines before; it takes what is found now.
     """
-    # The stages of other lines change nothing.
-    return [
-        _stops(line, tuple([x if y == k else 0 for x, y in zip(ahead, numbers)]))
-        for k, line in enumerate(lines)
-    ]
+    found = []
+    for k, line in enumerate(lines):
+        # The stages of other lines change nothing.
+        own = tuple([x if y == k else 0 for x, y in zip(ahead, numbers)])
+        if (k, own) not in known:
+            known[k, own] = _stops(line, own)
+        found.append(known[k, own])
+    return found
 
 
-@lru_cache(256)
-def _stops(line: tuple[Instruction, ...], ahead: tuple[int, ...]) -> list[Stop]:
-    back, end, begin = found = [[list[Trip]() for _ in line] for _ in range(3)]
+def _stops(line: Sequence[Instruction], ahead: Sequence[int]) -> list[Stop]:
+    at: dict[int, list[list[Trip]]] = {}
     for trip in trips(line, ahead):
-        back[trip.back].append(trip)
-        end[trip.end].append(trip)
-        begin[trip.begin].append(trip)
-    return [*zip(*found)]
+        for way, k in enumerate((trip.back, trip.end, trip.begin)):
+            at.setdefault(k, [[], [], []])[way].append(trip)
+    return [(at[k][0], at[k][1], at[k][2]) if k in at else NOTHING for k in range(len(line))]
 
 
 #: The start and the end of the copies of cells, by stage and micro-batch.

@@ -11,7 +11,7 @@ from os import PathLike
 
 from torchgpipe.schedule.costs import Costs, Each, Table, checked_costs, numbers
 from torchgpipe.schedule.language import Schedule, checked_schedule
-from torchgpipe.schedule.lifetimes import Tracks
+from torchgpipe.schedule.lifetimes import Known, Tracks
 from torchgpipe.schedule.program import (
     Edge,
     Instruction,
@@ -159,6 +159,7 @@ class Rehearsal:
 
     def __init__(self, program: Program, skips: Skips = ()) -> None:
         self.program = program
+        self._stops: Known = {}
         #: The instructions, each after those that it needs.
         self.steps: list[Step] = [*walk(program, lambda waiting: None, skips)]
         #: Of all instructions that take the same time, one.
@@ -196,6 +197,7 @@ class Rehearsal:
         """
         found = copied(self)
         found.steps, found._waits, found._kinds = [], [], dict(self._kinds)
+        found._stops = {}
         lines: list[list[Instruction]] = [[] for _ in self.program]
         number: dict[int, int] = {}
         #: By the number of a step of this one, its number there.
@@ -229,7 +231,7 @@ class Rehearsal:
 
         Some cells may have an R right before their backward, if nothing leaves.
         """
-        tracks = table.tracks(self.program)
+        tracks = table.tracks(self.program, self._stops)
         duration = [*map(table.duration, self._kinds.values())]
         delay = [*map(table.delay, self._ways.values())]
         free: list[float] = [0] * len(self.program)
