@@ -36,7 +36,7 @@ __all__: list[str] = []
 
 # Thread-local attributes, registered so that they can be restored after Ctrl-C.
 #
-# Each room keeps its own: :mod:`torchgpipe.ambient.notes` the layer that runs,
+# Each room keeps its own: :mod:`torchgpipe.ambient.notes` what is called when a layer has run,
 # :mod:`torchgpipe.ambient.generators` how wrappers are nested, :mod:`torchgpipe.recompute.runs`
 # which run of a cell it is, and :mod:`torchgpipe.skip.tracker` where layers stash and pop.
 
@@ -248,7 +248,8 @@ class EnteredModes:
             _push(self.modes)
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        leave_checkpoints(error, self.found.handled)
+        if error is not None:
+            leave_checkpoints(error, self.found.handled)
         if self.differs:
             _pop_all()
             if self.nested:

@@ -29,7 +29,8 @@ __all__: list[str] = []
 class CurrentLayer(threading.local):
     """The layer that a thread runs; after the layer has failed, too.
 
-    It is not registered: a block that puts settings back comes before the one that notes the layer.
+    It is not registered: an error may leave a block that puts settings back before it leaves the
+    one that notes the layer.
     """
 
     #: The layer's name in the module; None between layers.

@@ -31,8 +31,8 @@ from torchgpipe.schedule.lifetimes import trips
 __all__: list[str] = []
 
 #: How many instructions are timed, in all trials together, before nothing more is improved. A
-#: million take about 0.8 seconds. To count the memory of one takes three times as long, and to find
-#: out what it waits for 45 times, or 20 times with other recomputations.
+#: million took about 0.8 seconds when this was set. To count the memory of one took three times as
+#: long, and to find out what it waits for 45 times, or 20 times with other recomputations.
 EFFORT = 50_000_000
 
 #: How many times the time of the fastest one a setting may take, with the first balance and nothing

@@ -106,6 +106,7 @@ def leaving(m: int) -> range:
 #: waits for, and of those that leave after it. These are gone after the next instruction.
 Stop = tuple[Sequence[Trip], Sequence[Trip], Sequence[Trip]]
 
+#: What most instructions have to do with, where few cells leave.
 NOTHING: Stop = ((), (), ())
 
 #: The stops of each line, by its number and how much earlier the cells of each stage come back.
