@@ -1,8 +1,8 @@
 """``torch.compile``."""
 
-import os
 import warnings
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch._dynamo
@@ -83,9 +83,9 @@ def around(make):
 
         trained(model, layers, step=step)
         assert sum(model.all([backend.frame_count])) > 0
-        own = os.path.dirname(torchgpipe.__file__)
+        package = Path(torchgpipe.__file__).parent
         codes = [code for ref in input_codes.seen if (code := ref()) is not None]
-        assert not [code for code in codes if code.co_filename.startswith(own)]
+        assert not [x for x in codes if Path(x.co_filename).is_relative_to(package)]
 
 
 @promise("The wrapper itself may be compiled in place, and runs as it does without.", modes=True)

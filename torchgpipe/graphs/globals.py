@@ -34,9 +34,8 @@ __all__: list[str] = []
 
 #: Folders of code that is not the user's.
 ROOTS = (
-    *{sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")},
-    *(str(Path(path).parent) for path in (torch.__file__, Path(__file__).parent)),
-    "<frozen",
+    *{Path(sysconfig.get_paths()[key]) for key in ("stdlib", "platstdlib", "purelib", "platlib")},
+    *(Path(path).parent for path in (torch.__file__, Path(__file__).parent)),
 )
 
 #: Methods that run in a forward only if the forward may create objects of their class.
@@ -284,9 +283,11 @@ def is_own(value: Any) -> bool:
 @lru_cache(maxsize=4096)
 def is_own_file(path: str) -> bool:
     """Whether a file belongs neither to the standard library nor to an installed package."""
-    return not path.startswith(ROOTS) and not {"site-packages", "dist-packages"} & {
-        *Path(path).parts
-    }
+    file = Path(path)
+    if path.startswith("<frozen ") or {"site-packages", "dist-packages"} & {*file.parts}:
+        return False
+    # Not by the beginning of the text: torchgpipe_mine.py beside the package is the user's.
+    return not any(file.is_relative_to(root) for root in ROOTS)
 
 
 def _is_given(kind: type) -> bool:

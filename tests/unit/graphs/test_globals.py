@@ -2,13 +2,15 @@
 
 import json
 import types
+from pathlib import Path
 
 import numpy
 import pytest
 import torch
 from torch import nn
 
-from torchgpipe.graphs.globals import Sources, Variables, is_own, names_in
+import torchgpipe
+from torchgpipe.graphs.globals import Sources, Variables, is_own, is_own_file, names_in
 
 NUMBER, OTHER, NAMED, FAR = 1, [2], 3, 4
 SETTINGS = types.ModuleType("tests_of_settings")
@@ -73,6 +75,12 @@ def test_what_is_followed():
     assert found == {"NUMBER", "SETTINGS", "scale", "factor"}
     # Whoever makes an object runs its __init__.
     assert names_of(sources_of(Maker())) == {"NUMBER", "Helper", "FAR", "factor"}
+
+
+def test_a_file_beside_the_package_is_own():
+    package = Path(torchgpipe.__file__).parent
+    assert is_own_file(f"{package}_mine.py")
+    assert not is_own_file(f"{package}/skip/tracker.py")
 
 
 def test_what_is_own():
