@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 
 from tests.distributed.guarded import MUTANTS
-from tests.virtual.mutants import mutated
+from tests.virtual.mutants import by_turns, mutated
 
 
 def judge(group, guard):
@@ -25,7 +25,7 @@ def judge(group, guard):
     return False
 
 
-@pytest.mark.parametrize("guard", MUTANTS)
+@pytest.mark.parametrize("guard", by_turns([(guard,) for guard in MUTANTS]))
 def test_a_case_fails_without(guard, processes):
     # A message that is overwritten may have left just in time.
     for _ in range(5):

@@ -1,23 +1,22 @@
-"""Import of the package with one change in its source, which the tests should notice."""
+"""The package with one change in its source, which the tests should notice."""
 
-import importlib
-import importlib.abc
-import importlib.machinery
 import re
+import subprocess
 import sys
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from pathlib import Path
+from types import CodeType, FunctionType
+from zlib import crc32
+
+import pytest
 
 import torchgpipe
+from tests.support.size import soak
+from torchgpipe.ambient.generators import _locks
 
 PACKAGE = Path(torchgpipe.__file__).resolve().parent
-
-#: The virtual accelerators are loaded once, and pytest knows its own modules.
-KEPT = ("torchgpipe.testing", "tests.conftest", "tests.virtual.conftest", "tests.virtual.mutants")
-# No guard is in here, and it imports nothing from elsewhere.
-KEPT += ("torchgpipe.schedule.",)
-
 
 #: Stands for a change that leaves the line out.
 DROP = None
@@ -31,6 +30,31 @@ def guards():
         for name in re.findall("# guard: (.+)", file.read_text(encoding="utf-8")):
             assert found.setdefault(name, file) == file, f"{name!r} stands in two files"
     return found
+
+
+def by_turns(cases):
+    """Mark mutants that have no turn in this commit; a soak runs all.
+
+    A mutant has a turn if the file of its guard differs from the parent commit, and else in one
+    commit of five, by its hash. Without git, and in a clone without a parent, only the latter.
+
+    Args:
+        cases: the arguments of each test, of which the first one is the name of the guard.
+    """
+    turn = int(_git("rev-parse", "HEAD")[:8] or "0", 16)
+    files = {PACKAGE.parent / line for line in _git("diff", "--name-only", "HEAD~1").splitlines()}
+    return [
+        case
+        if guards()[case[0]] in files or (crc32(case[0].encode()) + turn) % 5 == 0
+        # By its parameters, a mutant that is asked for by name runs in any case.
+        else pytest.param(*case, marks=soak)
+        for case in cases
+    ]
+
+
+def _git(*arguments):
+    command = ["git", "-C", str(PACKAGE), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
 def changed(source, name, change):
@@ -51,81 +75,64 @@ def changed(source, name, change):
     return "\n".join(lines)
 
 
-class Mutant(importlib.abc.SourceLoader):
-    """A loader of a module with a change in its source."""
-
-    def __init__(self, path, name, change):
-        self.path, self.name, self.change = path, name, change
-
-    def get_filename(self, name):
-        return self.path
-
-    def get_data(self, path):
-        with open(self.path, encoding="utf-8") as file:
-            return changed(file.read(), self.name, self.change).encode()
+def codes(code):
+    """The code of each function in that of a module or class, by name and line."""
+    found = {}
+    for own in code.co_consts:
+        if isinstance(own, CodeType):
+            is_class = not own.co_flags & 2  # The flag of new local variables, as functions have.
+            found |= codes(own) if is_class else {(own.co_name, own.co_firstlineno): own}
+    return found
 
 
-@cache
-def compiled(name, path):
-    return importlib.machinery.SourceFileLoader(name, path).get_code(name)
-
-
-class Again(importlib.machinery.SourceFileLoader):
-    """A loader that reads the bytecode of a module once for all mutants."""
-
-    def get_code(self, name):
-        return compiled(name, self.path)
-
-
-class Finder(importlib.abc.MetaPathFinder):
-    """A finder of the changed module, and of all others that are imported anew."""
-
-    def __init__(self, name, change):
-        self.name, self.change = name, change
-        self.file = str(guards()[name])
-
-    def find_spec(self, name, path, target=None):
-        if not _of_package(name):
-            return None
-        found = importlib.machinery.PathFinder.find_spec(name, path)
-        if found.origin != self.file:
-            found.loader = Again(name, found.origin)
-            return found
-        loader = Mutant(found.origin, self.name, self.change)
-        return importlib.machinery.ModuleSpec(name, loader, origin=found.origin)
-
-
-def _of_package(name):
-    ours = name == "torchgpipe" or name.startswith(("torchgpipe.", "tests."))
-    return ours and not name.startswith(KEPT)
-
-
-def forget_kernels():
-    """Have PyTorch forget the kernels of the package, of which it takes one copy's."""
-    draws = sys.modules.get("torchgpipe._torch.draws")
-    if draws is not None:
-        for library in draws._libraries:
-            library._destroy()
-        draws._libraries.clear()
-        draws.can_see.cache_clear()
+def functions(value, file, seen):
+    """Yield the functions of a file that a module, a class or a decorated function refers to."""
+    if id(value) in seen or getattr(value, "__module__", "").partition(".")[0] != "torchgpipe":
+        return
+    seen.add(id(value))
+    if isinstance(value, FunctionType) and value.__code__.co_filename == file:
+        yield value
+    held = [*getattr(value, "__dict__", {}).values()]
+    held += [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
+    held += [getattr(value, name, None) for name in ("__func__", "fget", "fset", "func")]
+    for x in held:
+        yield from functions(x, file, seen)
 
 
 @contextmanager
 def mutated(name, change):
-    """Apply a change to imports of the package and its tests within a ``with`` block."""
-    before = {key: module for key, module in sys.modules.items() if _of_package(key)}
-    forget_kernels()
-    for key in before:
-        del sys.modules[key]
-    finder = Finder(name, change)
-    sys.meta_path.insert(0, finder)
+    """Apply a change to the functions of the package within a ``with`` block.
+
+    Objects and modules stay, so nothing is imported anew. Functions get other code.
+    """
+    file = guards()[name]
+    source = file.read_text(encoding="utf-8")
+    before, after = (
+        codes(compile(text, str(file), "exec")) for text in (source, changed(source, name, change))
+    )
+    module = ".".join(("torchgpipe", *file.relative_to(PACKAGE).with_suffix("").parts))
+    module = import_module(module.removesuffix(".__init__"))
+    plain = []
+    for key, function in _by_place(module, str(file)):
+        if before[key] != after[key]:
+            plain.append((function, function.__code__))
+            function.__code__ = after[key]
+    assert plain or change == ("", ""), f"no function changes without {name!r}"
+    # Threads issue the cells, from the first step on.
+    workers = sys.modules["torchgpipe.engine.workers"]
+    has_streams, workers.has_streams = workers.has_streams, lambda device: False
     try:
-        # Threads issue the cells, from the first step on.
-        importlib.import_module("torchgpipe.engine.workers").has_streams = lambda device: False
         yield
     finally:
-        sys.meta_path.remove(finder)
-        forget_kernels()
-        for key in [key for key in sys.modules if _of_package(key)]:
-            del sys.modules[key]
-        sys.modules.update(before)
+        workers.has_streams = has_streams
+        for function, code in plain:
+            function.__code__ = code
+        # A mutant may have left a lock that nobody will release.
+        _locks.clear()
+
+
+def _by_place(module, file):
+    for value in [*vars(module).values()]:
+        for x in functions(value, file, set()):
+            key = x.__code__.co_name, x.__code__.co_firstlineno
+            yield key, x

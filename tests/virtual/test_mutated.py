@@ -16,7 +16,7 @@ from tests.virtual import (
     guarded_offload,
     guarded_schedules,
 )
-from tests.virtual.mutants import guards, mutated
+from tests.virtual.mutants import by_turns, guards, mutated
 from torchgpipe._torch.dynamo import VERSION
 
 GUARDED = (
@@ -58,7 +58,7 @@ def streams(devices):
 # Which does not count as a failure of a test that ignores it.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 @pytest.mark.usefixtures("streams")
-@pytest.mark.parametrize(("name", "test"), CASES)
+@pytest.mark.parametrize(("name", "test"), by_turns(CASES))
 def test_a_test_fails_without(devices, name, test):
     if SINCE.get(name, (0,)) > VERSION:
         pytest.skip(f"PyTorch {VERSION} needs no such guard")
@@ -76,7 +76,7 @@ def test_a_test_fails_without(devices, name, test):
 
 @pytest.mark.parametrize("test", ["limit", "shifted", "last use"])
 def test_what_finds_it_passes_otherwise(devices, test):
-    """A test that finds a mutant passes with the plain package, imported anew."""
+    """A test that finds a mutant passes with the plain package."""
     with mutated("waiting", ("", "")):
         judge(test, devices)
 
