@@ -135,6 +135,40 @@ def test_eager_stage_that_changes_what_a_graph_needs():
         training(case.input, case.target)
 
 
+class Halving(torch.autograd.Function):
+    """The input as a view of itself, with half of the gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / 2
+
+
+class Twice(nn.Module):
+    def forward(self, x):
+        return Halving.apply(x), x
+
+
+class Apart(nn.Module):
+    def forward(self, pair):
+        return pair[0] ** 2 + 3 * pair[1] ** 3
+
+
+@pytest.mark.filterwarnings("ignore:.*share memory")
+def test_an_input_that_is_handed_on_twice():
+    layers = [nn.Linear(6, 6), Twice(), Apart(), nn.Linear(6, 6)]
+    compare(
+        Case(layers, torch.rand(8, 6), torch.rand(8, 6)),
+        "1f1b",
+        ["cpu"] * 4,
+        "never",
+        stages="graph",
+    )
+
+
 @functools.lru_cache
 def table(size):
     """Make something once, and keep it."""

@@ -377,9 +377,7 @@ def _places(batch: Batch) -> Mapping[Any, Sequence[int]]:
 
 def _with_grad(tensor: Tensor, needed: bool) -> Tensor:
     """Set ``requires_grad`` of an output, which tells the next stage to return a gradient."""
-    if tensor.requires_grad == needed:
-        return tensor
-    # The output may be an input of the graph, which other stages have, too.
+    # The output may be an input of the graph, which other stages have, or another output, too.
     return tensor.detach().requires_grad_(needed)
 
 
