@@ -11,11 +11,12 @@ class Average(nn.Module):
     Args:
         how: the way in which the average changes: in place, in place through ``.data``, which
             PyTorch does not count, by new memory, or by a new tensor.
+        size: the size of rows.
     """
 
-    def __init__(self, how):
+    def __init__(self, how, size=4):
         super().__init__()
-        self.register_buffer("average", torch.ones(4))
+        self.register_buffer("average", torch.ones(size))
         self.how = how
 
     def forward(self, x):

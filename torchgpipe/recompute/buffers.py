@@ -188,11 +188,10 @@ class Buffers:
         Autograd saves a parameter itself, and not what it holds, so parameters last.
         """
         # Unknown statistics are those of norms in eval mode, which only read them.
-        unknown = [place for place in self._unknown if place[1] not in UNCOUNTED]
-        buffers = [_buffer(place) for place in [*self._changing, *unknown]]
+        places = self._changing + [place for place in self._unknown if place[1] not in UNCOUNTED]
         return {
             id(x)
-            for x in buffers
+            for x in map(_buffer, places)
             if x is not None and not is_lazy(x) and not isinstance(x, nn.Parameter)
         }
 
