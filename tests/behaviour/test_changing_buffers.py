@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.contract.state_of_layers import Memory
-from tests.support.changing_buffers import LAYERS, Average, changing
+from tests.support.changing_buffers import LAYERS, Average, Folded, OwnNorm, changing
 from tests.support.helpers import plain, same_buffers, same_gradients, wrap
 from torchgpipe import is_recomputing, verify_recomputation
 
@@ -50,6 +50,15 @@ def test_verification_finds_nothing(name, mode, rows, device):
     for _ in range(2):
         with verify_recomputation():
             model(rows).square().sum().backward()
+
+
+def test_statistics_after_a_step_on_zeros(rows, device):
+    """Such a step leaves a mean of zero as it is, and PyTorch counts no change of a later one."""
+    module = nn.Sequential(Folded(OwnNorm()), nn.Tanh()).to(device)
+    model = wrap(copy.deepcopy(module), device, "always")
+    plain(module, rows * 0, M)
+    model(rows * 0).sum().backward()
+    verify_like_plain(module, model, rows)
 
 
 def test_buffer_that_changes_in_a_later_micro_batch_first(mode, rows, device):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.helpers import plain
 from torchgpipe import MappedGPipe, is_recomputing
@@ -298,3 +299,68 @@ def test_whole_numbers_that_a_class_calls_constants():
     pipe = MappedGPipe(model, places("first", "last"), chunks=2, checkpoint="always")
     pipe(x).sum().backward()
     torch.testing.assert_close([p.grad for p in model.parameters()], expected)
+
+
+class Checkpointed(nn.Module):
+    """A block that a model stores a mask on, and a checkpoint of PyTorch around it or within."""
+
+    def __init__(self, where, reentrant, value):
+        super().__init__()
+        self.first, self.block = nn.Linear(4, 4), Masked(where == "within", reentrant)
+        self.where, self.reentrant, self.value = where, reentrant, value
+
+    def forward(self, x):
+        y = self.first(x)
+        self.block.mask = self.value(x)
+        if self.where == "around":
+            return checkpoint(self.block, y, use_reentrant=self.reentrant)
+        return self.block(
+            y if self.where == "within" else checkpoint(torch.tanh, y, use_reentrant=False)
+        )
+
+
+class Masked(nn.Module):
+    def __init__(self, within, reentrant):
+        super().__init__()
+        self.linear, self.within, self.reentrant = nn.Linear(4, 4), within, reentrant
+
+    def forward(self, x):
+        if self.within:
+            return checkpoint(self.compute, x, use_reentrant=self.reentrant)
+        return self.compute(x)
+
+    def compute(self, x):
+        mask = self.mask if isinstance(self.mask, torch.Tensor) else vars(self.mask)["mask"]
+        return (self.linear(x).sin() * mask).tanh()
+
+
+def signs(x):
+    return x.detach().sign()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+@pytest.mark.parametrize("value", [signs, lambda x: SimpleNamespace(mask=signs(x))])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("where", ["around", "within"])
+@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
+def test_stored_for_a_checkpoint_of_pytorch(mode, where, reentrant, value):
+    """Its recomputation would find what the last micro-batch has stored."""
+    model = Checkpointed(where, reentrant, value)
+    pipe = MappedGPipe(model, {"first": "cpu", "block": "cpu"}, chunks=4, checkpoint=mode)
+    with torch.no_grad():
+        pipe(torch.randn(8, 4))
+    with pytest.raises(RuntimeError, match=r"\(module: block, attribute: mask\); pass it as"):
+        pipe(torch.randn(8, 4))
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_stored_beside_a_checkpoint_of_pytorch(mode):
+    model = Checkpointed("before", False, signs)
+    reference = copy.deepcopy(model)
+    pipe = MappedGPipe(model, {"first": "cpu", "block": "cpu"}, chunks=4, checkpoint=mode)
+    x = torch.randn(8, 4)
+    for part in x.chunk(4):
+        reference(part).sum().backward()
+    pipe(x).sum().backward()
+    for own, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)

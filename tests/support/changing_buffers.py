@@ -11,11 +11,12 @@ class Average(nn.Module):
     Args:
         how: the way in which the average changes: in place, in place through ``.data``, which
             PyTorch does not count, by new memory, or by a new tensor.
+        size: the size of rows.
     """
 
-    def __init__(self, how):
+    def __init__(self, how, size=4):
         super().__init__()
-        self.register_buffer("average", torch.ones(4))
+        self.register_buffer("average", torch.ones(size))
         self.how = how
 
     def forward(self, x):
@@ -77,6 +78,32 @@ class Renorm(nn.BatchNorm1d):
         return (x - self.running_mean.clone()) * self.weight + self.bias
 
 
+class Folded(nn.Module):
+    """A weight with the scale of its norm, as in quantisation-aware training."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.linear, self.norm = linear(), norm
+
+    def forward(self, x):
+        scale = (self.norm.running_var + 0.1).rsqrt()
+        y = nn.functional.linear(x, self.linear.weight * scale[:, None])
+        y = self.norm(torch.stack([y, 2 * y], 2))[..., 0]
+        return (y * (1 + self.norm.running_mean)).tanh()
+
+
+class OwnNorm(nn.Module):
+    """A norm by hand, which counts no batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(4))
+        self.register_buffer("running_var", torch.ones(4))
+
+    def forward(self, x):
+        return nn.functional.batch_norm(x, self.running_mean, self.running_var, training=True)
+
+
 class Shared(nn.Module):
     """Two layers with one buffer, which each of them changes."""
 
@@ -105,6 +132,9 @@ LAYERS = {
     "codebook": Codebook,
     "norm": lambda: Renorm(4),
     "shared buffer": Shared,
+    "batch norm folded": lambda: Folded(nn.BatchNorm1d(4, momentum=None)),
+    "instance norm folded": lambda: Folded(nn.InstanceNorm1d(4, track_running_stats=True)),
+    "own norm folded": lambda: Folded(OwnNorm()),
 }
 
 

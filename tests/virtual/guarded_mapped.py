@@ -33,6 +33,7 @@ TESTS = {
         "changes": ("test_mapped_values", "gradients_and_buffers", {"kind": "ChangedAfterItLeft"}),
         "no grad": ("test_mapped_values", "gradients_and_buffers", {"kind": "WithoutGradFirst"}),
         "norms": ("test_mapped_values", "gradients_and_buffers", {"kind": "Norms"}),
+        "replaced": ("test_mapped_values", "gradients_and_buffers", {"kind": "Replaced"}),
         "ways": ("test_mapped_values", "gradients_and_buffers", {"kind": "Uneven"}),
         "lane": ("test_mapped_values", "memory_of_a_lane_that_a_checkpoint_of_pytorch_reads", {}),
         "casts": ("test_mapped_code", "weights_that_autocast_has_cast", {}),
@@ -129,6 +130,7 @@ MUTANTS = {
     "streams of a later visit": (DROP, "mapped late"),
     "the caller's streams after a course": (DROP, "mapped bart"),
     "one visit at a time": (("last is not stage", "False"), "mapped norms"),
+    "recording what a visit may replace": (DROP, "mapped replaced"),
     "code of a later visit": (("_later(func", "_moved(func"), "mapped clones"),
     "taking over from an earlier visit": (
         ("wait(self.before, own, *foreign)", "foreign"),

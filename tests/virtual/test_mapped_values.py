@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.changing_buffers import Average
 from tests.support.helpers import MODES, assert_no_races
 from torchgpipe import GPipe, MappedGPipe
 from torchgpipe.testing import observe
@@ -91,6 +92,18 @@ class Norms(Model):
         return self.d(self.a(self.c(self.b(self.a(x)))))
 
 
+class Replaced(Model):
+    """Visits of a device replace a buffer, and give one new memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.ModuleList([linear(), Average("replaced", 6), Average("memory", 6)])
+
+    def forward(self, x):
+        first, both, later = self.a
+        return later(both(self.b(both(first(x)))))
+
+
 class Frozen(Model):
     def __init__(self):
         super().__init__()
@@ -104,7 +117,9 @@ class Frozen(Model):
 
 KINDS = {
     kind.__name__: kind
-    for kind in (*(ChangedAfterItLeft, WithoutGradFirst, Uneven, BackAndForth, Norms, Frozen),)
+    for kind in (
+        *(ChangedAfterItLeft, WithoutGradFirst, Uneven, BackAndForth, Norms, Replaced, Frozen),
+    )
 }
 
 

@@ -89,10 +89,6 @@ _NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d),
 )
-_INSTANCE_NORMS = (
-    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-    *(nn.LazyInstanceNorm1d, nn.LazyInstanceNorm2d, nn.LazyInstanceNorm3d),
-)
 
 _C, _AUTOGRAD = "torch._C:", "torch._C._autograd:"
 _STREAMS = "streams of accelerators"
@@ -201,11 +197,6 @@ NAMES: dict[str, Name] = {
     "leaves_with_path": Name("torch.utils._pytree:tree_leaves_with_path", _TREES),
     "keystr": Name("torch.utils._pytree:keystr", _TREES),
     # Layers.
-    "Norm": Name(
-        "torch.nn.modules.batchnorm:_NormBase",
-        "subclasses of torch's norms",
-        (*_NORMS, *_INSTANCE_NORMS),
-    ),
     "BatchNorm": Name(
         "torch.nn.modules.batchnorm:_BatchNorm",
         "subclasses of torch's batch normalisations",

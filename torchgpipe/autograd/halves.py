@@ -259,7 +259,7 @@ class Halves:
         assert graph is not None
         self._graph = None
         on_the_way = [(node, edges) for node, edges in graph.nodes if graph.leads[node] & INPUT]
-        if any(_is_compiled(node) or _is_checkpointed(node) for node, _ in on_the_way):
+        if any(_is_compiled(node) or is_checkpointed(node) for node, _ in on_the_way):
             _say_whole()
             early = list(graph.weights)
         else:
@@ -355,7 +355,7 @@ def _is_compiled(node: Node) -> bool:
     return type(node).__name__ == "CompiledFunctionBackward"
 
 
-def _is_checkpointed(node: Node) -> bool:
+def is_checkpointed(node: Node) -> bool:
     """Whether a checkpoint of PyTorch has packed the first tensor that a node has saved."""
     kind: Any = type(node)
     for name in _saved(kind):

@@ -206,8 +206,7 @@ class inside:
 class MappedBody(Body):
     """A mapped module in one stage of one step.
 
-    Each stage has a body of its own, since recomputations of a norm write to a copy of its
-    statistics that the body keeps.
+    Each stage has a body of its own, since the state of the module is that of its first call there.
 
     Args:
         name: the name of the module.

@@ -276,7 +276,7 @@ class Course:
                 with unfilled(mapped.name, copies) if copies else NOTHING:
                     output = run(value)
             if body.attributes and given:
-                body.attributes.end(given)
+                body.attributes.end(given, mapped.name, output)
         return output
 
     @contextmanager

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import is_, itemgetter
+from traceback import walk_stack
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
+from torchgpipe.autograd.halves import is_checkpointed
+from torchgpipe.autograd.nodes import next_number, number_of
 from torchgpipe.autograd.versions import version_of
 from torchgpipe.mapped.containers import (
     COUNT,
@@ -182,6 +185,9 @@ def _handed_on(had: Any, value: Any) -> Any:
 #: Attributes of every module: flags and dicts, which are restored by other means.
 _COMMON = frozenset(vars(nn.Module()))
 
+#: The module whose checkpoints compute once more in backward what they have around them.
+CHECKPOINT = "torch.utils.checkpoint"
+
 #: The index of a module among those within a mapped module, and the name of an attribute.
 Key: TypeAlias = tuple[int, str]
 
@@ -216,7 +222,9 @@ class Attributes:
         #: The attributes whose contents change between calls.
         self._deep: dict[Key, None] = {}
         #: Whether the contents of all attributes are looked into.
-        self._learning = True
+        self.learns = True
+        #: The number of autograd's next node when the last call began.
+        self._number = 0
         #: The readings before and after the last call of a step.
         self._last: CallAttributes | None = None
         self._left: AttributesThen | None = None
@@ -235,7 +243,7 @@ class Attributes:
             m: the number of micro-batches. A single one does not show whether contents change.
         """
         self._look()
-        self._learning = self._learning and m == 1
+        self.learns = self.learns and m == 1
         self.let_go()
 
     def let_go(self) -> None:
@@ -245,14 +253,46 @@ class Attributes:
     def begin(self) -> CallAttributes:
         """Read the attributes before a call."""
         found, last = self._look(), self._last
+        self._number = next_number()
         self._left = found
         if last is None or found is not last.found:
             last = self._last = CallAttributes(self._tables, self._given, self._deep, found)
         return last
 
-    def end(self, given: CallAttributes) -> None:
-        """Read the attributes after a call."""
+    def end(self, given: CallAttributes, module: str, output: Any) -> None:
+        """Read the attributes after a call of a module.
+
+        Raises:
+            RuntimeError: the first step shows tensors that the model stores on the module for each
+                micro-batch, and that a checkpoint of PyTorch may read there in backward.
+        """
         self._left = self._unless(given.found)
+        if self.learns and (self._given or self._deep):
+            values = given.found.by_key()
+            for k, name in (*self._given, *self._deep):
+                value = values.get((k, name))
+                if tensors_of((value, attributes_of(value))) and self._is_checkpointed(output):
+                    raise RuntimeError(
+                        "what a model stores on a module before it calls it must not be read in "
+                        "torch.utils.checkpoint, whose recomputation in backward finds what the "
+                        f"last micro-batch has stored (module: {module}, attribute: {name}); pass "
+                        "it as an argument, or use this wrapper's checkpoints alone"
+                    )
+
+    def _is_checkpointed(self, output: Any) -> bool:
+        """Whether a checkpoint of PyTorch is around the last call, or within it."""
+        if any(x.f_globals.get("__name__") == CHECKPOINT for x, _ in walk_stack(None)):
+            return True
+        waiting = [x.grad_fn for x in tensors_of((output,))]
+        seen: set[Any] = set()
+        while waiting:
+            node = waiting.pop()
+            if node is not None and node not in seen and number_of(node) >= self._number:
+                if type(node).__name__ == "CheckpointFunctionBackward" or is_checkpointed(node):
+                    return True
+                seen.add(node)
+                waiting += [x for x, _ in node.next_functions]
+        return False
 
     def _look(self) -> AttributesThen:
         """Find the attributes that changed since the last call; return the present reading."""
@@ -278,7 +318,7 @@ class Attributes:
         self._children = [x for table in self._tables for x in table["_modules"].values()]
         self._given.clear()
         self._deep.clear()
-        self._learning = True
+        self.learns = True
         self._list()
 
     def _unless(self, known: AttributesThen | None) -> AttributesThen:
@@ -296,12 +336,12 @@ class Attributes:
 
     def _contents(self, values: Sequence[Any]) -> dict[Key, Contents]:
         """Look into attributes."""
-        if not self._learning and not self._deep:
+        if not self.learns and not self._deep:
             return {}
         found = {
             key: Contents.of(value)
             for key, value in zip(self._keys, values)
-            if self._learning or key in self._deep
+            if self.learns or key in self._deep
         }
         return {key: x for key, x in found.items() if x is not None}
 

@@ -140,6 +140,7 @@ class MappedStep:
         self.numbers = StepNumbers(self.devices, m)
         #: The outputs that are computed when somebody looks at them.
         self.omitted = Omitted()
+        self._trains = torch.is_grad_enabled()
         #: The fence, if forks and joins are needed.
         self.fence: Fence | None = None
         if torch.is_grad_enabled() and any(map(has_streams, self.devices)):
@@ -213,19 +214,21 @@ class MappedStep:
             # guard: one visit at a time
             if last is not stage and any(True for _ in module.buffers()):
                 wait_stream(stage.compute, last.compute)
+                _record(module, stage)
         return body
 
     def _new_body(
         self, stage: DeviceVisit, mapped: Mapped, module: nn.Module, inner: Callable[..., Any]
     ) -> MappedBody:
         state = attributes = None
+        known = self._known.get(module)
         mode = self._modes.get(mapped.key, "never")
         count = checkpointed(recomputed_by(mode), self.m)
         others = [x.bodies[module] for x in [*self._stages.values()] if module in x.bodies]
         if count:
             state = LayersState(module, self.lasting.learned)
-            attributes = self._known.get(module) or Attributes(module)
-            self._known[module] = attributes
+        if count or (self._trains and (known is None or known.learns)):
+            attributes = self._known[module] = known or Attributes(module)
             if not others:
                 attributes.begin_step()
         if mapped.lent is not None:
@@ -235,6 +238,8 @@ class MappedStep:
         body.policy = policy_of(mode)
         body.offloading = self._offloading(stage, offload_of(mode))
         stage.bodies[module] = body
+        if stage.visit:
+            _record(module, stage)
         self._last.setdefault(module, stage)
         for x in (body, *others) if others else ():
             x.shared = True
@@ -347,3 +352,10 @@ class MappedStep:
             caller = current_stream(stage.device)
             for module in stage.bodies:
                 record_all([x.grad for x in module.parameters()], caller)
+
+
+def _record(module: nn.Module, stage: DeviceVisit) -> None:
+    """Keep what a module may replace from being reused before the stage is done with it."""
+    for x in (*module.buffers(), *module.parameters()):
+        # guard: recording what a visit may replace
+        record_stream(x, stage.compute)

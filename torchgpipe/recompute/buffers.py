@@ -8,7 +8,9 @@ time.
 
 Copying all buffers would cost a model with large masks or tables their memory once per micro-batch.
 So the first step copies each buffer once, and learns from it which buffers the layers change.
-Comparing values finds changes that PyTorch does not count, such as those through ``.data``.
+Comparing values finds changes that PyTorch does not count, such as those through ``.data``. Nor
+does PyTorch count what norms change in training, so each first run copies their statistics,
+whatever was learned: a step on zeros leaves a mean of zero as it is.
 
 Some layers have parameters instead of buffers for that, as the spectral normalisation that many
 GANs come with, which assigns ``parameter.data`` anew. The first step copies those that are small.
@@ -33,7 +35,7 @@ from torch.nn.parameter import is_lazy
 from torchgpipe.ambient.notes import warn
 from torchgpipe.autograd.versions import address_of, version_of
 from torchgpipe.devices.streams import has_streams
-from torchgpipe.recompute.read_only import Place, ReadOnly
+from torchgpipe.recompute.read_only import UNCOUNTED, Place, ReadOnly
 
 __all__: list[str] = []
 
@@ -155,7 +157,10 @@ class Buffers:
         for place in places:
             module, name = place
             changes = learned.get(module, {}).get((name, module.training))
-            if changes is None:
+            # guard: statistics of norms
+            if name in UNCOUNTED and module.training and module._buffers.get(name) is not None:
+                self._changing.append(place)
+            elif changes is None:
                 self._unknown.append(place)
             elif changes:
                 self._changing.append(place)
@@ -182,10 +187,11 @@ class Buffers:
 
         Autograd saves a parameter itself, and not what it holds, so parameters last.
         """
-        buffers = [_buffer(place) for place in [*self._changing, *self._unknown]]
+        # Unknown statistics are those of norms in eval mode, which only read them.
+        places = self._changing + [place for place in self._unknown if place[1] not in UNCOUNTED]
         return {
             id(x)
-            for x in buffers
+            for x in map(_buffer, places)
             if x is not None and not is_lazy(x) and not isinstance(x, nn.Parameter)
         }
 

@@ -2,9 +2,8 @@
 
 Between a forward and its backward a user can switch a layer to eval mode, remove its hooks, and
 freeze its parameters, replace them (``torch.func.functional_call`` puts the old ones back as soon
-as the forward is over) or change them in place. And a recomputation must not update buffers again:
-:mod:`torchgpipe.recompute.buffers` has those whose values a layer reads. The running statistics of
-torch's own norms are only written, so one copy serves all recomputations.
+as the forward is over) or change them in place. And a recomputation must not update buffers again,
+of which :mod:`torchgpipe.recompute.buffers` has copies.
 """
 
 from __future__ import annotations
@@ -20,20 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torchgpipe import _torch
 from torchgpipe.autograd.versions import Identities, identities
 from torchgpipe.partition.placement import exchanged, is_shard
 from torchgpipe.recompute.buffers import Buffers, Copy, Learned, Lost, lost, put
 from torchgpipe.recompute.read_only import Place
-from torchgpipe.recompute.runs import is_verifying
 from torchgpipe.values.structure import MISSING
 
 __all__: list[str] = []
-
-
-#: The buffers of torch's own norms, and the modules whose norms do not read them in training.
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-NORMS = ("torch.nn.modules.batchnorm", "torch.nn.modules.instancenorm", "torchgpipe.batchnorm")
 
 
 _training = attrgetter("training")
@@ -47,14 +39,6 @@ class Found(NamedTuple):
     hooks: list[dict[int, Any]]
     needs_grad: list[bool]
     tensors: list[Tensor | None]
-
-
-class Replaced(NamedTuple):
-    """The state that a recomputation replaces, and that is put back when it is over."""
-
-    found: Found
-    #: The running statistics of norms: table, name and buffer.
-    statistics: list[tuple[dict[str, Any], str, Any]]
 
 
 class LayersState:
@@ -84,9 +68,6 @@ class LayersState:
         self._hooks: list[dict[int, Any]] = []
         #: Whether there is any hook.
         self._has_hooks = False
-        self._norms: list[nn.Module] = []
-        #: For each buffer that a norm updates: its table, its name, and a copy for recomputations.
-        self._copies: list[tuple[dict[str, Any], str, Tensor]] | None = None
         #: Whether there are hooks that have to be called even if the layer fails.
         self.always_calls = False
         #: The shapes of what cells have dropped, each once.
@@ -128,18 +109,7 @@ class LayersState:
                     self._tables.append(table)
                     self._places += [(table, name) for name in table]
             self.always_calls |= bool(module._forward_hooks_always_called)
-            if module._buffers:
-                own = _own_statistics(module)
-                if own and module.training:
-                    self._norms.append(module)
-                elif own:
-                    # In eval mode a norm only reads them, but a lazy one makes them.
-                    if not any(x is not None and is_lazy(x) for x in module._buffers.values()):
-                        flags = learned.setdefault(module, {})
-                        for name in own:
-                            flags.setdefault((name, False), False)
-                    own = ()
-                places += [(module, name) for name in module._buffers if name not in own]
+            places += [(module, name) for name in module._buffers]
         self.buffers = Buffers(places, learned, unknown, (layers, ""), self._suspects(unknown))
         changing = self.buffers.not_lasting()
         for x in chain.from_iterable(map(dict.values, self._tables)):
@@ -184,8 +154,7 @@ class LayersState:
     def restored(self, copies: Iterable[Copy] = ()) -> RestoredLayers:
         """Restore the state within a ``with`` block, and after it what there was before the block.
 
-        Within the block norms update copies of their running statistics, and layers change copies
-        of their buffers.
+        Within the block layers change copies of their buffers.
 
         Args:
             copies: what :meth:`Buffers.copied` returned before the first run.
@@ -254,44 +223,27 @@ class LayersState:
         # A norm that is limited already stays as it is, and so do weights that move.
         return getattr(module, "max_norm", None) is None and not isinstance(module, nn.RNNBase)
 
-    def put_back(self, copies: Iterable[Copy] = ()) -> Replaced:
+    def put_back(self, copies: Iterable[Copy] = ()) -> Found:
         """Restore the state, and what was in buffers; return what there is now."""
         now = self._read()
-        statistics = []
         try:
             self._write(self._found, now)
-            if self._copies is None:
-                # One copy for all recomputations: torch's norms do not read the values in training.
-                self._copies = [
-                    (norm._buffers, name, buffer.clone())
-                    for norm in self._norms
-                    for name in STATISTICS
-                    if (buffer := norm._buffers.get(name)) is not None
-                ]
-            statistics = [(table, name, table[name]) for table, name, _ in self._copies]
-            for table, name, copy in self._copies:
-                table[name] = copy
             # guard: buffers of before the first run
             put(copies)
-            # guard: buffers that layers read
-            put(self.buffers.read_only.as_they_were())
+            for (module, name), buffer in self.buffers.read_only.as_they_were():
+                # guard: buffers that layers read
+                module._buffers[name] = buffer
         except BaseException:
             self._write(now, self._read())
             raise
-        return Replaced(now, statistics)
+        return now
 
-    def leave(self, replaced: Replaced) -> None:
+    def leave(self, found: Found) -> None:
         """Settle, and restore what :meth:`put_back` returned."""
-        found, statistics = replaced
         try:
             self.settle()
-            for table, name, buffer in statistics:
-                table[name] = buffer
+        finally:
             self._write(found, self._read())
-        except BaseException:
-            # Ctrl-C may have come in between.
-            self._write(found, self._read())
-            raise
 
     def _read(self) -> Found:
         found = self._found
@@ -369,10 +321,10 @@ class RestoredLayers:
         self.state, self.copies = state, copies
 
     def __enter__(self) -> None:
-        self.replaced = self.state.put_back(self.copies)
+        self.found = self.state.put_back(self.copies)
 
     def __exit__(self, *_: object) -> None:
-        self.state.leave(self.replaced)
+        self.state.leave(self.found)
 
 
 def _functions_of(called: Any) -> list[FunctionType]:
@@ -406,14 +358,6 @@ def _name_data(functions: Sequence[FunctionType], helpers: bool = True) -> bool:
 def _chosen(found: Identities, kept: Sequence[int]) -> Identities:
     versions, addresses = found
     return [versions[k] for k in kept], [addresses[k] for k in kept]
-
-
-def _own_statistics(module: nn.Module) -> Sequence[str]:
-    """The names of statistics that a norm updates, and does not read in training."""
-    if is_verifying() or not isinstance(module, _torch.Norm):
-        return ()
-    # guard: norms that read their statistics
-    return STATISTICS if type(module).forward.__module__ in NORMS else ()
 
 
 def _forward_hooks(module: nn.Module) -> list[dict[int, Any]]:

@@ -4,8 +4,7 @@ Somebody else may change such a buffer between a forward and its backward: a tra
 a counter, or a layer notes in its backward how large gradients are. Nobody can tell whether a layer
 reads it. So each step copies those that are small, once, and a recomputation gets the copy of one
 that has changed since. Of large ones, as masks and tables are, there is no copy, and such a change
-is an error. PyTorch counts no change that a norm makes to its statistics, so the number of its
-batches tells of these; where there is none, a recomputation gets the copies in any case.
+is an error. PyTorch counts no change of a norm's statistics, so recomputations always get copies.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ __all__: list[str] = []
 #: Up to how many bytes a buffer is copied in each step.
 SMALL = 1 << 16
 
-#: What a batch norm changes without a trace, beside the number of its batches.
+#: The statistics of norms, whose changes PyTorch does not count.
 UNCOUNTED = ("running_mean", "running_var")
 
 #: A layer and the name of its buffer or parameter.
@@ -43,30 +42,23 @@ class ReadOnly:
         self.found = [(place, x) for place, x in found if x is not None and not is_lazy(x)]
         self._tensors = [x for _, x in self.found]
         self._before = identities(self._tensors)
-        small = [x for x in self._tensors if x.nbytes <= SMALL and not x.requires_grad]
+        #: Those of norms, of which nobody can tell whether they have changed.
+        self._unseen = [(place, x) for place, x in self.found if place[1] in UNCOUNTED]
+        copied = [x for x in self._tensors if x.nbytes <= SMALL and not x.requires_grad]
+        copied += [x for _, x in self._unseen]
         # The compute streams wait for this stream after that, as they do for weights.
-        self._copies = {id(x): x.detach().clone() for x in small}
+        self._copies = {id(x): x.detach().clone() for x in copied}
         self._large = [(place, x) for place, x in self.found if id(x) not in self._copies]
         self._after = self._before
-        counted = {module for (module, name), _ in self.found if name == "num_batches_tracked"}
-        #: The statistics of norms of which nobody can tell whether they have changed.
-        self._unseen = [
-            (place, x)
-            for place, x in self.found
-            if place[1] in UNCOUNTED and place[0] not in counted and id(x) in self._copies
-        ]
 
     def changed(self) -> list[tuple[Place, Tensor]]:
         """List those that somebody has changed, or replaced, since the step began."""
         pairs = zip(self.found, *self._before, *identities(self._tensors))
-        found = [
+        return [
             (place, x)
             for (place, x), version, address, now, there in pairs
             if (version, address) != (now, there) or place[0]._buffers.get(place[1]) is not x
         ]
-        # A batch norm counts its batches, but PyTorch no change that it makes to its statistics.
-        norms = {module for (module, name), _ in found if name == "num_batches_tracked"}
-        return [*found, *((p, x) for p, x in self.found if p[0] in norms and p[1] in UNCOUNTED)]
 
     def settle(self) -> None:
         """Take note that all cells have run: what changes from here on, others have changed."""
@@ -84,7 +76,7 @@ class ReadOnly:
         if self._before != identities(self._tensors):
             self._verify_large()
             found = [*found, *self.changed()]
-        return [(place, self._copy(place, x)) for place, x in found]
+        return [(place, self._copy(x)) for place, x in found]
 
     def _verify_large(self) -> None:
         large = [x for _, x in self._large]
@@ -92,10 +84,8 @@ class ReadOnly:
             pairs = zip(self._large, zip(*self._after), zip(*now))
             raise _changed(*next(found for found, before, after in pairs if before != after))
 
-    def _copy(self, place: Place, x: Tensor) -> Tensor:
+    def _copy(self, x: Tensor) -> Tensor:
         copy = self._copies.get(id(x), x)
-        if copy is x and place[1] in UNCOUNTED:
-            raise _changed(place, x)
         record_stream(copy, current_stream(x.device))
         return copy
 
