@@ -60,6 +60,17 @@ def beside_plain(group, kind):
                 torch.testing.assert_close(weight.grad, grad)
 
 
+class Idle(nn.Module):
+    """A layer that uses its weight or not."""
+
+    def __init__(self, weight, used=False):
+        super().__init__()
+        self.weight, self.used = weight, used
+
+    def forward(self, x):
+        return x @ self.weight if self.used else x
+
+
 @pytest.mark.parametrize("kind", ["loss", "strided", "frozen in one"])
 def test_weights_of_two_processes(kind, processes):
     processes.run(beside_plain, 4, kind)
@@ -176,3 +187,22 @@ def loading(group):
 
 def test_whole_state_dict_with_a_loss(processes):
     processes.run(loading, 2)
+
+
+def idle(group):
+    rank = torch.distributed.get_rank(group)
+    groups = [torch.distributed.new_group(x) for x in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    options = {"loss": F.mse_loss, "group": groups[rank // 2], "replicas": groups[2 + rank % 2]}
+    tied, half, own = [nn.Parameter(torch.rand(6, 6)) for _ in range(3)]
+    layers = [linear(), Idle(tied), Idle(own), Idle(half, used=rank < 2), Idle(tied), Idle(half)]
+    pipe = Pipe(nn.Sequential(*layers), [4, 2], **options)
+    pipe.step(*torch.rand(2, 4, 6))
+    return {name: x.grad is None for name, x in pipe.named_parameters()}
+
+
+def test_weights_without_a_gradient_in_any_process(processes):
+    found = processes.run(idle, 4)
+    assert [{name for name, none in x.items() if none} for x in found] == [
+        {"1.weight", "2.weight"},
+        {"4.weight"},
+    ] * 2

@@ -276,5 +276,7 @@ class Executor:
             one = self.criterion.scale(torch.ones((), device=value.device, dtype=value.dtype))
             divisor = one if divisor is None else divisor * one
         zeros = self.sums.zeros(self.links, self.post, value.dtype)
+        # What requires a gradient may have got none, and the loss has a backward all the same.
+        zeros = zeros or [torch.zeros_like(value, requires_grad=True)]
         loss: Tensor = Outcome.apply(value, divisor, *zeros)
         return loss

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, KeysView, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
@@ -144,6 +144,10 @@ class Sums:
             return None
         self.add([tensor], [grad])
         return self._sums[id(tensor)]
+
+    def reached(self) -> KeysView[int]:
+        """The identities of the tensors that have got a gradient."""
+        return self._sums.keys()
 
     def take(self, tensor: Tensor) -> Tensor:
         """Remove a tensor's sum, and return it in memory of its own; zeros if there is none."""
@@ -356,12 +360,15 @@ class StepSums:
         # guard: weights met later
         self._made = None
 
-    def make(self, links: Links, dtype: torch.dtype) -> None:
+    def make(
+        self, links: Links, dtype: torch.dtype, reached: Container[int] | None = None
+    ) -> None:
         """Make the zeros whose backward hands the gradients over, which do not know these yet.
 
         Args:
             links: the streams of the step.
             dtype: the dtype that the loss has, or most likely will have.
+            reached: the identities of the tensors that get a gradient; by default all do.
         """
         #: By stream, the sums, and the tensors that they belong to. A weight stays on its stream.
         parts: dict[AbstractStream, tuple[Sums, list[Tensor]]] = {}
@@ -369,7 +376,7 @@ class StepSums:
         first = links.outside[0], self._given
         for stream, some in [first, *zip(links.home, self.weights)]:
             for x in some:
-                if id(x) not in owner:
+                if id(x) not in owner and (reached is None or id(x) in reached):
                     # A layer may use a weight of another device.
                     at = stream if x.device == stream.device else current_stream(x.device)
                     if at not in parts:
@@ -393,15 +400,17 @@ class StepSums:
             post: has the gradients of the caller's tensors.
             dtype: the dtype of the loss.
         """
-        if self._made is None or self._made[0] != dtype:
-            self.make(links, dtype)
-        assert self._made is not None
-        (_, owner, zeros), self._made = self._made, None
+        of_caller = Sums()
         for i, given in enumerate(self._inputs if self._given else ()):
             for found in post.receive_grads(-1, i).values():
-                for x, grad in zip(given, found):
-                    if grad is not None:
-                        owner[id(x)].add([x], [grad])
-        for part in self.by_worker:
+                of_caller.add(given, found)
+        parts = [of_caller, *self.by_worker]
+        reached = {*chain(*[part.reached() for part in parts])}
+        # Autograd would call hooks of what got no gradient, with None.
+        if self._made is None or self._made[0] != dtype or self._made[1].keys() != reached:
+            self.make(links, dtype, reached)
+        assert self._made is not None
+        (_, owner, zeros), self._made = self._made, None
+        for part in parts:
             part.move_to(owner)
         return zeros
