@@ -17,6 +17,7 @@ from torchgpipe.ambient.notes import add_note
 from torchgpipe.ambient.notes import layer as current
 from torchgpipe.checks import verify_number
 from torchgpipe.devices.pool import StreamPool
+from torchgpipe.devices.streams import CPU
 from torchgpipe.engine.links import fetched
 from torchgpipe.partition.arguments import lists
 from torchgpipe.recompute.runs import is_recomputing
@@ -43,6 +44,7 @@ class Criterion:
             the caller has divided all, each has the same.
         scale: multiplies losses before backward, against gradients that are too small for float16.
         outputs: whether outputs are kept.
+        weight_of: takes the arguments of a micro-batch; returns the weight of its sum.
     """
 
     def __init__(
@@ -52,8 +54,10 @@ class Criterion:
         division: Division,
         scale: Callable[[Tensor], Tensor] | None,
         outputs: bool,
+        weight_of: Callable[..., Any] | None = None,
     ) -> None:
         self.loss, self.arguments, self.scale = loss, arguments, scale
+        self.weight_of = weight_of
         self.division, rows = division, sum(division.sizes)
         self.shares = [size / rows if rows else 1 / division.m for size in division.sizes]
         m = len(arguments)
@@ -65,6 +69,11 @@ class Criterion:
         self.shapes: Sequence[torch.Size] = ()
         #: Whether a loss depends on something that requires a gradient.
         self.depends = False
+        #: The weights, if a function of the arguments tells them.
+        self._weights: list[Any] = []
+        #: What the gradients of losses are divided by; None for means, or if it is known too late.
+        self._divisor: Tensor | None = None
+        self._has_begun = False
 
     def after(self, i: int) -> Callable[[Batch], Batch]:
         """A function that makes the loss of micro-batch ``i`` of the output."""
@@ -104,6 +113,8 @@ class Criterion:
     def take(self, i: int, loss: Tensor, weight: Any, output: Batch | None) -> None:
         """Take note of the loss of micro-batch ``i``, and of the output of the layers."""
         # Kernels such as mse_loss return a number in the memory of all the numbers that they added.
+        if self.weight_of is not None:
+            weight = self._all_weights(self.weight_of)[i]
         spacious = loss.untyped_storage().nbytes() > loss.nbytes
         self.found[i] = loss.detach().clone() if spacious else loss.detach(), weight
         self.depends |= loss.requires_grad
@@ -114,13 +125,34 @@ class Criterion:
         assert self.outputs is not None
         self.outputs[i] = output.map(lambda *xs: [x.detach() for x in xs], output.parts)
 
+    def _all_weights(self, weight_of: Callable[..., Any]) -> list[Any]:
+        """The weights of all micro-batches, which the first one that comes here computes."""
+        if not self._weights:
+            with torch.no_grad():
+                each = [weight_of(*args, **kwargs) for args, kwargs in self.arguments]
+            self._weights = [*map(_checked_weight, each)]
+        return self._weights
+
     def grad(self, i: int) -> Tensor:
-        """The gradient of the loss of micro-batch ``i``, with which its backward begins."""
+        """The gradient of the loss of micro-batch ``i``, with which its backward begins.
+
+        What a layer adds to gradients on its own must not be divided by the weights afterwards. So
+        gradients begin divided, if all weights are known before the first backward.
+        """
         found = self.found[i]
         assert found is not None
         loss, weight = found
-        grad = torch.full_like(loss, 1 if weight is not None else self.shares[i])
-        return grad if self.scale is None else self.scale(grad).to(grad.dtype)
+        if not self._has_begun:
+            self._has_begun = True
+            known = self._weights or [None if x is None else x[1] for x in self.found]
+            if all(x is not None for x in known):
+                self._divisor = _total(known, loss)
+        if self._divisor is None:
+            grad = torch.full_like(loss, 1 if weight is not None else self.shares[i])
+        else:
+            # Before the cast: float16 may be too small for it, but for the scale.
+            grad = torch.full_like(loss, 1, dtype=self._divisor.dtype) / self._divisor
+        return (grad if self.scale is None else self.scale(grad)).to(loss.dtype)
 
     def results(self, i: int) -> list[Tensor]:
         """The tensors of micro-batch ``i`` that go to the caller."""
@@ -135,17 +167,16 @@ class Criterion:
         return joined([x for x in self.outputs if x is not None], self.division, blocks)
 
     def total(self) -> tuple[Tensor, Tensor | None]:
-        """The loss of the mini-batch before it is divided, and what it is divided by.
+        """The loss of the mini-batch, and what its gradients are still to be divided by, if at all.
 
         Raises:
             TypeError: some micro-batches had a weight, and others had none.
         """
         pairs = [pair for pair in self.found if pair is not None]
         losses = torch.stack([loss.reshape(()) for loss, _ in pairs])
-        if losses.dtype in (torch.float16, torch.bfloat16):
-            # A sum over all tokens may be too large for these.
-            losses = losses.float()
-        if all(weight is None for _, weight in pairs):
+        losses = losses.to(_dtype_of_sums(losses))
+        weights = [weight for _, weight in pairs]
+        if all(weight is None for weight in weights):
             # Numbers of the host that become kernels' arguments. A tensor would have to be copied,
             # and the host would wait for the device.
             terms = [
@@ -153,17 +184,32 @@ class Criterion:
                 for share, start, count in _runs(self.shares)
             ]
             return sum(terms[1:], terms[0]), None
-        if any(weight is None for _, weight in pairs):
+        if any(weight is None for weight in weights):
             raise TypeError(
                 "a loss function must return a mean for all micro-batches, or (sum, weight) for "
-                f"all (weights: {[weight for _, weight in pairs]}); return the same for each"
+                f"all (weights: {weights}); return the same for each"
             )
-        weights = [
-            weight.to(losses.device) if isinstance(weight, Tensor) else losses.new_full((), weight)
-            for _, weight in pairs
-        ]
-        total = torch.stack([x.reshape(()).to(losses.dtype) for x in weights]).sum()
-        return losses.sum(), total
+        # Not the divisor that gradients began with, which belongs to the stream of the last stage.
+        total = _total(weights, losses)
+        return losses.sum() / total, total if self._divisor is None else None
+
+
+def _dtype_of_sums(loss: Tensor) -> torch.dtype:
+    # A sum over all tokens may be too large for these.
+    return torch.float32 if loss.dtype in (torch.float16, torch.bfloat16) else loss.dtype
+
+
+def _total(weights: Sequence[Any], loss: Tensor) -> Tensor:
+    """The sum of weights, of shape ``()``, where a loss is."""
+    dtype, device = _dtype_of_sums(loss), loss.device
+    each = [
+        x.to(device).reshape(()).to(dtype)
+        if isinstance(x, Tensor) and x.device != CPU
+        # A number of the host, whose copy to a device the host would wait for.
+        else torch.full((), float(x), dtype=dtype, device=device)
+        for x in weights
+    ]
+    return torch.stack(each).sum()
 
 
 def _runs(values: Sequence[float]) -> Iterator[tuple[float, int, int]]:
@@ -184,21 +230,24 @@ def _checked(found: Any) -> tuple[Tensor, Any]:
             f"one element, or (sum, weight) (returned: {what}); reduce it with mean(), or return "
             "the sum and the number of what was summed up"
         )
+    return loss, None if weight is None else _checked_weight(weight)
+
+
+def _checked_weight(weight: Any) -> Any:
     number = isinstance(weight, Tensor) and weight.numel() == 1 and not weight.is_complex()
-    if weight is not None and not number and not isinstance(weight, Real):
+    if not number and not isinstance(weight, Real):
         raise TypeError(
-            "the second of two things that a loss function returns is the weight of the sum, a "
-            f"number or a tensor of one element (returned: {type(weight).__name__}); return the "
-            "loss alone, and get outputs by ScheduledLoss(..., outputs=True)"
+            "the second of two things that a loss function returns, and what weight_of returns, is "
+            "the weight of the sum, a number or a tensor of one element (returned: "
+            f"{type(weight).__name__}); return the loss alone, and get outputs by "
+            "ScheduledLoss(..., outputs=True)"
         )
     if isinstance(weight, Tensor):
         # Whether its number is one, the host would have to wait for.
-        weight = weight.detach()
-    elif weight is not None:
-        rule = "the weight of a loss must be finite and not negative"
-        verify_number(weight + 0, rule, "weight", "return the number of what was summed up")
-        weight = float(weight)
-    return loss, weight
+        return weight.detach()
+    rule = "the weight of a loss must be finite and not negative"
+    verify_number(weight + 0, rule, "weight", "return the number of what was summed up")
+    return float(weight)
 
 
 # The further arguments of the loss: targets, split as the input is, on the last device.

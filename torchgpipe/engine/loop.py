@@ -270,7 +270,7 @@ class Executor:
 
         Args:
             value: the loss.
-            divisor: what its sum was divided by, if by anything.
+            divisor: what gradients are still to be divided by, if by anything.
         """
         if self.criterion.scale is not None:
             one = self.criterion.scale(torch.ones((), device=value.device, dtype=value.dtype))
