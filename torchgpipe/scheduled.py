@@ -84,9 +84,9 @@ class ScheduledLoss(Alone):
         outputs: whether the call returns ``(loss, output)``, where the output has no gradient.
         weight_of: for a loss that returns a sum, alone or as ``(sum, weight)``: a function of the
             targets of a micro-batch, ``weight_of(*targets, **more)``, that returns the weight. So
-            all weights are known before the first backward, as they are of themselves only where
-            the schedule computes all losses before it. Otherwise gradients are divided by the
-            weights in the end, those that layers add on their own, too.
+            all weights are known before the first backward, as they are without it only if the
+            schedule computes all losses before that. Otherwise gradients are divided by the weights
+            in the end, and so are those that layers add on their own, which is wrong for these.
         stages: how stages compute: ``'eager'``, by their layers and autograd, or ``'graph'``, by FX
             graphs. A stage is traced on each kind of micro-batch when that comes for the second
             time. A graph does what the layers do to tensors, and nothing else; a stage that cannot
@@ -110,6 +110,7 @@ class ScheduledLoss(Alone):
     """
 
     _own = ("_crew", "_plans")
+    weight_of: Callable[..., Any] | None
 
     def __init__(
         self,

@@ -146,35 +146,6 @@ def named_loss(group):
         Pipe(layers, [1, 1], group=group, loss=F.mse_loss)
 
 
-class Late(nn.Module):
-    """A layer that uses a weight which no module has, from its second call on."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.other = linear(), [nn.Parameter(torch.rand(6))]
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return self.linear(x) * (self.other[0] if self.calls > 1 else 1)
-
-
-def late(group):
-    torch.manual_seed(1)
-    layers = nn.Sequential(Late(), Late())
-    x, y = torch.rand(2, 4, 6)
-    plain = copy.deepcopy(layers)
-    sum(F.mse_loss(plain(a), b) / 4 for a, b in zip(x.split(1), y.split(1))).backward()
-    pipe = pipe_of([*layers], "1f1b", group, chunks=4, checkpoint="never")
-    pipe.step(x, y)
-    rank = torch.distributed.get_rank(group)
-    torch.testing.assert_close(layers[rank].other[0].grad, plain[rank].other[0].grad)
-
-
-def test_a_weight_that_a_later_cell_uses(processes):
-    processes.run(late, 2)
-
-
 def loading(group):
     loss = TableLoss(nn.Parameter(torch.rand(6, 6)))
     layers = [linear(), linear()]

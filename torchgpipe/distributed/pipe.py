@@ -105,6 +105,7 @@ class Pipe(Wrapper):
             is none.
         outputs: whether :meth:`step` returns ``(loss, output)``, where the output is that of the
             last layer, without a gradient, in the process of the last stage, and None elsewhere.
+        weight_of: the weight of a sum that the loss returns, as for ScheduledLoss.
 
     Raises:
         TypeError: the module is not an :class:`nn.Sequential`, or has more than its layers; skips
@@ -397,8 +398,7 @@ class Pipe(Wrapper):
             arguments or [((), {})] * m,
             *(division, None, self._outputs or not with_loss, self._weight_of),
         )
-        sharded = sharded_in(self._layers)
-        output = None
+        sharded, output = sharded_in(self._layers), None
         with whole(sharded), torch.set_grad_enabled(recorded):
             verify_placement(self._layers, [self._device] * len(self._layers))
             made = partial(Mail, self._forms, self._routes, self._peers)
@@ -432,9 +432,8 @@ class Pipe(Wrapper):
         self._tied.add_up(sums)
         if self._replicas is not None:
             average(chain(*executor.sums.weights), sums, self._replicas)
-        zeros = executor.sums.zeros(executor.links, executor.post, loss.value.dtype)
         # There may be nothing that requires a gradient here.
-        if zeros:
+        if zeros := executor.sums.zeros(executor.links, executor.post, loss.value.dtype):
             factor = torch.ones_like(loss.value) if loss.divisor is None else 1 / loss.divisor
             grads = tuple([factor.to(x.device) for x in zeros])
             # Without the checks of torch.autograd.backward(), which a step has no need of.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
@@ -328,8 +328,6 @@ class StepSums:
         self._without_hooks = without_hooks([*chain(*self.weights), *self._given])
         #: For each worker, the sums of the gradients of its weights.
         self.by_worker = [Sums() for _ in plan.devices]
-        #: The dtype of the loss, the sums by what they belong to, and the zeros, if made already.
-        self._made: tuple[torch.dtype, dict[int, Sums], list[Tensor]] | None = None
 
     def begin(self, within: ExitStack) -> None:
         """Begin a step; hooks of weights and inputs see nothing until the block ends."""
@@ -357,43 +355,11 @@ class StepSums:
         # guard: hooks of strays
         self._without_hooks.add(strays)
         self.weights[j] += strays
-        # guard: weights met later
-        self._made = None
-
-    def make(
-        self, links: Links, dtype: torch.dtype, reached: Container[int] | None = None
-    ) -> None:
-        """Make the zeros whose backward hands the gradients over, which do not know these yet.
-
-        Args:
-            links: the streams of the step.
-            dtype: the dtype that the loss has, or most likely will have.
-            reached: the identities of the tensors that get a gradient; by default all do.
-        """
-        #: By stream, the sums, and the tensors that they belong to. A weight stays on its stream.
-        parts: dict[AbstractStream, tuple[Sums, list[Tensor]]] = {}
-        owner: dict[int, Sums] = {}
-        first = links.outside[0], self._given
-        for stream, some in [first, *zip(links.home, self.weights)]:
-            for x in some:
-                if id(x) not in owner and (reached is None or id(x) in reached):
-                    # A layer may use a weight of another device.
-                    at = stream if x.device == stream.device else current_stream(x.device)
-                    if at not in parts:
-                        parts[at] = Sums(), []
-                    owner[id(x)], tensors = parts[at]
-                    tensors.append(x)
-        callers = dict(zip(self._plan.devices, links.outside))
-        zeros: list[Any] = []
-        for stream, (sums, tensors) in parts.items():
-            with use_stream(stream):
-                device = stream.device
-                caller = callers.get(device, stream)
-                zeros.append(HandOver.apply(sums, device, dtype, caller, *tensors))
-        self._made = dtype, owner, zeros
 
     def zeros(self, links: Links, post: Post, dtype: torch.dtype) -> list[Tensor]:
-        """Make zeros whose backward hands the gradients over, and give these to them.
+        """Make zeros whose backward hands the gradients over, to the tensors that have got one.
+
+        Autograd would call the hooks of others with None.
 
         Args:
             links: the streams of the step.
@@ -404,13 +370,28 @@ class StepSums:
         for i, given in enumerate(self._inputs if self._given else ()):
             for found in post.receive_grads(-1, i).values():
                 of_caller.add(given, found)
-        parts = [of_caller, *self.by_worker]
-        reached = {*chain(*[part.reached() for part in parts])}
-        # Autograd would call hooks of what got no gradient, with None.
-        if self._made is None or self._made[0] != dtype or self._made[1].keys() != reached:
-            self.make(links, dtype, reached)
-        assert self._made is not None
-        (_, owner, zeros), self._made = self._made, None
-        for part in parts:
-            part.move_to(owner)
+        sources = [of_caller, *self.by_worker]
+        reached = {*chain(*[source.reached() for source in sources])}
+        #: By stream, the sums, and the tensors that they belong to. A weight stays on its stream.
+        parts: dict[AbstractStream, tuple[Sums, list[Tensor]]] = {}
+        owner: dict[int, Sums] = {}
+        first = links.outside[0], self._given
+        for stream, some in [first, *zip(links.home, self.weights)]:
+            for x in some:
+                if id(x) in reached and id(x) not in owner:
+                    # A layer may use a weight of another device.
+                    at = stream if x.device == stream.device else current_stream(x.device)
+                    if at not in parts:
+                        parts[at] = Sums(), []
+                    owner[id(x)], tensors = parts[at]
+                    tensors.append(x)
+        for source in sources:
+            source.move_to(owner)
+        callers = dict(zip(self._plan.devices, links.outside))
+        zeros: list[Any] = []
+        for stream, (sums, tensors) in parts.items():
+            with use_stream(stream):
+                device = stream.device
+                caller = callers.get(device, stream)
+                zeros.append(HandOver.apply(sums, device, dtype, caller, *tensors))
         return zeros
