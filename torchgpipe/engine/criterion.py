@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from numbers import Real
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe.ambient import labels
-from torchgpipe.ambient.notes import add_note
+from torchgpipe.ambient.notes import add_note, contextmanager
 from torchgpipe.ambient.notes import layer as current
 from torchgpipe.checks import verify_number
 from torchgpipe.devices.pool import StreamPool
@@ -69,11 +68,6 @@ class Criterion:
         self.shapes: Sequence[torch.Size] = ()
         #: Whether a loss depends on something that requires a gradient.
         self.depends = False
-        #: The weights, if a function of the arguments tells them.
-        self._weights: list[Any] = []
-        #: What the gradients of losses are divided by; None for means, or if it is known too late.
-        self._divisor: Tensor | None = None
-        self._has_begun = False
 
     def after(self, i: int) -> Callable[[Batch], Batch]:
         """A function that makes the loss of micro-batch ``i`` of the output."""
@@ -112,9 +106,8 @@ class Criterion:
 
     def take(self, i: int, loss: Tensor, weight: Any, output: Batch | None) -> None:
         """Take note of the loss of micro-batch ``i``, and of the output of the layers."""
+        weight = self._weights[i] if self._weights else weight
         # Kernels such as mse_loss return a number in the memory of all the numbers that they added.
-        if self.weight_of is not None:
-            weight = self._all_weights(self.weight_of)[i]
         spacious = loss.untyped_storage().nbytes() > loss.nbytes
         self.found[i] = loss.detach().clone() if spacious else loss.detach(), weight
         self.depends |= loss.requires_grad
@@ -125,28 +118,31 @@ class Criterion:
         assert self.outputs is not None
         self.outputs[i] = output.map(lambda *xs: [x.detach() for x in xs], output.parts)
 
-    def _all_weights(self, weight_of: Callable[..., Any]) -> list[Any]:
-        """The weights of all micro-batches, which the first one that comes here computes."""
-        if not self._weights:
-            with torch.no_grad():
-                each = [weight_of(*args, **kwargs) for args, kwargs in self.arguments]
-            self._weights = [*map(_checked_weight, each)]
-        return self._weights
+    @cached_property
+    def _weights(self) -> list[Any]:
+        """The weights of all micro-batches, if a function of the arguments tells them."""
+        weight_of = self.weight_of
+        if weight_of is None:
+            return []
+        with torch.no_grad():
+            return [_checked_weight(weight_of(*args, **kw)) for args, kw in self.arguments]
 
-    def grad(self, i: int) -> Tensor:
-        """The gradient of the loss of micro-batch ``i``, with which its backward begins.
+    @cached_property
+    def _divisor(self) -> Tensor | None:
+        """The sum of the weights; None for means, or if the first backward asks for it too early.
 
         What a layer adds to gradients on its own must not be divided by the weights afterwards. So
         gradients begin divided, if all weights are known before the first backward.
         """
+        known = self._weights or [None if x is None else x[1] for x in self.found]
+        (loss, _) = next(x for x in self.found if x is not None)
+        return None if any(x is None for x in known) else _total(known, loss)
+
+    def grad(self, i: int) -> Tensor:
+        """The gradient of the loss of micro-batch ``i``, with which its backward begins."""
         found = self.found[i]
         assert found is not None
         loss, weight = found
-        if not self._has_begun:
-            self._has_begun = True
-            known = self._weights or [None if x is None else x[1] for x in self.found]
-            if all(x is not None for x in known):
-                self._divisor = _total(known, loss)
         if self._divisor is None:
             grad = torch.full_like(loss, 1 if weight is not None else self.shares[i])
         else:
@@ -253,37 +249,27 @@ def _checked_weight(weight: Any) -> Any:
 # The further arguments of the loss: targets, split as the input is, on the last device.
 
 
-class explaining:
+@contextmanager
+def explaining(targets: Sequence[Any], layer: nn.Module | None) -> Iterator[None]:
     """Note on an error within a ``with`` block that all but the first argument go to the loss.
 
     Args:
         targets: the arguments of the step after the first one.
         layer: the first layer.
     """
-
-    def __init__(self, targets: Sequence[Any], layer: nn.Module | None) -> None:
-        self._targets, self._layer = targets, layer
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if not self._targets or self._layer is None or not isinstance(error, TypeError):
-            return
+    try:
+        yield
+    except TypeError as error:
         # Python itself says so of a layer that is called with one argument, and takes several.
-        name = getattr(type(self._layer).forward, "__qualname__", "")
-        if str(error).startswith(f"{name}() missing"):
+        name = getattr(getattr(layer, "forward", None), "__qualname__", "")
+        if targets and layer is not None and str(error).startswith(f"{name}() missing"):
             add_note(
                 error,
                 "the model gets the first argument of a step, and the loss gets all others "
-                f"(for the loss: {len(self._targets)}); pass several arguments of the first layer "
+                f"(for the loss: {len(targets)}); pass several arguments of the first layer "
                 "as one, torchgpipe.arguments(...)",
             )
+        raise
 
 
 def arguments_of(
