@@ -73,8 +73,8 @@ class ScheduledLoss(Alone):
             the last partition. It returns the mean over the rows of the micro-batch, a tensor of
             one element, or ``(sum, weight)`` for a mean of another kind, such as over tokens: the
             loss is then the sum of all sums over the sum of all weights. A sum alone cannot be told
-            from a mean, and counts as one. Its parameters must be on that device. It runs again
-            with a cell that is computed again: what counts asks
+            from a mean, and counts as one, but for ``weight_of``. Its parameters must be on that
+            device. It runs again with a cell that is computed again: what counts asks
             :func:`~torchgpipe.is_recomputing` first.
         schedule: the name of a built-in schedule, such as ``'1f1b'``; a function of the numbers of
             workers and micro-batches; or a :class:`~torchgpipe.schedule.Schedule`. There is a
@@ -82,6 +82,11 @@ class ScheduledLoss(Alone):
 
     Keyword Args:
         outputs: whether the call returns ``(loss, output)``, where the output has no gradient.
+        weight_of: for a loss that returns a sum, alone or as ``(sum, weight)``: a function of the
+            targets of a micro-batch, ``weight_of(*targets, **more)``, that returns the weight. So
+            all weights are known before the first backward, as they are without it only if the
+            schedule computes all losses before that. Otherwise gradients are divided by the weights
+            in the end, and so are those that layers add on their own, which is wrong for these.
         stages: how stages compute: ``'eager'``, by their layers and autograd, or ``'graph'``, by FX
             graphs. A stage is traced on each kind of micro-batch when that comes for the second
             time. A graph does what the layers do to tensors, and nothing else; a stage that cannot
@@ -105,6 +110,7 @@ class ScheduledLoss(Alone):
     """
 
     _own = ("_crew", "_plans")
+    weight_of: Callable[..., Any] | None
 
     def __init__(
         self,
@@ -113,6 +119,7 @@ class ScheduledLoss(Alone):
         schedule: Choice = "1f1b",
         *,
         outputs: bool = False,
+        weight_of: Callable[..., Any] | None = None,
         scaler: Any = None,
         stages: str = "eager",
         compile: str | Callable[..., Any] | None = None,
@@ -120,6 +127,8 @@ class ScheduledLoss(Alone):
     ) -> None:
         super().__init__()
         self.model = model
+        # The check of the loss looks at it.
+        self.__dict__["weight_of"] = weight_of
         self.loss = loss
         self.outputs = outputs
         self.scaler = scaler
@@ -133,6 +142,10 @@ class ScheduledLoss(Alone):
         verify = _CHECKS.get(name)
         if verify is not None:
             verify(value)
+        elif name == "loss":
+            verify_loss(value, self.weight_of)
+        elif name == "weight_of":
+            verify_loss(self.loss, value)
         super().__setattr__(name, value)
 
     def _prepare(self) -> None:
@@ -166,8 +179,7 @@ class ScheduledLoss(Alone):
                 mini_batch.compute(executor.run)
         criterion = executor.criterion
         mini_batch.warn_of_coupled(criterion.shapes)
-        total, divisor = criterion.total()
-        value = total if divisor is None else total / divisor
+        value, divisor = criterion.total()
         if recorded and criterion.depends:
             value = executor.outcome(value, divisor)
         if criterion.outputs is None:
@@ -217,6 +229,7 @@ class ScheduledLoss(Alone):
             mini_batch.division,
             self._scale() if recorded else None,
             self.outputs,
+            self.weight_of,
         )
         chosen = self._plan(m, forward=not recorded)
         executor = Executor(crew, chosen, batches, criterion, arriving)
@@ -365,7 +378,6 @@ def _verify_recompute(recompute: Any) -> None:
 #: What is checked when an attribute is set, by its name.
 _CHECKS: dict[str, Callable[[Any], object]] = {
     "model": _verify_model,
-    "loss": verify_loss,
     "schedule": verify_choice,
     "outputs": partial(checked_flag, name="outputs"),
     "scaler": _verify_scaler,

@@ -35,6 +35,7 @@ class PipeMaker(Maker):
             schedule=self.kind[0],
             group=self.own,
             outputs=True,
+            weight_of=self.weight_of,
         )
         return Across(self, layers, model, loss)
 

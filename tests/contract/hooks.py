@@ -63,8 +63,17 @@ def kept(log, key, x):
 # Of tensors.
 
 
+class Idle(nn.Linear):
+    """A layer with a weight that it does not use, as experts without tokens have."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.idle = nn.Parameter(torch.rand(6))
+
+
 @promise(
-    "Hooks of parameters run once per step, with the gradient of the mini-batch, and change it.",
+    "Hooks of parameters run once per step, with the gradient of the mini-batch, and change it; "
+    "those of a parameter without a gradient do not run.",
     modes=True,
     devices=True,
 )
@@ -78,7 +87,8 @@ def parameters(make):
             )
             x.register_hook(lambda grad: pytest.fail("removed")).remove()
 
-    assert len(hooked(make, hook, chunks=1)) == 2 * 8
+    layers = nn.Sequential(Idle(), nn.Tanh(), Idle(), nn.Tanh())
+    assert len(hooked(make, hook, chunks=1, layers=layers)) == 2 * 8
 
 
 @promise("Hooks of several gradients at once run once per step.")

@@ -131,12 +131,21 @@ class Router(nn.Linear):
 
 
 @promise(
-    "What layers add to gradients on their own, as routers do, is added for each micro-batch.",
+    "What layers add to gradients on their own, as routers do, is added for each micro-batch, also "
+    "beside a loss of sums and weights, which weight_of tells from targets.",
     modes=True,
 )
 def injected_gradients(make):
     layers = nn.Sequential(Router(3, 3), nn.Tanh(), Router(3, 3), nn.Tanh())
     assert_as_plain(make, layers, rows(6), chunks=3)
+    layers.zero_grad()
+    model = make(layers, loss=tokens, chunks=3, weight_of=lambda target, weight: weight.sum())
+    x, y, weight = torch.rand(6, 3), torch.rand(6, 3), torch.rand(6, 1)
+    each = [tokens(layers(a), *b) for a, *b in zip(x.chunk(3), y.chunk(3), weight.chunk(3))]
+    loss = sum(total for total, _ in each) / weight.sum()
+    loss.backward()
+    torch.testing.assert_close(model.step(x, y, weight), loss.detach())
+    assert_same_grads(model, layers)
 
 
 @promise(

@@ -81,7 +81,7 @@ class Maker:
         self.wrapper, *self.kind = RUNS[run]
         self.devices = [torch.device(device) for device in devices]
 
-    def __call__(self, layers, *, chunks=4, loss=F.mse_loss, mode=None, **options):
+    def __call__(self, layers, *, chunks=4, loss=F.mse_loss, mode=None, weight_of=None, **options):
         """Wrap layers, half of which come to each of the two devices.
 
         Args:
@@ -89,9 +89,10 @@ class Maker:
             chunks: the number of micro-batches.
             loss: called with the output and the targets, and returns a mean over rows.
             mode: the checkpoint mode, if it has to be a certain one.
+            weight_of: for wrappers whose loss is inside, the weight of its sum.
             options: for the wrapper's class, where all wrappers have them.
         """
-        layers = copy.deepcopy(layers)
+        layers, self.weight_of = copy.deepcopy(layers), weight_of
         mode = mode or self.mode
         options |= {"chunks": chunks, "checkpoint": KEEPINGS.get(mode, mode)}
         return self.wrap(layers, loss, options)
@@ -115,7 +116,9 @@ class Maker:
         if self.wrapper == "GPipe":
             return Wrapped(self, layers, model, loss)
         schedule, stages = self.kind
-        training = ScheduledLoss(model, loss, schedule, stages=stages, outputs=True)
+        training = ScheduledLoss(
+            model, loss, schedule, stages=stages, outputs=True, weight_of=self.weight_of
+        )
         return Scheduled(self, layers, training, loss)
 
 

@@ -26,7 +26,6 @@ MUTANTS = {
     ),
     "buffers of a step that is refused": (DROP, "test_pipe:buffers_of_a_refused_step", 2, []),
     "generators of all processes": (DROP, "test_schedules:train", 2, ["fill_drain", 2, "never"]),
-    "weights met later": (DROP, "test_ties:late", 2, []),
     "gradients of tied weights": (DROP, "test_pipe:tied", 4, ["1f1b"]),
     "skips that share memory elsewhere": (
         ("form.shared", "frozenset()"),

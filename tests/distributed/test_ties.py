@@ -60,6 +60,17 @@ def beside_plain(group, kind):
                 torch.testing.assert_close(weight.grad, grad)
 
 
+class Idle(nn.Module):
+    """A layer that uses its weight or not."""
+
+    def __init__(self, weight, used=False):
+        super().__init__()
+        self.weight, self.used = weight, used
+
+    def forward(self, x):
+        return x @ self.weight if self.used else x
+
+
 @pytest.mark.parametrize("kind", ["loss", "strided", "frozen in one"])
 def test_weights_of_two_processes(kind, processes):
     processes.run(beside_plain, 4, kind)
@@ -135,35 +146,6 @@ def named_loss(group):
         Pipe(layers, [1, 1], group=group, loss=F.mse_loss)
 
 
-class Late(nn.Module):
-    """A layer that uses a weight which no module has, from its second call on."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.other = linear(), [nn.Parameter(torch.rand(6))]
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return self.linear(x) * (self.other[0] if self.calls > 1 else 1)
-
-
-def late(group):
-    torch.manual_seed(1)
-    layers = nn.Sequential(Late(), Late())
-    x, y = torch.rand(2, 4, 6)
-    plain = copy.deepcopy(layers)
-    sum(F.mse_loss(plain(a), b) / 4 for a, b in zip(x.split(1), y.split(1))).backward()
-    pipe = pipe_of([*layers], "1f1b", group, chunks=4, checkpoint="never")
-    pipe.step(x, y)
-    rank = torch.distributed.get_rank(group)
-    torch.testing.assert_close(layers[rank].other[0].grad, plain[rank].other[0].grad)
-
-
-def test_a_weight_that_a_later_cell_uses(processes):
-    processes.run(late, 2)
-
-
 def loading(group):
     loss = TableLoss(nn.Parameter(torch.rand(6, 6)))
     layers = [linear(), linear()]
@@ -176,3 +158,22 @@ def loading(group):
 
 def test_whole_state_dict_with_a_loss(processes):
     processes.run(loading, 2)
+
+
+def idle(group):
+    rank = torch.distributed.get_rank(group)
+    groups = [torch.distributed.new_group(x) for x in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    options = {"loss": F.mse_loss, "group": groups[rank // 2], "replicas": groups[2 + rank % 2]}
+    tied, half, own = [nn.Parameter(torch.rand(6, 6)) for _ in range(3)]
+    layers = [linear(), Idle(tied), Idle(own), Idle(half, used=rank < 2), Idle(tied), Idle(half)]
+    pipe = Pipe(nn.Sequential(*layers), [4, 2], **options)
+    pipe.step(*torch.rand(2, 4, 6))
+    return {name: x.grad is None for name, x in pipe.named_parameters()}
+
+
+def test_weights_without_a_gradient_in_any_process(processes):
+    found = processes.run(idle, 4)
+    assert [{name for name, none in x.items() if none} for x in found] == [
+        {"1.weight", "2.weight"},
+        {"4.weight"},
+    ] * 2

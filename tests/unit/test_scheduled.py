@@ -90,6 +90,21 @@ def test_losses_that_say_that_they_are_sums(loss):
         make(loss=loss)
 
 
+def test_a_sum_whose_weight_the_targets_tell():
+    training = make(nn.MSELoss(reduction="sum"), weight_of=torch.numel)
+    loss = training(X, Y)
+    torch.testing.assert_close(loss.detach(), F.mse_loss(layers()(X), Y))
+    loss.backward()
+    same(training, expected())
+    with pytest.raises(ValueError, match="reduction"):
+        training.weight_of = None
+    with pytest.raises(TypeError, match=r"weight_of must be a function .*\(weight_of: 3\)"):
+        training.weight_of = 3
+    training.weight_of = lambda target: "a"
+    with pytest.raises(TypeError, match="what weight_of returns"):
+        training(X, Y)
+
+
 def test_model_without_partitions():
     with pytest.raises(ValueError, match="model must have a partition"):
         ScheduledLoss(GPipe(nn.Sequential(), []), F.mse_loss)

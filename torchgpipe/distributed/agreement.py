@@ -164,7 +164,7 @@ class Agreed(NamedTuple):
 
 
 class StepLoss(NamedTuple):
-    """The loss of a step, and what the sum of gradients has to be divided by."""
+    """The loss of a step, and what its gradients are still to be divided by, if by anything."""
 
     value: Tensor
     divisor: Tensor | None
@@ -321,34 +321,33 @@ class Agreement:
         division = Division(divided(first[2], abs(first[1])), first[1] < 0)
         return Agreed(division, digest(repr([x[3] for x in found])), with_numbers)
 
-    def end(self, mail: Mail, total: Tensor | None, divisor: Tensor | None) -> StepLoss | None:
+    def end(self, mail: Mail, value: Tensor | None, divisor: Tensor | None) -> StepLoss | None:
         """Tell the others that the step is done, and return its loss; None without one.
 
         Args:
             mail: the messages of the step.
-            total: the sum of the losses, where the last stage is; None without a loss.
-            divisor: what it is divided by, there.
+            value: the loss, where the last stage is; None without a loss.
+            divisor: what gradients are still to be divided by, there.
         """
         numbers, last = mail.step.numbers, mail.routes.placement[-1]
         drew, any_drew = numbers.has_drawn(0), numbers.drawn or bool(numbers.in_backward)
-        code = -1 if total is None else DTYPES.index(total.dtype)
+        code = -1 if value is None else DTYPES.index(value.dtype)
         # A host does not wait for its device.
         here = self._peers.device == CPU
-        pair = [float(x) if here and x is not None else 1.0 for x in (total, divisor)]
+        pair = [float(x) if here and x is not None else 1.0 for x in (value, divisor)]
         assert mail.after is not None
         mail.after.tell([drew, any_drew, code, divisor is not None, *pair])
-        _, _, code, weighted, *pair = mail.after.heard_of(last)
+        _, _, code, divides, *pair = mail.after.heard_of(last)
         if code < 0:
             return None
         # A number of 64 bits holds any of the others as it is.
         both = torch.tensor(pair, dtype=DTYPES[int(code)], device=self._peers.device)
         if not here:
-            if total is not None:
-                both[0] = total
-                if divisor is not None:
-                    both[1] = divisor
+            for k, x in enumerate((value, divisor)):
+                if x is not None:
+                    both[k] = x
             self._peers.fill(both, last)
-        return StepLoss(both[0] / both[1], both[1]) if weighted else StepLoss(both[0].clone(), None)
+        return StepLoss(both[0].clone(), both[1] if divides else None)
 
     def settle(self, mail: Mail) -> None:
         """Wait until all are done with a step, and agree on the state of the generators after it.

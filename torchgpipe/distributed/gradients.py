@@ -81,6 +81,11 @@ def average(weights: Iterable[Tensor], sums: Sums, replicas: Peers) -> None:
         sums: their gradients.
         replicas: the processes with the same stages.
     """
+    weights = [*weights]
+    reached = sums.reached()
+    # A weight that got a gradient in no pipeline gets none, as in the plain model.
+    told = replicas.gathered([id(x) in reached for x in weights]) if weights else []
+    weights = [x for x, *each in zip(weights, *told) if any(each)]
     found = [(weight, sums.take(weight).contiguous()) for weight in weights]
     works = [dist.all_reduce(grad, group=replicas.group, async_op=True) for _, grad in found]
     for (weight, grad), work in zip(found, works):
@@ -214,10 +219,11 @@ class Tied:
     def add_up(self, sums: Sums) -> None:
         """Add the gradients of the other processes."""
         for weight, ranks in self._weights():
-            # A process may have frozen it, and another one not.
-            wanted = torch.tensor([int(weight.requires_grad)], device=CPU)
+            # A process may have frozen it, and another one not; and perhaps none has a gradient.
+            told = [int(weight.requires_grad), int(id(weight) in sums.reached())]
+            wanted = torch.tensor(told, device=CPU)
             self._peers.summed(wanted, ranks)
-            if wanted:
+            if wanted.all():
                 grad = sums.take(weight)
                 self._peers.summed(grad, ranks)
                 if weight.requires_grad:

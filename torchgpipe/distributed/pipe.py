@@ -105,6 +105,7 @@ class Pipe(Wrapper):
             is none.
         outputs: whether :meth:`step` returns ``(loss, output)``, where the output is that of the
             last layer, without a gradient, in the process of the last stage, and None elsewhere.
+        weight_of: the weight of a sum that the loss returns, as for ScheduledLoss.
 
     Raises:
         TypeError: the module is not an :class:`nn.Sequential`, or has more than its layers; skips
@@ -133,10 +134,11 @@ class Pipe(Wrapper):
         replicas: Any = None,
         device: Device | None = None,
         outputs: bool = False,
+        weight_of: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__()
         pipelining.verify_version()
-        self._schedule, self._outputs = schedule, outputs
+        self._schedule, self._outputs, self._weight_of = schedule, outputs, weight_of
         self._device = current_device() if device is None else checked_device(device)
         self._peers = Peers(group, self._device)
         self._agreement = Agreement(self._peers)
@@ -150,7 +152,7 @@ class Pipe(Wrapper):
                     f"{[*module._modules]}); give it another one"
                 )
             if loss is not None:
-                verify_loss(loss)
+                verify_loss(loss, weight_of)
             checked_flag(deferred_batch_norm, "deferred_batch_norm")
             checked_flag(outputs, "outputs")
             others = None if replicas is None else Peers(replicas, self._device, "replicas")
@@ -394,10 +396,9 @@ class Pipe(Wrapper):
         criterion = Criterion(
             self.loss if with_loss else None,
             arguments or [((), {})] * m,
-            *(division, None, self._outputs or not with_loss),
+            *(division, None, self._outputs or not with_loss, self._weight_of),
         )
-        sharded = sharded_in(self._layers)
-        output = None
+        sharded, output = sharded_in(self._layers), None
         with whole(sharded), torch.set_grad_enabled(recorded):
             verify_placement(self._layers, [self._device] * len(self._layers))
             made = partial(Mail, self._forms, self._routes, self._peers)
@@ -411,8 +412,8 @@ class Pipe(Wrapper):
                 # Before the others take the step for done, since this may fail.
                 if criterion.outputs is not None and self.is_last:
                     output = criterion.joined(executor.step.blocks)
-                total, divisor = criterion.total() if with_loss and self.is_last else (None, None)
-                found = self._agreement.end(mail, total, divisor)
+                ends = criterion.total() if with_loss and self.is_last else (None, None)
+                found = self._agreement.end(mail, *ends)
                 # The last stage waits for the others' last backwards, and does this meanwhile.
                 self._traps.coupled([criterion.shapes], rows, (), self.parameters())
                 if found is not None and recorded:
@@ -431,9 +432,8 @@ class Pipe(Wrapper):
         self._tied.add_up(sums)
         if self._replicas is not None:
             average(chain(*executor.sums.weights), sums, self._replicas)
-        zeros = executor.sums.zeros(executor.links, executor.post, loss.value.dtype)
         # There may be nothing that requires a gradient here.
-        if zeros:
+        if zeros := executor.sums.zeros(executor.links, executor.post, loss.value.dtype):
             factor = torch.ones_like(loss.value) if loss.divisor is None else 1 / loss.divisor
             grads = tuple([factor.to(x.device) for x in zeros])
             # Without the checks of torch.autograd.backward(), which a step has no need of.

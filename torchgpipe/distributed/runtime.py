@@ -17,8 +17,6 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-import torch
-
 from torchgpipe._torch import pipelining
 from torchgpipe.distributed.agreement import Agreed
 from torchgpipe.distributed.mail import Mail
@@ -126,9 +124,6 @@ class Actions:
             # They hold the cell, whose backward is to free it.
             first.clear()
         prepare()
-        if torch.is_grad_enabled():
-            # The dtype of most losses; for another one, these zeros are made anew.
-            executor.sums.make(executor.links, torch.float32)
         mail.expect_the_end()
         for call in self._calls[self._urgent :]:
             call(executor, mail)

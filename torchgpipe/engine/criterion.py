@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from numbers import Real
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe.ambient import labels
-from torchgpipe.ambient.notes import add_note
+from torchgpipe.ambient.notes import add_note, contextmanager
 from torchgpipe.ambient.notes import layer as current
 from torchgpipe.checks import verify_number
 from torchgpipe.devices.pool import StreamPool
+from torchgpipe.devices.streams import CPU
 from torchgpipe.engine.links import fetched
 from torchgpipe.partition.arguments import lists
 from torchgpipe.recompute.runs import is_recomputing
@@ -43,6 +43,7 @@ class Criterion:
             the caller has divided all, each has the same.
         scale: multiplies losses before backward, against gradients that are too small for float16.
         outputs: whether outputs are kept.
+        weight_of: takes the arguments of a micro-batch; returns the weight of its sum.
     """
 
     def __init__(
@@ -52,8 +53,10 @@ class Criterion:
         division: Division,
         scale: Callable[[Tensor], Tensor] | None,
         outputs: bool,
+        weight_of: Callable[..., Any] | None = None,
     ) -> None:
         self.loss, self.arguments, self.scale = loss, arguments, scale
+        self.weight_of = weight_of
         self.division, rows = division, sum(division.sizes)
         self.shares = [size / rows if rows else 1 / division.m for size in division.sizes]
         m = len(arguments)
@@ -103,6 +106,7 @@ class Criterion:
 
     def take(self, i: int, loss: Tensor, weight: Any, output: Batch | None) -> None:
         """Take note of the loss of micro-batch ``i``, and of the output of the layers."""
+        weight = self._weights[i] if self._weights else weight
         # Kernels such as mse_loss return a number in the memory of all the numbers that they added.
         spacious = loss.untyped_storage().nbytes() > loss.nbytes
         self.found[i] = loss.detach().clone() if spacious else loss.detach(), weight
@@ -114,13 +118,37 @@ class Criterion:
         assert self.outputs is not None
         self.outputs[i] = output.map(lambda *xs: [x.detach() for x in xs], output.parts)
 
+    @cached_property
+    def _weights(self) -> list[Any]:
+        """The weights of all micro-batches, if a function of the arguments tells them."""
+        weight_of = self.weight_of
+        if weight_of is None:
+            return []
+        with torch.no_grad():
+            return [_checked_weight(weight_of(*args, **kw)) for args, kw in self.arguments]
+
+    @cached_property
+    def _divisor(self) -> Tensor | None:
+        """The sum of the weights; None for means, or if the first backward asks for it too early.
+
+        What a layer adds to gradients on its own must not be divided by the weights afterwards. So
+        gradients begin divided, if all weights are known before the first backward.
+        """
+        known = self._weights or [None if x is None else x[1] for x in self.found]
+        (loss, _) = next(x for x in self.found if x is not None)
+        return None if any(x is None for x in known) else _total(known, loss)
+
     def grad(self, i: int) -> Tensor:
         """The gradient of the loss of micro-batch ``i``, with which its backward begins."""
         found = self.found[i]
         assert found is not None
         loss, weight = found
-        grad = torch.full_like(loss, 1 if weight is not None else self.shares[i])
-        return grad if self.scale is None else self.scale(grad).to(grad.dtype)
+        if self._divisor is None:
+            grad = torch.full_like(loss, 1 if weight is not None else self.shares[i])
+        else:
+            # Before the cast: float16 may be too small for it, but for the scale.
+            grad = torch.full_like(loss, 1, dtype=self._divisor.dtype) / self._divisor
+        return (grad if self.scale is None else self.scale(grad)).to(loss.dtype)
 
     def results(self, i: int) -> list[Tensor]:
         """The tensors of micro-batch ``i`` that go to the caller."""
@@ -135,17 +163,16 @@ class Criterion:
         return joined([x for x in self.outputs if x is not None], self.division, blocks)
 
     def total(self) -> tuple[Tensor, Tensor | None]:
-        """The loss of the mini-batch before it is divided, and what it is divided by.
+        """The loss of the mini-batch, and what its gradients are still to be divided by, if at all.
 
         Raises:
             TypeError: some micro-batches had a weight, and others had none.
         """
         pairs = [pair for pair in self.found if pair is not None]
         losses = torch.stack([loss.reshape(()) for loss, _ in pairs])
-        if losses.dtype in (torch.float16, torch.bfloat16):
-            # A sum over all tokens may be too large for these.
-            losses = losses.float()
-        if all(weight is None for _, weight in pairs):
+        losses = losses.to(_dtype_of_sums(losses))
+        weights = [weight for _, weight in pairs]
+        if all(weight is None for weight in weights):
             # Numbers of the host that become kernels' arguments. A tensor would have to be copied,
             # and the host would wait for the device.
             terms = [
@@ -153,17 +180,32 @@ class Criterion:
                 for share, start, count in _runs(self.shares)
             ]
             return sum(terms[1:], terms[0]), None
-        if any(weight is None for _, weight in pairs):
+        if any(weight is None for weight in weights):
             raise TypeError(
                 "a loss function must return a mean for all micro-batches, or (sum, weight) for "
-                f"all (weights: {[weight for _, weight in pairs]}); return the same for each"
+                f"all (weights: {weights}); return the same for each"
             )
-        weights = [
-            weight.to(losses.device) if isinstance(weight, Tensor) else losses.new_full((), weight)
-            for _, weight in pairs
-        ]
-        total = torch.stack([x.reshape(()).to(losses.dtype) for x in weights]).sum()
-        return losses.sum(), total
+        # Not the divisor that gradients began with, which belongs to the stream of the last stage.
+        total = _total(weights, losses)
+        return losses.sum() / total, total if self._divisor is None else None
+
+
+def _dtype_of_sums(loss: Tensor) -> torch.dtype:
+    # A sum over all tokens may be too large for these.
+    return torch.float32 if loss.dtype in (torch.float16, torch.bfloat16) else loss.dtype
+
+
+def _total(weights: Sequence[Any], loss: Tensor) -> Tensor:
+    """The sum of weights, of shape ``()``, where a loss is."""
+    dtype, device = _dtype_of_sums(loss), loss.device
+    each = [
+        x.to(device).reshape(()).to(dtype)
+        if isinstance(x, Tensor) and x.device != CPU
+        # A number of the host, whose copy to a device the host would wait for.
+        else torch.full((), float(x), dtype=dtype, device=device)
+        for x in weights
+    ]
+    return torch.stack(each).sum()
 
 
 def _runs(values: Sequence[float]) -> Iterator[tuple[float, int, int]]:
@@ -184,57 +226,50 @@ def _checked(found: Any) -> tuple[Tensor, Any]:
             f"one element, or (sum, weight) (returned: {what}); reduce it with mean(), or return "
             "the sum and the number of what was summed up"
         )
+    return loss, None if weight is None else _checked_weight(weight)
+
+
+def _checked_weight(weight: Any) -> Any:
     number = isinstance(weight, Tensor) and weight.numel() == 1 and not weight.is_complex()
-    if weight is not None and not number and not isinstance(weight, Real):
+    if not number and not isinstance(weight, Real):
         raise TypeError(
-            "the second of two things that a loss function returns is the weight of the sum, a "
-            f"number or a tensor of one element (returned: {type(weight).__name__}); return the "
-            "loss alone, and get outputs by ScheduledLoss(..., outputs=True)"
+            "the second of two things that a loss function returns, and what weight_of returns, is "
+            "the weight of the sum, a number or a tensor of one element (returned: "
+            f"{type(weight).__name__}); return the loss alone, and get outputs by "
+            "ScheduledLoss(..., outputs=True)"
         )
     if isinstance(weight, Tensor):
         # Whether its number is one, the host would have to wait for.
-        weight = weight.detach()
-    elif weight is not None:
-        rule = "the weight of a loss must be finite and not negative"
-        verify_number(weight + 0, rule, "weight", "return the number of what was summed up")
-        weight = float(weight)
-    return loss, weight
+        return weight.detach()
+    rule = "the weight of a loss must be finite and not negative"
+    verify_number(weight + 0, rule, "weight", "return the number of what was summed up")
+    return float(weight)
 
 
 # The further arguments of the loss: targets, split as the input is, on the last device.
 
 
-class explaining:
+@contextmanager
+def explaining(targets: Sequence[Any], layer: nn.Module | None) -> Iterator[None]:
     """Note on an error within a ``with`` block that all but the first argument go to the loss.
 
     Args:
         targets: the arguments of the step after the first one.
         layer: the first layer.
     """
-
-    def __init__(self, targets: Sequence[Any], layer: nn.Module | None) -> None:
-        self._targets, self._layer = targets, layer
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if not self._targets or self._layer is None or not isinstance(error, TypeError):
-            return
+    try:
+        yield
+    except TypeError as error:
         # Python itself says so of a layer that is called with one argument, and takes several.
-        name = getattr(type(self._layer).forward, "__qualname__", "")
-        if str(error).startswith(f"{name}() missing"):
+        name = getattr(getattr(layer, "forward", None), "__qualname__", "")
+        if targets and layer is not None and str(error).startswith(f"{name}() missing"):
             add_note(
                 error,
                 "the model gets the first argument of a step, and the loss gets all others "
-                f"(for the loss: {len(self._targets)}); pass several arguments of the first layer "
+                f"(for the loss: {len(targets)}); pass several arguments of the first layer "
                 "as one, torchgpipe.arguments(...)",
             )
+        raise
 
 
 def arguments_of(

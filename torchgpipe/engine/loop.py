@@ -270,11 +270,13 @@ class Executor:
 
         Args:
             value: the loss.
-            divisor: what its sum was divided by, if by anything.
+            divisor: what gradients are still to be divided by, if by anything.
         """
         if self.criterion.scale is not None:
             one = self.criterion.scale(torch.ones((), device=value.device, dtype=value.dtype))
             divisor = one if divisor is None else divisor * one
         zeros = self.sums.zeros(self.links, self.post, value.dtype)
+        # What requires a gradient may have got none, and the loss has a backward all the same.
+        zeros = zeros or [torch.zeros_like(value, requires_grad=True)]
         loss: Tensor = Outcome.apply(value, divisor, *zeros)
         return loss

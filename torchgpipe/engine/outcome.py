@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
@@ -144,6 +144,10 @@ class Sums:
             return None
         self.add([tensor], [grad])
         return self._sums[id(tensor)]
+
+    def reached(self) -> KeysView[int]:
+        """The identities of the tensors that have got a gradient."""
+        return self._sums.keys()
 
     def take(self, tensor: Tensor) -> Tensor:
         """Remove a tensor's sum, and return it in memory of its own; zeros if there is none."""
@@ -324,8 +328,6 @@ class StepSums:
         self._without_hooks = without_hooks([*chain(*self.weights), *self._given])
         #: For each worker, the sums of the gradients of its weights.
         self.by_worker = [Sums() for _ in plan.devices]
-        #: The dtype of the loss, the sums by what they belong to, and the zeros, if made already.
-        self._made: tuple[torch.dtype, dict[int, Sums], list[Tensor]] | None = None
 
     def begin(self, within: ExitStack) -> None:
         """Begin a step; hooks of weights and inputs see nothing until the block ends."""
@@ -353,29 +355,38 @@ class StepSums:
         # guard: hooks of strays
         self._without_hooks.add(strays)
         self.weights[j] += strays
-        # guard: weights met later
-        self._made = None
 
-    def make(self, links: Links, dtype: torch.dtype) -> None:
-        """Make the zeros whose backward hands the gradients over, which do not know these yet.
+    def zeros(self, links: Links, post: Post, dtype: torch.dtype) -> list[Tensor]:
+        """Make zeros whose backward hands the gradients over, to the tensors that have got one.
+
+        Autograd would call the hooks of others with None.
 
         Args:
             links: the streams of the step.
-            dtype: the dtype that the loss has, or most likely will have.
+            post: has the gradients of the caller's tensors.
+            dtype: the dtype of the loss.
         """
+        of_caller = Sums()
+        for i, given in enumerate(self._inputs if self._given else ()):
+            for found in post.receive_grads(-1, i).values():
+                of_caller.add(given, found)
+        sources = [of_caller, *self.by_worker]
+        reached = {*chain(*[source.reached() for source in sources])}
         #: By stream, the sums, and the tensors that they belong to. A weight stays on its stream.
         parts: dict[AbstractStream, tuple[Sums, list[Tensor]]] = {}
         owner: dict[int, Sums] = {}
         first = links.outside[0], self._given
         for stream, some in [first, *zip(links.home, self.weights)]:
             for x in some:
-                if id(x) not in owner:
+                if id(x) in reached and id(x) not in owner:
                     # A layer may use a weight of another device.
                     at = stream if x.device == stream.device else current_stream(x.device)
                     if at not in parts:
                         parts[at] = Sums(), []
                     owner[id(x)], tensors = parts[at]
                     tensors.append(x)
+        for source in sources:
+            source.move_to(owner)
         callers = dict(zip(self._plan.devices, links.outside))
         zeros: list[Any] = []
         for stream, (sums, tensors) in parts.items():
@@ -383,25 +394,4 @@ class StepSums:
                 device = stream.device
                 caller = callers.get(device, stream)
                 zeros.append(HandOver.apply(sums, device, dtype, caller, *tensors))
-        self._made = dtype, owner, zeros
-
-    def zeros(self, links: Links, post: Post, dtype: torch.dtype) -> list[Tensor]:
-        """Make zeros whose backward hands the gradients over, and give these to them.
-
-        Args:
-            links: the streams of the step.
-            post: has the gradients of the caller's tensors.
-            dtype: the dtype of the loss.
-        """
-        if self._made is None or self._made[0] != dtype:
-            self.make(links, dtype)
-        assert self._made is not None
-        (_, owner, zeros), self._made = self._made, None
-        for i, given in enumerate(self._inputs if self._given else ()):
-            for found in post.receive_grads(-1, i).values():
-                for x, grad in zip(given, found):
-                    if grad is not None:
-                        owner[id(x)].add([x], [grad])
-        for part in self.by_worker:
-            part.move_to(owner)
         return zeros

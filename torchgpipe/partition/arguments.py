@@ -109,18 +109,22 @@ def verify_a_module(module: Any, name: str) -> None:
     verify_kind(module, nn.Module, f"{name} must be an nn.Module", name, remedy)
 
 
-def verify_loss(loss: Any) -> None:
-    """Check that a loss can be called.
+def verify_loss(loss: Any, weight_of: Any = None) -> None:
+    """Check that a loss can be called, and the function of its targets that tells its weight.
 
     Raises:
-        TypeError: it cannot.
-        ValueError: it says of itself that it is a sum.
+        TypeError: one cannot.
+        ValueError: the loss says of itself that it is a sum, and no function tells its weight.
     """
     rule = "loss must be a function of an output and its targets"
     verify_function(loss, rule, "loss", "pass torch.nn.functional.cross_entropy, for one")
+    if weight_of is not None:
+        rule, remedy = "weight_of must be a function of the targets", "pass such as torch.numel"
+        verify_function(weight_of, rule, "weight_of", remedy)
+        return
     given = loss.keywords if isinstance(loss, partial) else getattr(loss, "__dict__", {})
     rule = "loss must be a mean over the rows of its micro-batch"
-    remedy = "take the mean, or have a function return (sum, number of what is summed up)"
+    remedy = "take the mean, return (sum, number of what is summed up), or pass weight_of"
     verify(given.get("reduction") != "sum", rule, "reduction", "sum", remedy)
 
 
