@@ -142,6 +142,40 @@ def of_any_type(make):
         assert_as_plain(make, layers, rows(4), loss=lambda output: output[0].square().mean())
 
 
+def conjugate(x):
+    return torch.complex(x.sin(), x.cos()).conj()
+
+
+def real(z):
+    return z.real.sin() * z.imag if z.is_complex() else z.sin()
+
+
+class Conjugated(nn.Module):
+    """A layer whose weight gets a conjugate for a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(3, dtype=torch.complex64))
+
+    def forward(self, x):
+        return real(x * self.weight.conj())
+
+
+@promise(
+    "Conjugates and negatives that PyTorch has not computed yet (a bit of the tensor says so, as "
+    "after conj()) may be inputs, pass between layers, be gradients, and leave the model.",
+    modes=True,
+    devices=True,
+)
+def bits(make):
+    for lazy in make.some((lambda x: conjugate(x).imag, conjugate)):
+        layers = layers_of(real, nn.Linear(3, 3), Partial(lazy), real, Conjugated(), Partial(lazy))
+        assert_as_plain(make, layers, lazy(torch.rand(6, 3)).requires_grad_(), chunks=3)
+        pair = Partial(lambda x: torch.complex(x.sin(), x.cos()))
+        layers = layers_of(nn.Linear(3, 3), pair, torch.conj, real)
+        assert_as_plain(make, layers, rows(6), chunks=3, steps=3)
+
+
 #: Strides other than those of a new tensor.
 FORMATS = {
     "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),

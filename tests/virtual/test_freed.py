@@ -5,6 +5,7 @@ import torch
 
 from tests.support.helpers import assert_no_races
 from tests.virtual.programs import new_streams, one, place, read
+from torchgpipe.devices.streams import record_stream
 from torchgpipe.testing import Stream, observe
 
 
@@ -68,6 +69,23 @@ def test_memory_freed_in_use_is_counted(devices):
         xs.clear()
     (race,) = seen.races
     assert (race.kind, race.count) == ("memory freed in use", 3)
+
+
+@pytest.mark.parametrize("kind", ["conjugated", "negative", "within vmap"])
+def test_memory_of_a_tensor_that_pytorch_does_not_record(kind, devices):
+    s = torch.Stream(device=devices[0])
+    with observe() as seen:
+        z = torch.ones(4, dtype=torch.complex64, device=devices[0])
+        s.wait_stream(torch.accelerator.current_stream(devices[0]))
+        with s:
+            read(z)
+        if kind == "within vmap":
+            torch.vmap(lambda x: record_stream(x.conj(), s) or x)(z)
+        else:
+            record_stream(z.conj() if kind == "conjugated" else z.conj().imag, s)
+        del z
+        torch.ones(4, dtype=torch.complex64, device=devices[0])
+    assert_no_races(seen)
 
 
 def test_memory_freed_after_record_stream(devices):

@@ -81,6 +81,8 @@ def is_alone(tensor: Tensor) -> bool:
         and storage.nbytes() == tensor.nbytes
         and storage.resizable()
         and _torch.count_uses(storage._cdata) == _uses_of_one()
+        # The memory of a conjugate that is computed later has other values.
+        and not (tensor.is_conj() or tensor.is_neg())
     )
 
 

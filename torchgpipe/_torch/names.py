@@ -139,6 +139,10 @@ NAMES: dict[str, Name] = {
         "several gradients at once",
         lambda _: False,
     ),
+    "is_wrapped": Name(
+        "torch._C._functorch:is_functorch_wrapped_tensor", "torch.vmap", lambda _: False
+    ),
+    "unwrapped": Name("torch._C._functorch:get_unwrapped", "torch.vmap"),
     # Without it, each tensor is looked at.
     "forward_level": Name(
         "torch.autograd.forward_ad:_current_level",
@@ -254,6 +258,7 @@ ATTRIBUTES = {
     "_backward_hooks": "The table of a tensor's hooks, which are not for the parts of a gradient.",
     "_register_hook_dict": "What calls such a table before the node behind a tensor runs.",
     "_backward_pre_hooks": "A module's hooks around its backward.",
+    "_neg_view": "A tensor with the other negative bit, over the same memory.",
     "_indices": "The parts of a sparse tensor, also of one that is not coalesced.",
     "_values": "The same.",
     "_torchdynamo_disable": "What the compiler asks functions for.",

@@ -198,9 +198,22 @@ def record_stream(tensor: Tensor, stream: AbstractStream) -> None:
     That is needed wherever a tensor is used on another stream than the one it was allocated on.
     """
     if isinstance(stream, torch.Stream) and tensor.device == stream.device:
-        # A gradient of an embedding may be sparse, which is two tensors.
-        for part in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):
-            part.record_stream(stream)
+        # Of a tensor with one of these bits PyTorch records a clone, and frees that twice.
+        if tensor.is_conj():
+            tensor = tensor.conj()
+        if tensor.is_neg():
+            tensor = tensor._neg_view()
+        try:
+            tensor.record_stream(stream)
+        except RuntimeError:
+            # A gradient of an embedding may be sparse, which is two tensors.
+            if tensor.is_sparse:
+                record_all((tensor._indices(), tensor._values()), stream)
+            # A tensor within torch.vmap is around another one.
+            elif _torch.is_wrapped(tensor):
+                record_stream(_torch.unwrapped(tensor), stream)
+            else:
+                raise
 
 
 def record_all(tensors: Iterable[Tensor | None], stream: AbstractStream) -> None:

@@ -388,4 +388,4 @@ def _as_traced(grad: Tensor | None, tangent: Any) -> Tensor | None:
     expected: Tensor = tangent.meta["val"]
     if grad.dtype != expected.dtype:
         grad = grad.to(expected.dtype)
-    return laid_out(grad, expected.stride())
+    return laid_out(grad.resolve_conj().resolve_neg(), expected.stride())

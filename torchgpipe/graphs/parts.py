@@ -81,7 +81,10 @@ def laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
 def copied(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     """A copy with these strides."""
     shape, dtype, device = tensor.shape, tensor.dtype, tensor.device
-    return torch.empty_strided(shape, strides, dtype=dtype, device=device).copy_(tensor)
+    found = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    # The graph was traced with the bits of the tensor, and has views that need them.
+    found = found.conj() if tensor.is_conj() else found
+    return (found._neg_view() if tensor.is_neg() else found).copy_(tensor)
 
 
 def settle_strides(joint: Joint) -> Joint:

@@ -64,21 +64,18 @@ def test_wait_between_cpu_and_accelerator():
     stream.record_stream(torch.zeros(1), stream.new_stream(device))
 
 
-def test_a_sparse_tensor_is_recorded_by_its_parts():
+def test_a_tensor_is_recorded_by_what_has_its_memory(monkeypatch):
     recorded = []
 
-    class Part:
-        def __init__(self, name):
-            self.record_stream = lambda _: recorded.append(name)
+    def record(x, _):
+        if x.is_sparse:
+            raise NotImplementedError
+        assert not (x.is_conj() or x.is_neg())
+        recorded.append(x.untyped_storage().data_ptr())
 
-    class Sparse:
-        device, is_sparse = CPU, True
-
-        def _indices(self):
-            return Part("indices")
-
-        def _values(self):
-            return Part("values")
-
-    stream.record_stream(Sparse(), torch.Stream(device="cpu"))
-    assert recorded == ["indices", "values"]
+    monkeypatch.setattr(torch.Tensor, "record_stream", record)
+    sparse, z = torch.eye(3).to_sparse(), torch.rand(3, dtype=torch.complex64).conj()
+    for x in (sparse, z, z.imag, z._neg_view()):
+        stream.record_stream(x, torch.Stream(device="cpu"))
+    parts = [sparse._indices(), sparse._values(), z, z, z]
+    assert recorded == [x.untyped_storage().data_ptr() for x in parts]

@@ -75,3 +75,8 @@ def test_laid_out():
     found = laid_out(x, (1, 2))
     assert torch.equal(found, x)
     assert found.stride() == (1, 2)
+    z = torch.rand(2, 3, dtype=torch.complex64).conj()
+    for x in (z, z.imag, z._neg_view()):
+        found = copied(x, (1, 2))
+        assert torch.equal(found, x)
+        assert (found.is_conj(), found.is_neg()) == (x.is_conj(), x.is_neg())
