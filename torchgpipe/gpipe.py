@@ -60,9 +60,8 @@ class GPipe(Wrapper):
             the last) or ``'never'``; or ``'offload'``, which computes none again, but keeps what
             they save in the memory of the host (see :class:`~torchgpipe.Offload`); or a policy,
             ``partial(create_selective_checkpoint_contexts, policy)``, that names what is not
-            computed again; or a list with one of these for each partition. In eval mode and without
-            grad cells keep nothing. It may be changed between steps. The default is
-            ``'except_last'``.
+            computed again; or a list with one of these for each partition. Without grad cells keep
+            nothing. It may be changed between steps. The default is ``'except_last'``.
         deferred_batch_norm: whether batch normalisations update their running statistics once
             per mini-batch, instead of once per micro-batch: see :mod:`torchgpipe.batchnorm`. Layers
             that are deferred already do so either way.
@@ -312,8 +311,7 @@ class GPipe(Wrapper):
         """
         if not self._devices:
             return self.module(*args, **kwargs)
-        recorded = self.training and torch.is_grad_enabled()
-        mini_batch = MiniBatch(self, arguments(args, kwargs), recorded)
+        mini_batch = MiniBatch(self, arguments(args, kwargs))
         pipeline = Pipeline(self._stages, mini_batch.batches, mini_batch.modes)
         mini_batch.compute(pipeline.run)
         return mini_batch.joined(pipeline.step.blocks)

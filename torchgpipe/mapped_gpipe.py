@@ -302,10 +302,9 @@ class MappedGPipe(Wrapper):
         """
         if self._takes_cache:
             kwargs = without_cache(kwargs)
-        recorded = self.training and torch.is_grad_enabled()
-        mini_batch = MiniBatch(self, Arguments(args, kwargs), recorded)
+        mini_batch = MiniBatch(self, Arguments(args, kwargs))
         m, batches, devices = mini_batch.m, mini_batch.batches, [*self._map.values()]
-        if recorded:
+        if torch.is_grad_enabled():
             verify_trainer()
         if all(x.device.type == "cpu" for batch in batches for x in batch):
             mini_batch.map(Near(devices[0]).all_of)

@@ -63,7 +63,8 @@ class ScheduledLoss(Alone):
     data parallelism. What layers add to gradients on their own, as routers do for an auxiliary
     loss, is multiplied, too: ``(loss / 4).backward()`` hands over a quarter of it.
 
-    In eval mode, and without grad, the call computes the loss alone, and keeps no memory.
+    Without grad the call computes the loss alone, and keeps no memory. In eval mode it computes
+    gradients as in training, as those of adapters on a frozen model.
 
     Args:
         model: the wrapped model. Its ``chunks`` and ``checkpoint`` hold here, too, and may be
@@ -171,16 +172,14 @@ class ScheduledLoss(Alone):
             ValueError: the targets have other rows than the input.
             RuntimeError: backward was run twice, or with ``create_graph=True``.
         """
-        recorded = self.training and torch.is_grad_enabled()
-        mini_batch = MiniBatch(self.model, input, recorded)
-        with torch.set_grad_enabled(recorded):
-            executor = self._executor(mini_batch, (targets, more))
-            with explaining(targets, self.model[0]):
-                mini_batch.compute(executor.run)
+        mini_batch = MiniBatch(self.model, input)
+        executor = self._executor(mini_batch, (targets, more))
+        with explaining(targets, self.model[0]):
+            mini_batch.compute(executor.run)
         criterion = executor.criterion
         mini_batch.warn_of_coupled(criterion.shapes)
         value, divisor = criterion.total()
-        if recorded and criterion.depends:
+        if torch.is_grad_enabled() and criterion.depends:
             value = executor.outcome(value, divisor)
         if criterion.outputs is None:
             return value
@@ -210,7 +209,7 @@ class ScheduledLoss(Alone):
                 "costs are counted from graphs (stages: 'eager'); pass "
                 "ScheduledLoss(..., stages='graph')"
             )
-        mini_batch = MiniBatch(self.model, input, recorded=False)
+        mini_batch = MiniBatch(self.model, input)
         with torch.enable_grad():
             executor = self._executor(mini_batch, (targets, more))
             return costs_of(traced_all(executor, self.graphs))

@@ -73,8 +73,6 @@ def test_training_forward_before_the_backward_of_an_evaluation(name, counts, mod
         # Nothing is known of the buffers in the first step.
         for owner, forward in ((reference, lambda x: plain(reference, x, M)), (model, model)):
             owner.eval()
-            # A norm of its own in training mode, as the wrapper records nothing in eval mode.
-            owner.training = True
             loss = forward(x).square().sum()
             owner.train()
             forward(2 * x)

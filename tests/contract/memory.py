@@ -132,7 +132,7 @@ def after(make):
     assert live.sizes() == []
 
 
-@promise("Without gradients, or in eval mode, a step keeps nothing while it computes.", eager=True)
+@promise("Without gradients a step keeps nothing while it computes.", eager=True)
 def evaluation(make):
     model = make(nn.Sequential(*[nn.Linear(32, 32) for _ in range(16)]), chunks=2, mode="never")
     x, y = torch.rand(8, 32), torch.rand(8, 32)

@@ -62,12 +62,9 @@ class StepInputs(NamedTuple):
         """The micro-batches of the first stage."""
         return [] if self.mini_batch is None else self.mini_batch.batches
 
-    def shapes(self, recorded: bool) -> str:
-        """All that the shapes and dtypes of a step's messages depend on, as text.
-
-        Args:
-            recorded: whether the step trains.
-        """
+    @property
+    def shapes(self) -> str:
+        """All that the shapes and dtypes of a step's messages depend on, as text."""
         kinds, batches = device_types(), self.batches
         casts = [(x, torch.is_autocast_enabled(x), torch.get_autocast_dtype(x)) for x in kinds]
         inputs = [
@@ -75,8 +72,8 @@ class StepInputs(NamedTuple):
             for batch in (batches if self.m < 0 else [*batches[:1], *batches[-1:]])
         ]
         # Within inference mode nothing requires a gradient, whatever is enabled within that.
-        mode = torch.is_inference_mode_enabled()
-        return repr((len(batches), self.rows, recorded, mode, casts, inputs))
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        return repr((len(batches), self.rows, modes, casts, inputs))
 
 
 class Reader:
@@ -91,14 +88,13 @@ class Reader:
     def __init__(self, routes: Routes, device: torch.device, streams: StreamPool) -> None:
         self._routes, self._device, self._streams = routes, device, streams
 
-    def read(self, pipe: Any, input: Any, terms: Any, recorded: bool) -> StepInputs:
+    def read(self, pipe: Any, input: Any, terms: Any) -> StepInputs:
         """Check and split.
 
         Args:
             pipe: the wrapper.
             input: the input of the model.
             terms: the further arguments of the loss; None without a loss.
-            recorded: whether the step trains.
         """
         mini_batch = None
         if not self._routes.is_first:
@@ -109,7 +105,7 @@ class Reader:
                 f"{self._routes.rank}); pass it in this process at least"
             )
         else:
-            mini_batch = MiniBatch(pipe, input, recorded)
+            mini_batch = MiniBatch(pipe, input)
         rows = 0
         if self._routes.is_first or self._routes.is_last:
             rows = row_count(input)

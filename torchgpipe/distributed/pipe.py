@@ -302,7 +302,9 @@ class Pipe(Wrapper):
             ValueError: the processes differ in what they call the step with, or there is no loss.
             RuntimeError: another process has failed; the message names it.
         """
-        return self._run(input, (targets, more), self.training and torch.is_grad_enabled())
+        # A call without a backward of its own: only the mode tells an evaluation from a step.
+        with torch.set_grad_enabled(self.training and torch.is_grad_enabled()):
+            return self._run(input, (targets, more))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of all stages so that their norm together is at most a number.
@@ -342,9 +344,11 @@ class Pipe(Wrapper):
         Returns:
             The output in the process of the last stage, None in the others.
         """
-        return self._run(arguments(args, kwargs) if args or kwargs else None, None, False)
+        with torch.no_grad():
+            return self._run(arguments(args, kwargs) if args or kwargs else None, None)
 
-    def _run(self, input: Any, terms: Any, recorded: bool) -> Any:
+    def _run(self, input: Any, terms: Any) -> Any:
+        recorded = torch.is_grad_enabled()
         given, shapes, flags, trainable, error = StepInputs(), "", [], 0, None
         modules: Sequence[nn.Module] = ()
         try:
@@ -353,8 +357,8 @@ class Pipe(Wrapper):
                     "under autocast to float16 small gradients become zero, and a pipeline over "
                     "several processes takes no gradient scaler (autocast: float16); use bfloat16"
                 )
-            given = self._reader.read(self, input, terms, recorded)
-            shapes = given.shapes(recorded)
+            given = self._reader.read(self, input, terms)
+            shapes = given.shapes
             modules = modules_of(self)
             flags, trainable = flags_of(modules), trainable_in(modules)
         except Exception as raised:
@@ -375,14 +379,12 @@ class Pipe(Wrapper):
                 # Whoever finds a difference ends this pipeline, whose processes all have to look.
                 agree()
                 verify_same(trainable, self._replicas)
-            return self._compute(agree, given, terms, recorded)
+            return self._compute(agree, given, terms)
 
     def _traced(self) -> tuple[Stages, list[torch.device]]:
         return self._crew.stages, [self._device]
 
-    def _compute(
-        self, agree: Callable[[], Agreed], given: StepInputs, terms: Any, recorded: bool
-    ) -> Any:
+    def _compute(self, agree: Callable[[], Agreed], given: StepInputs, terms: Any) -> Any:
         """Compute a step, of which the first cell alone does without all processes' agreement."""
         with_loss, arguments, arriving = terms is not None, given.arguments, given.arriving
         batches, mini_batch = given.batches, given.mini_batch
@@ -392,6 +394,7 @@ class Pipe(Wrapper):
         if with_loss and self.is_last and (arguments is None or len(arguments) != m):
             # No argument tells the number of rows, or of micro-batches.
             arguments, arriving = self._reader.arguments(terms, division)
+        recorded = torch.is_grad_enabled()
         actions = self._actions(m, recorded, self._checkpoint)
         criterion = Criterion(
             self.loss if with_loss else None,
@@ -399,7 +402,7 @@ class Pipe(Wrapper):
             *(division, None, self._outputs or not with_loss, self._weight_of),
         )
         sharded, output = sharded_in(self._layers), None
-        with whole(sharded), torch.set_grad_enabled(recorded):
+        with whole(sharded):
             verify_placement(self._layers, [self._device] * len(self._layers))
             made = partial(Mail, self._forms, self._routes, self._peers)
             executor = Executor(self._crew, actions.plan, batches, criterion, arriving, made)

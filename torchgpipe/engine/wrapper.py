@@ -227,16 +227,15 @@ class MiniBatch:
     Args:
         wrapper: the wrapper.
         input: the mini-batch: see :func:`~torchgpipe.values.division.division_of`.
-        recorded: whether it trains, so that cells are checkpointed.
 
     Raises:
         TypeError, ValueError, RuntimeError: it cannot be divided, or not be computed here and now.
     """
 
-    def __init__(self, wrapper: Wrapper, input: Any, recorded: bool) -> None:
+    def __init__(self, wrapper: Wrapper, input: Any) -> None:
         wrapper._begin()
         verify_no_transform()
-        self.wrapper, self.recorded = wrapper, recorded
+        self.wrapper = wrapper
         self.division = division = division_of(input, wrapper.chunks)
         #: The micro-batches. A step replaces each by its output.
         self.batches = batches = [Batch(part) for part in split(input, division)]
@@ -257,7 +256,7 @@ class MiniBatch:
         devices = wrapper._traced()[1]
         for x in chain.from_iterable(different):
             verify_filled(x, "input", devices)
-        if recorded:
+        if wrapper.training and torch.is_grad_enabled():
             # Rows may be too few for the micro-batches that the caller wants.
             asked = self.m if division.is_given else wrapper.chunks
             wrapper._traps.no_pipelining(wrapper._width, asked)
@@ -267,8 +266,8 @@ class MiniBatch:
 
     @property
     def modes(self) -> tuple[Keeping, ...]:
-        """The checkpoint mode of each partition, in a step that trains."""
-        modes = self.wrapper._checkpoint if self.recorded else "never"
+        """The checkpoint mode of each partition: ``never`` where autograd records nothing."""
+        modes = self.wrapper._checkpoint if torch.is_grad_enabled() else "never"
         return keepings_of(modes, self.wrapper._partition_count or 1)
 
     def map(self, function: Callable[..., Iterable[Tensor]]) -> None:

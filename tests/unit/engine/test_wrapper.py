@@ -127,11 +127,11 @@ def test_what_belongs_to_one_object_alone(make):
 def test_another_process_makes_its_own(make, monkeypatch):
     model = make()
     before, _ = model._traced()
-    MiniBatch(model, torch.rand(2, 1), recorded=False)
+    MiniBatch(model, torch.rand(2, 1))
     assert model._traced()[0] is before
     here = os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: here + 1)
-    MiniBatch(model, torch.rand(2, 1), recorded=False)
+    MiniBatch(model, torch.rand(2, 1))
     assert model._traced()[0] is not before
 
 
