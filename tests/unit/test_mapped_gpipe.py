@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from tests.support.helpers import note_of
 from torchgpipe import MappedGPipe, NoChunk, PerMicroBatch, is_recomputing
@@ -57,6 +58,14 @@ def test_copies(copied):
     assert again.scale is again.module.scale
     # A copy of the model alone is an ordinary model.
     assert copied(pipe.module).first._compiled_call_impl is None
+
+
+def test_a_copy_of_a_model_that_copies_itself():
+    # PyTorch gives a parametrised module a __deepcopy__.
+    pipe = MappedGPipe(weight_norm(nn.Linear(3, 3)), {"": "cpu"})
+    again = copy.deepcopy(pipe)
+    assert isinstance(again, MappedGPipe)
+    assert copy.deepcopy(pipe.module)._compiled_call_impl is None
 
 
 def test_only_mapped_modules_are_computed_again():
