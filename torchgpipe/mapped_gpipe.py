@@ -255,7 +255,8 @@ class MappedGPipe(Wrapper):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if "module" not in self.__dict__:
+            # The model's special methods are about the model alone: __deepcopy__ copies it.
+            if "module" not in self.__dict__ or name.startswith("__"):
                 raise
         found = getattr(self.module, name)
         return partial(self._merged, found) if name == "merge_and_unload" else found

@@ -25,7 +25,7 @@ from tests.support.structures import (
     summed,
     verify,
 )
-from torchgpipe import NoChunk
+from torchgpipe import GPipe, NoChunk
 from torchgpipe.values.division import is_list_of_rows
 
 # Arguments of the first layer.
@@ -197,6 +197,17 @@ def containers(children):
         st.tuples(children, children).map(lambda pair: Registered(*pair, scale=lambda: 2.0)),
         some.map(lambda children: Custom(children, "label")),
     )
+
+
+def test_lists_alone_that_could_be_containers():
+    layers = nn.Sequential(Partial(lambda both: torch.stack(both[0])), nn.Linear(2, 2))
+    images = [torch.rand(3, 2) for _ in range(4)]
+    pipe = GPipe(layers, [2], devices=["cpu"], chunks=2)
+    with pytest.warns(UserWarning, match=r"\[0\], \[1\], entries: 4.*pass a tuple"):
+        torch.testing.assert_close(pipe((images, images)), layers((images, images)))
+    pipe = GPipe(nn.Sequential(Partial(lambda both: both[0])), [1], devices=["cpu"], chunks=2)
+    with pytest.raises(ValueError, match=r"entries: 2, rows: \[2, 2\]\).*Chunks"):
+        pipe((images, [{"boxes": x} for x in images]))
 
 
 @st.composite

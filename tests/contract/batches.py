@@ -84,6 +84,43 @@ def rows_elsewhere(make):
     assert_same_grads(model, layers)
 
 
+class Scaled(nn.Module):
+    """A layer that passes images of several sizes on, with the objects in each."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(6))
+
+    def forward(self, value):
+        images, objects = value
+        return [x * self.weight for x in images], objects
+
+
+class Found(nn.Module):
+    """A layer that makes a row of each image and its objects."""
+
+    def forward(self, value):
+        rows = [x.mean(0) * one["boxes"].sum() for x, one in zip(*value, strict=True)]
+        return torch.stack(rows)
+
+
+@promise("Two lists of one length are rows where no tensor beside them is: images, and objects.")
+def lists(make):
+    layers = nn.Sequential(Scaled(), Found(), nn.Linear(6, 6))
+    model = make(layers, chunks=3)
+    y = torch.rand(7, 6)
+    images = [torch.rand(k % 3 + 1, 6) for k in range(7)]
+    objects = [{"boxes": torch.rand(k % 4 + 1), "id": k} for k in range(7)]
+    total = 0
+    for part in (slice(3), slice(3, 5), slice(5, 7)):
+        share = len(y[part]) / 7
+        loss = nn.functional.mse_loss(layers((images[part], objects[part])), y[part]) * share
+        loss.backward()
+        total = total + loss.detach()
+    torch.testing.assert_close(model.step((images, objects), y), total)
+    assert_same_grads(model, layers)
+
+
 @promise("What is not marked is divided into as many micro-batches as Chunks has.")
 def some_ready(make):
     layers = nn.Sequential(Pair(), nn.Linear(6, 6))

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from tests.contract.promises import Otherwise, promise
 from tests.contract.wrapped import assert_same_grads, linears, plain_step
@@ -33,9 +34,9 @@ def saved(model):
     return torch.load(file, weights_only=False)
 
 
-def verify_twin(make, duplicate):
+def verify_twin(make, duplicate, layer=nn.Linear):
     """Check that a copy trains on its own, before the first step of the original and after it."""
-    plain = nn.Sequential(nn.Linear(4, 4), Average("in place"), nn.Linear(4, 4), nn.Tanh())
+    plain = nn.Sequential(layer(4, 4), Average("in place"), nn.Linear(4, 4), nn.Tanh())
     model = make(plain)
     x, y = torch.rand(8, 4), torch.rand(8, 4)
     moved = x.to(model.first), y.to(model.last)
@@ -61,6 +62,8 @@ def verify_twin(make, duplicate):
 @promise("A deep copy trains on its own, and leaves the original alone.", modes=True, devices=True)
 def deep(make):
     verify_twin(make, copy.deepcopy)
+    # A parametrised module copies all of its attributes in its own way.
+    verify_twin(make, copy.deepcopy, lambda *sizes: weight_norm(nn.Linear(*sizes)))
 
 
 @promise(

@@ -1,7 +1,7 @@
 """Layers hand values on through an object that all of them are called with."""
 
 import copy
-from collections import UserDict
+from collections import UserDict, deque
 from types import SimpleNamespace
 
 import pytest
@@ -125,6 +125,13 @@ class Store:
         self.layers = [SimpleNamespace(), SimpleNamespace()]
 
 
+def turned(shared):
+    """Take the last value, and put another one in its place."""
+    x = shared.pop()
+    shared.append(x.sin())
+    return x
+
+
 #: Objects, how a value is put into them, and how it is found there.
 OBJECTS = {
     "namespace": (
@@ -151,6 +158,13 @@ OBJECTS = {
         lambda: {"inner": UserDict()},
         lambda shared, x: shared["inner"].update(x=x),
         lambda shared: shared["inner"]["x"],
+    ),
+    "list": (list, lambda shared, x: shared.append(x), turned),
+    "deque": (deque, lambda shared, x: shared.append(x), turned),
+    "list of a dict": (
+        lambda: {"all": []},
+        lambda shared, x: shared["all"].append(x),
+        lambda shared: turned(shared["all"]),
     ),
 }
 

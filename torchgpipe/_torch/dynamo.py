@@ -125,6 +125,14 @@ class Interception:
 
     compiled: bool
 
+    def __reduce__(self) -> Any:
+        """None: a copy of the module, and a pickle, belongs to no wrapper.
+
+        PyTorch leaves the attribute out itself, but where a module is parametrised, or copies all
+        of its attributes in its own way.
+        """
+        return type(None), ()
+
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module is compiled, on its own."""

@@ -52,10 +52,10 @@ class StepInputs(NamedTuple):
 
     @property
     def m(self) -> int:
-        """The number of micro-batches, negative if the caller has made them; 0 if others know."""
+        """The number of micro-batches, negative if their shapes may differ; 0 if others know."""
         if self.mini_batch is None:
             return 0
-        return -self.mini_batch.m if self.mini_batch.division.is_given else self.mini_batch.m
+        return -self.mini_batch.m if self.mini_batch.division.is_varied else self.mini_batch.m
 
     @property
     def batches(self) -> list[Batch]:

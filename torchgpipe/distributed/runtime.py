@@ -114,9 +114,9 @@ class Actions:
             # guard: what is wrong in several processes
             agree()
             raise
-        (sizes, is_given), shapes, mail.with_numbers = agree()
-        # Micro-batches that the caller has made may all have shapes of their own.
-        mail.forms.begin(shapes, [*range(len(sizes))] if is_given else sizes)
+        division, shapes, mail.with_numbers = agree()
+        kinds = [*range(division.m)] if division.is_varied else division.sizes
+        mail.forms.begin(shapes, kinds)
         for call in self._calls[: self._urgent]:
             call(executor, mail)
         if first:

@@ -81,6 +81,7 @@ class Body:
         note: str = "",
         after: Callable[[Batch], Batch] | None = None,
         contexts: Contexts | None = None,
+        call: Callable[..., Any] | None = None,
     ) -> Batch:
         """Run the layers on a micro-batch.
 
@@ -92,6 +93,7 @@ class Body:
                 for layers that have none.
             after: what runs after the layers, as a part of them.
             contexts: the context managers of a policy, for the first run and the recomputation.
+            call: calls the layers; by default :attr:`call`.
 
         Raises:
             RuntimeError: a layer changed a tensor in place that shares memory with another part.
@@ -118,7 +120,8 @@ class Body:
         visit = self._visit(batch, tracker, note) if note else None
         value = batch.take().with_skips({})
         order = self.order
-        call = value.call if order is None or order.known else partial(self._ordered, order, value)
+        run = value.call if order is None or order.known else partial(self._ordered, order, value)
+        call = call or self.call
         around = self._around(copies)
         if contexts is not None:
             # guard: operators around the layers
@@ -126,10 +129,10 @@ class Body:
         # guard: a partition at a time
         with self.lock, around, use_skip_tracker(tracker):
             if visit is None:
-                output = call(self.call)
+                output = run(call)
             else:
                 with visit:
-                    output = call(self.call)
+                    output = run(call)
                     visit.visit(*output)
             if after is not None:
                 output = after(output)

@@ -240,8 +240,8 @@ class MiniBatch:
         #: The micro-batches. A step replaces each by its output.
         self.batches = batches = [Batch(part) for part in split(input, division)]
         self.m = division.m
-        #: The micro-batches to check: all if the caller made them, else one that stands for all.
-        different = batches if division.is_given else batches[:1]
+        #: The micro-batches to check: all, or one that stands for all.
+        different = batches if division.is_varied else batches[:1]
         verify_call(wrapper, chain.from_iterable(different))
         if not batches[0].atomic:
             wrapper._traps.lists(input, self.m)

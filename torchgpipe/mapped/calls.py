@@ -6,6 +6,7 @@ import inspect
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from functools import partial
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
@@ -20,13 +21,14 @@ from torchgpipe.ambient.context import registered
 from torchgpipe.ambient.notes import Visit
 from torchgpipe.devices.streams import current_stream, record_stream
 from torchgpipe.engine.body import Body
-from torchgpipe.mapped.containers import filling_nothing, map_arguments, tensors_of, unfilled
+from torchgpipe.mapped.containers import handing_back, map_arguments, tensors_of
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.mapped.exchanged import Attributes, CallAttributes, RestoredAttributes
 from torchgpipe.partition.placement import Lent
 from torchgpipe.recompute.layer_state import LayersState
 from torchgpipe.recompute.runs import is_recomputing
 from torchgpipe.values.microbatch import VALUE, Batch
+from torchgpipe.values.structure import Structure
 
 if TYPE_CHECKING:
     from torchgpipe.mapped.step import Lasting
@@ -79,11 +81,12 @@ class Call(Interception):
             # One copy of each: the module may change it in place, or ask whether two are the same.
             tensors = tensors_of((args, kwargs))
             here = dict(zip(map(id, tensors), _near(device, tensors)))
-            args, kwargs = map_arguments(lambda x: here[id(x)], (args, kwargs), copies)
+            given = args, kwargs
+            args, kwargs = map_arguments(lambda x: here[id(x)], given, copies)
             if self.mapped.lent:
                 near = partial(_near, device)
                 inner = partial(Lent(self.mapped.lent, near, nullcontext()).call, inner)
-            with unfilled(self.mapped.name, copies):
+            with handing_back(given, (args, kwargs)) if copies else nullcontext():
                 return inner(*args, **kwargs)
         return course.call(self.mapped, module, inner, (args, kwargs))
 
@@ -209,7 +212,6 @@ class MappedBody(Body):
     Each stage has a body of its own, since the state of the module is that of its first call there.
 
     Args:
-        name: the name of the module.
         module: the module.
         inner: the module's own call. Its class may have a ``__call__``, which has been called.
         lock: a lock to hold while the module runs for the second time.
@@ -217,11 +219,10 @@ class MappedBody(Body):
         attributes: its attributes; None in a step without recomputation.
     """
 
-    __slots__ = ("_inner", "attributes", "changes_input", "checkpointed", "omits", "shared")
+    __slots__ = ("attributes", "changes_input", "checkpointed", "omits", "shared")
 
     def __init__(
         self,
-        name: str,
         module: nn.Module,
         inner: Callable[..., Any],
         lock: AbstractContextManager[Any],
@@ -229,7 +230,7 @@ class MappedBody(Body):
         attributes: Attributes | None,
     ) -> None:
         super().__init__(module, lock, state, False)
-        self._inner, self.call = inner, partial(filling_nothing, name, inner)
+        self.call = inner
         self.attributes = attributes
         # The model may use an input that the module changes in place, so none is cloned in forward.
         self.changes_input, self.in_place = self.in_place, False
@@ -250,24 +251,30 @@ class MappedBody(Body):
         """
         args, kwargs = arguments
         if not note:
-            return self._inner(*args, **kwargs)
+            return self.call(*args, **kwargs)
         visit = Visit(self.layers, tensors_of(arguments), tuple, note)
         with visit:
-            output = self._inner(*args, **kwargs)
+            output = self.call(*args, **kwargs)
             visit.visit(*tensors_of(output))
         return output
 
-    def run_twice(self, batch: Batch, given: CallAttributes | None, **more: Any) -> Batch:
+    def run_twice(
+        self, batch: Batch, given: CallAttributes | None, own: list[Any], **more: Any
+    ) -> Batch:
         """Run the module under checkpointing, in forward or in recomputation.
 
         Args:
             batch: its arguments.
             given: the attributes that the first run has found.
+            own: a list with the arguments as the module is called with them. The first run may
+                change lists and dicts among them. A recomputation has lists and dicts of its own.
             **more: for :meth:`run`.
         """
         with inside():
             if not is_recomputing():
-                return self.run(batch, **more)
+                # The checkpoint holds the list until backward.
+                args, kwargs = own.pop()
+                return self.run(batch, call=lambda *_, **__: self.call(*args, **kwargs), **more)
             # The inputs of recomputation are leaves, which cannot be changed in place.
             batch = self.kept(batch)
             # Most models set no attributes.
@@ -280,6 +287,12 @@ class MappedBody(Body):
 
     def kept(self, batch: Batch) -> Batch:
         """Keep the arguments for a later run: as clones, if this run may change them in place."""
+        others = batch.others
+        if any(isinstance(x, list | dict) for x in others.values()):
+            # Of a class that PyTorch does not know as a container.
+            others = {k: copy(x) if isinstance(x, list | dict) else x for k, x in others.items()}
+            batch = batch.copy()
+            batch.structures = {VALUE: Structure(batch.structures[VALUE].spec, others)}
         if not self.changes_input:
             return batch
         return batch.map(lambda *xs: [x.clone() for x in xs], [VALUE])

@@ -27,7 +27,7 @@ __all__: list[str] = []
 # Tensors are looked for, and replaced, in tuples, lists and dicts of arguments.
 
 
-CONTAINERS = (tuple, list, dict)
+CONTAINERS = (tuple, list, dict, deque)
 KNOWN = (Tensor, *CONTAINERS)
 
 
@@ -100,7 +100,7 @@ def map_tensors(
     Args:
         function: what replaces a tensor: another one, or the same.
         value: the value.
-        copies: a list to which all lists and dicts are added that had to be copied.
+        copies: a list to which all containers but tuples are added that had to be copied.
         objects: as in :func:`tensors_of`.
     """
     kind = type(value)
@@ -135,15 +135,9 @@ def map_tensors(
             found = structure.unflatten(tuple([others.get(id(x), x) for x in tensors]))
     if found is None:
         return value
-    if copies is not None and not isinstance(value, tuple):
+    if copies is not None:
         copies.append(found)
     return found
-
-
-def filling_nothing(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a module, and check that it does not fill lists and dicts, which are copies."""
-    with unfilled(name, lists_and_dicts((args, *kwargs.values()))):
-        return function(*args, **kwargs)
 
 
 def lists_and_dicts(value: Any) -> list[Any]:
@@ -157,36 +151,39 @@ def lists_and_dicts(value: Any) -> list[Any]:
     return found
 
 
-class unfilled:
-    """Check that copies of lists and dicts are not changed within a ``with`` block.
+class handing_back:
+    """Do to lists, dicts and objects what a module does to its copies of them in a ``with`` block.
 
     Args:
-        name: the name of the module that is called with them.
-        copies: the lists and dicts.
-
-    Raises:
-        RuntimeError: a module filled, or changed, a list or dict that it was called with.
+        value: the arguments of a call.
+        copy: the same with tensors of the module's device, in copies of what holds them.
     """
 
-    def __init__(self, name: str, copies: Iterable[Any]) -> None:
-        self._name = name
-        self._found = [(x, _items(x)) for x in copies]
+    def __init__(self, value: Any, copy: Any) -> None:
+        #: What holds tensors, its copy, and the elements of the copy.
+        self._found: list[tuple[Any, Any, list[Any]]] = []
+        #: The elements by the identities of those in their place in a copy.
+        self._own: dict[int, Any] = {}
+        self._compare(value, copy)
+
+    def _compare(self, value: Any, copy: Any) -> None:
+        if value is copy:
+            return
+        value, copy = (x if isinstance(x, CONTAINERS) else _container(x) for x in (value, copy))
+        if value is not None:
+            elements = _elements(copy)
+            self._found.append((value, copy, elements))
+            for x, y in zip(_elements(value), elements):
+                self._own[id(y)] = x
+                self._compare(x, y)
 
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None and any(items != _items(x) for x, items in self._found):
-            raise RuntimeError(
-                "a module of a device map must not change a list or dict that it is called with, "
-                f"since it gets a copy with tensors of its own device (module: {self._name}); have "
-                "it return what it adds"
-            )
-
-
-def _items(container: Any) -> list[int]:
-    """The identities of what a container holds."""
-    return [*map(id, container.values() if isinstance(container, dict) else container)]
+    def __exit__(self, *_: object) -> None:
+        for value, copy, elements in self._found:
+            if not _same(now := _elements(copy), elements):
+                fill(value, [self._own.get(id(x), x) for x in now])
 
 
 # Contents that the model's code puts into lists, dicts and plain objects of a mapped module.
@@ -284,7 +281,9 @@ def fill(container: Any, elements: list[Any], whole: bool = True) -> None:
         container.clear()
     if isinstance(container, dict):
         half = len(elements) // 2
-        container.update(zip(elements[:half], elements[half:]))
+        for key, x in zip(elements[:half], elements[half:]):
+            # An output of Transformers has no update().
+            container[key] = x
     elif isinstance(container, set):
         container.update(elements)
     else:

@@ -38,7 +38,7 @@ from torchgpipe.ambient.notes import add_note, contextmanager, layer, note_layer
 from torchgpipe.devices.streams import has_streams, make_current, use_stream, wait_stream
 from torchgpipe.mapped.calls import MappedBody, inside
 from torchgpipe.mapped.cell import Cell, CourseNumbers
-from torchgpipe.mapped.containers import elsewhere_in, map_arguments, tensors_of, unfilled
+from torchgpipe.mapped.containers import elsewhere_in, handing_back, map_arguments, tensors_of
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.mapped.exchanged import Exchanged, mappings_of
 from torchgpipe.mapped.on_demand import omissible
@@ -140,11 +140,11 @@ class Course:
                     labels.put(cell.label)
                 body = self.step.body(cell.stage, mapped, module, inner)
                 objects: list[Any] = []
-                value, copies = self._fetch(cell, value, objects)
+                original, (value, copies) = value, self._fetch(cell, value, objects)
                 if before is not None and before is not cell:
                     before.leave()
                 try:
-                    output = self._compute(mapped, cell, body, value, objects, copies)
+                    output = self._compute(mapped, cell, body, original, value, objects, copies)
                 except RuntimeError as error:
                     if "same device" in str(error):
                         self._explain(error, mapped, module)
@@ -225,6 +225,7 @@ class Course:
         mapped: Mapped,
         cell: Cell,
         body: MappedBody,
+        original: tuple[Any, Any],
         value: tuple[Any, Any],
         objects: list[Any],
         copies: list[Any],
@@ -245,8 +246,14 @@ class Course:
         with self._around(mapped, stage, body.shared, label) if rare else use_stream(stage.compute):
             given = body.attributes.begin() if body.attributes else None
             new = cell.leaving(body.offloading) if body.offloading else None
+            batch = Batch(Arguments(*value)) if again else None
+            if batch is not None and any(x.device != stage.device for x in batch):
+                # What a class that PyTorch knows holds: the module gets a copy of the object.
+                (here, _), _ = self._fetch(cell, ((*batch,), {}))
+                batch = batch.replace(here)
+                value, copies = batch.value, [batch]
             run: Callable[..., Any] = (
-                partial(body.run_twice, given=given) if again else body.run_alone
+                partial(body.run_twice, given=given, own=[value]) if again else body.run_alone
             )
             # Most calls have tensors and plain values alone.
             if objects and (mappings := mappings_of(*value)):
@@ -256,24 +263,21 @@ class Course:
             if step.recording is not None:
                 where = stage.compute, stage.number, stage.number, self.i
                 run = partial(step.recording.run, run, where, iter if again else tensors_of)
-            if again:
-                batch = Batch(Arguments(*value))
-                if any(x.device != stage.device for x in batch):
-                    # What a class that PyTorch knows holds: each run gets an object of its own.
-                    (here, _), _ = self._fetch(cell, ((*batch,), {}))
-                    batch = batch.replace(here)
-                within = noted(note, label and label._replace(kind="R"))
-                checkpoint = body.checkpoint(run, step.new_context(), stage.compute, within, new)
-                cell.checkpoints.append(checkpoint)
-                goes_on = self._may_be_last(mapped.name)
-                found = checkpoint.forward(body.kept(batch), batch, goes_on=goes_on)
-                if goes_on:
-                    self.tail, self._omits = Tail(checkpoint, found), body.omits
-                output = found.value
-            else:
-                if new is not None:
-                    run = partial(new().forward, run)
-                with unfilled(mapped.name, copies) if copies else NOTHING:
+            with handing_back(original, value) if copies else NOTHING:
+                if batch is not None:
+                    within = noted(note, label and label._replace(kind="R"))
+                    checkpoint = body.checkpoint(
+                        run, step.new_context(), stage.compute, within, new
+                    )
+                    cell.checkpoints.append(checkpoint)
+                    goes_on = self._may_be_last(mapped.name)
+                    found = checkpoint.forward(body.kept(batch), batch, goes_on=goes_on)
+                    if goes_on:
+                        self.tail, self._omits = Tail(checkpoint, found), body.omits
+                    output = found.value
+                else:
+                    if new is not None:
+                        run = partial(new().forward, run)
                     output = run(value)
             if body.attributes and given:
                 body.attributes.end(given, mapped.name, output)

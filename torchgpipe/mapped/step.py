@@ -233,7 +233,7 @@ class MappedStep:
                 attributes.begin_step()
         if mapped.lent is not None:
             inner = partial(self._lent(stage, mapped.lent).call, inner)
-        body = MappedBody(mapped.name, module, inner, self.lasting.lock, state, attributes)
+        body = MappedBody(module, inner, self.lasting.lock, state, attributes)
         body.checkpointed, body.omits = count, mode == "always"
         body.policy = policy_of(mode)
         body.offloading = self._offloading(stage, offload_of(mode))

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from torchgpipe.ambient.notes import warn
 from torchgpipe.checks import has_entries, verify, verify_function, verify_kind, verify_number
 from torchgpipe.devices.streams import CPU, Device, accelerators, canonical_device
-from torchgpipe.values.division import is_list_of_rows, leaves_in, row_count, tensors_of_row
+from torchgpipe.values.division import (
+    is_list_of_rows,
+    leaves_in,
+    row_count,
+    rows_in,
+    tensors_of_row,
+)
 from torchgpipe.values.structure import MISSING, Arguments, is_of_input, leaves_of, names
 
 __all__ = ["MISSING"]
@@ -289,12 +295,18 @@ class Traps:
             )
             self._known.add("lists")
         # With other numbers of rows the tensors in such a list would be split.
-        either = [
-            name
-            for name, leaf in names(input, is_leaf)
+        leaves = dict(names(input, is_leaf))
+        sizes = {
+            name: {len(x) for entry in leaf for x in tensors_of_row(entry)}
+            for name, leaf in leaves.items()
             if is_list_of_rows(leaf)
-            and all(len(x) == rows for entry in leaf for x in tensors_of_row(entry))
-        ]
+        }
+        common = {rows}
+        if sizes and not any(rows_in(x) for x in leaves.values() if type(x) is not list):
+            # Nobody passes mappings to have all tensors in them split.
+            mapped = any(isinstance(x, Mapping) for name in sizes for x in leaves[name])
+            common = set() if mapped else set.union(*sizes.values())
+        either = [name for name, found in sizes.items() if len(common) == 1 and found == common]
         if either and "either" not in self._known:
             warn(
                 f"{self._wrapper} splits a list with an entry for each row as a list, and not the "

@@ -2,9 +2,10 @@
 
 A tensor is split along dimension 0, unless it is marked. A list with one tensor per row, such as
 images of several sizes, or with one mapping of tensors per row, such as the objects in each image,
-is sliced as a list, and its tensors are not split. The entries of
-:class:`~torchgpipe.Chunks` go to one micro-batch each. All other objects, 0-dimensional tensors and
-values marked by :class:`~torchgpipe.NoChunk` go whole into every micro-batch.
+is sliced as a list, and its tensors are not split. Where no tensor beside such lists tells how many
+rows there are, two lists of one length do. The entries of :class:`~torchgpipe.Chunks` go to one
+micro-batch each. All other objects, 0-dimensional tensors and values marked by
+:class:`~torchgpipe.NoChunk` go whole into every micro-batch.
 """
 
 from __future__ import annotations
@@ -36,15 +37,24 @@ class Division(NamedTuple):
     Args:
         sizes: the number of rows of each micro-batch; 0 where nothing has rows.
         is_given: whether the caller has divided a value by :class:`~torchgpipe.Chunks`.
+        has_lists: whether a list is divided, whose tensors may have any shapes.
+        is_listed: whether nothing but lists is divided.
     """
 
     sizes: list[int]
     is_given: bool = False
+    has_lists: bool = False
+    is_listed: bool = False
 
     @property
     def m(self) -> int:
         """The number of micro-batches."""
         return len(self.sizes)
+
+    @property
+    def is_varied(self) -> bool:
+        """Whether micro-batches with as many rows may differ in their shapes."""
+        return self.is_given or self.has_lists
 
     @property
     def is_ready(self) -> bool:
@@ -91,64 +101,66 @@ def division_of(value: Any, chunks: int) -> Division:
             f"(input: {type(value).__name__}); pass the value itself, or "
             "torchgpipe.NoChunk(value) if every micro-batch shall get all of it"
         )
-    shapes, given, sparse = _looked_at(value)
+    divisible, given, sparse = _looked_at(value)
     if sparse and max(chunks, *given.values(), 1) > 1:
         raise ValueError(
             "only dense tensors can be split into micro-batches "
-            f"({'; '.join(sparse)}); pass a dense one, mark it by torchgpipe.NoChunk, or set "
-            "chunks=1"
+            f"({'; '.join(sparse)}); pass a dense one, divide it yourself, as torchgpipe.Chunks("
+            "[first, second]), mark it by torchgpipe.NoChunk, or set chunks=1"
         )
     if len({*given.values()}) > 1:
         raise ValueError(
             "all Chunks of a call must have the same length, the number of micro-batches "
             f"(lengths: {given}); pass None for a micro-batch that has no value"
         )
-    if len({rows for rows, _ in shapes.values()}) > 1:
+    if len({*map(rows_in, divisible.values())}) > 1:
+        shapes = {
+            name: tuple(getattr(getattr(x, "value", x), "shape", (rows_in(x),)))
+            for name, x in divisible.items()
+        }
         raise ValueError(
             "all input tensors must have the same size in dimension 0, since each micro-batch "
-            f"takes the same rows of all (shapes: { {k: x for k, (_, x) in shapes.items()} }); "
+            f"takes the same rows of all (shapes: {shapes}); "
             "expand the smaller ones, or pass what every micro-batch shall get whole as "
             "torchgpipe.NoChunk(tensor), what has its rows in another dimension as "
-            "torchgpipe.Chunk(tensor, dim=1), and what is divided already as "
-            "torchgpipe.Chunks([first, second])"
+            "torchgpipe.Chunk(tensor, dim=1), several lists with an entry for each row with the "
+            "same length, and what is divided already as torchgpipe.Chunks([first, second])"
         )
-    if not shapes and not given and chunks > 1:
+    if not divisible and not given and chunks > 1:
         raise ValueError(
             "there must be an input tensor to split into micro-batches along dimension 0 "
             f"(tensors with a dimension and without NoChunk: 0, chunks: {chunks}); give it one "
             "with unsqueeze(0), or set chunks=1"
         )
-    rows = next(iter(shapes.values()))[0] if shapes else 0
+    rows = next(map(rows_in, divisible.values()), None) or 0
     m = next(iter(given.values()), max(1, min(rows, chunks)))
-    if given and shapes and rows < m:
+    if given and divisible and rows < m:
         raise ValueError(
             "what is not marked must have a row for each micro-batch that Chunks has made "
             f"(rows: {rows}, micro-batches: {m}); divide it, too, or pass torchgpipe.NoChunk(value)"
         )
-    return Division(divided(rows, m), bool(given))
+    found = [type(x) is list for x in divisible.values()]
+    return Division(divided(rows, m), bool(given), any(found), bool(found) and all(found))
 
 
-def _looked_at(
-    value: Any,
-) -> tuple[dict[str, tuple[int, tuple[int, ...]]], dict[str, int], list[str]]:
+def _looked_at(value: Any) -> tuple[dict[str, Any], dict[str, int], list[str]]:
     """Inspect the leaves of a mini-batch.
 
     Returns:
-        The rows and the shape of each leaf that has rows; the length of each :class:`Chunks`;
-        messages about sparse and nested tensors, which cannot be split.
+        The leaves that have rows; the length of each :class:`Chunks`; messages about sparse and
+        nested tensors, which cannot be split.
     """
-    shapes, given, sparse = {}, {}, []
+    divisible, given, sparse = {}, {}, []
     for name, leaf in names(value, leaves_in(value)):
         if isinstance(leaf, Chunks):
             given[name] = len(leaf)
         elif isinstance(leaf, Tensor) and leaf.dim() and not is_dense(leaf):
             sparse.append(f"input: {name}, layout: {'nested' if leaf.is_nested else leaf.layout}")
-        elif (rows := rows_in(leaf)) is not None:
-            tensor = leaf.value if isinstance(leaf, Chunk) else leaf
-            shapes[name] = rows, tuple(getattr(tensor, "shape", (rows,)))
+        elif rows_in(leaf) is not None:
+            divisible[name] = leaf
         elif not isinstance(leaf, NoChunk | Tensor):
             verify_leaf(leaf)
-    return shapes, given, sparse
+    return divisible, given, sparse
 
 
 def leaves_in(value: Any, rows: int | None = None) -> Callable[[Any], bool]:
@@ -157,30 +169,52 @@ def leaves_in(value: Any, rows: int | None = None) -> Callable[[Any], bool]:
     Args:
         value: the value.
         rows: the number of its rows; by default taken from the leaves that are not lists. If there
-            are none, these lists are containers like any other.
+            are none, two lists or more of one length have an entry for each row. Any other list is
+            a container then.
     """
     if isinstance(value, Tensor):
         return is_of_input
-    found = leaves_of(value, lambda x: is_of_input(x) or is_list_of_rows(x))
-    if not any(map(is_list_of_rows, found)):
+    found = leaves_of(value, lambda x: is_of_input(x) or is_flat(x))
+    lengths = {len(x) for x in found if is_list_of_rows(x)}
+    if not lengths:
         return is_of_input
+    is_list = is_list_of_rows
     if rows is None:
-        rows = next((rows_in(x) for x in found if rows_in(x) and not is_list_of_rows(x)), 0)
-    return lambda x: is_of_input(x) or (is_list_of_rows(x) and len(x) == rows)
+        rows = next((rows_in(x) for x in found if type(x) is not list and rows_in(x)), None)
+    if rows is None:
+        (length, *others), listed = lengths, [x for x in found if is_flat(x)]
+        if not others and sum(len(x) == length for x in listed) > 1:
+            rows, is_list = length, is_flat
+        else:
+            # A container beside the list may have a tensor.
+            tensors = leaves_of([x for x in listed if not is_list_of_rows(x)], is_of_input)
+            rows = next(filter(None, map(rows_in, tensors)), 0)
+    return lambda x: is_of_input(x) or (is_list(x) and len(x) == rows)
+
+
+def is_flat(value: Any) -> bool:
+    """Whether a value is a list of tensors, mappings, and objects without tensors, in any mixture.
+
+    A list with marks is none, since they divide what is in it, nor is a shape, a few integers.
+    """
+    return (
+        type(value) is list
+        and not any(map(is_of_input, leaves_of(value, is_of_input)))
+        and not (len(value) < 4 and all(isinstance(x, int) for x in value))
+        and all(
+            isinstance(x, Tensor | Mapping)
+            or not any(isinstance(leaf, Tensor) for leaf in leaves_of(x))
+            for x in value
+        )
+    )
 
 
 def is_list_of_rows(value: Any) -> bool:
     """Whether a value is a list that may have an entry for each row: tensors, or mappings of them.
 
-    A list of numbers, as of learned scales, has none, nor has one with marks, which divide what is
-    in it.
+    A list of numbers, as of learned scales, has none.
     """
-    return (
-        type(value) is list
-        and bool(value)
-        and all(map(tensors_of_row, value))
-        and not any(map(is_of_input, leaves_of(value, is_of_input)))
-    )
+    return is_flat(value) and all(map(tensors_of_row, value))
 
 
 def tensors_of_row(entry: Any) -> list[Tensor]:
@@ -195,7 +229,7 @@ def rows_in(leaf: Any) -> int | None:
         return leaf.shape[0] if leaf.dim() else None
     if isinstance(leaf, Chunk):
         return leaf.value.shape[leaf.dim]
-    return len(leaf) if is_list_of_rows(leaf) else None
+    return len(leaf) if type(leaf) is list else None
 
 
 def has_chunks(value: Any) -> bool:
@@ -261,7 +295,7 @@ def split(value: Any, division: Division, rows: int | None = None) -> Iterator[A
 def _is_divided(leaf: Any) -> bool:
     if isinstance(leaf, Tensor):
         return leaf.dim() > 0 and is_dense(leaf)
-    return isinstance(leaf, Chunk | Chunks) or is_list_of_rows(leaf)
+    return isinstance(leaf, Chunk | Chunks) or type(leaf) is list
 
 
 def _rows(tensor: Tensor, dim: int, start: int, size: int, differentiated: bool) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchgpipe import _torch
 from torchgpipe.devices.streams import device_types
-from torchgpipe.values.division import Division, division_of, split
+from torchgpipe.values.division import Division, division_of, is_list_of_rows, split
 from torchgpipe.values.marks import is_marked, unmarked
 from torchgpipe.values.order import verify_rows
 from torchgpipe.values.structure import (
@@ -285,9 +285,22 @@ def gather(outputs: Sequence[Batch], rows: Sequence[int] = (), blocks: Container
 
 
 def joined(outputs: Sequence[Batch], division: Division, blocks: Container[int] = ()) -> Any:
-    """Do as :func:`gather` does, or return a list of the outputs if the caller divided all."""
+    """Do as :func:`gather` does, or return a list of the outputs if the caller divided all.
+
+    Raises:
+        ValueError: as :func:`gather` does; or lists came in alone, and such a list comes out.
+    """
     if division.is_ready:
         return [unmarked(x.value) for x in outputs]
+    found = names(outputs[0].value, is_list_of_rows) if division.is_listed and division.rows else ()
+    for name, leaf in found:
+        if is_list_of_rows(leaf) and len(leaf) == division.sizes[0]:
+            raise ValueError(
+                "a list with an entry for each row is not joined, but the tensors in it, as in any "
+                f"container (output: {name}, entries: {len(leaf)}, rows: {list(division.sizes)}); "
+                "pass the lists of the input as torchgpipe.Chunks, for a list with the output of "
+                "each micro-batch, or have the model return a tuple of outputs"
+            )
     return gather(outputs, division.rows, blocks)
 
 

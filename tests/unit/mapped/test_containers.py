@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from torchgpipe.mapped.containers import (
-    lists_and_dicts,
+    handing_back,
     map_arguments,
     map_tensors,
     replaced,
     tensors_of,
-    unfilled,
 )
 
 Pair = namedtuple("Pair", "first second")
@@ -81,13 +80,17 @@ def test_state_stays_where_it_is():
     assert replaced((cache,), {id(A): C})[0] is cache
 
 
-def test_copies_must_not_be_filled():
-    value = ([A], {"x": []})
-    assert lists_and_dicts(value) == [value[0], value[1], value[1]["x"]]
-    with unfilled("block", lists_and_dicts(value)):
-        pass
-    with pytest.raises(RuntimeError, match="module: block"), unfilled("block", [value[1]["x"]]):
-        value[1]["x"].append(B)
-    with pytest.raises(KeyError), unfilled("block", [value[0]]):
-        value[0].clear()
-        raise KeyError
+def test_changes_of_copies_are_handed_back():
+    value = ([A, None], {"x": [B], "y": Pair({}, A)})
+    held = value[1]["x"]
+    copy = replaced(value, {id(A): C, id(B): torch.ones(2)})
+    with handing_back(value, copy):
+        copy[0].reverse()
+        copy[1]["z"] = copy[1].pop("y")
+        copy[1]["x"].append("new")
+    assert value[0] == [None, A]
+    assert value[0][1] is A
+    assert list(value[1]) == ["x", "z"]
+    assert value[1]["x"] is held
+    assert [*map(id, held)] == [id(B), id(held[1])]
+    assert value[1]["z"].second is A

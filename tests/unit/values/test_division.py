@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nested import nested_tensor
 from torch.utils._pytree import tree_structure
 
 from torchgpipe import Chunk, Chunks, NoChunk
@@ -56,6 +57,27 @@ def test_list_with_an_entry_for_each_row_is_split_as_a_list(value):
 
 
 @pytest.mark.parametrize(
+    "other",
+    [
+        [{"boxes": x} for x in IMAGES],
+        [{"boxes": Y}, {}, None, {"id": 3}],
+        ["one", "two", "three", "four"],
+        [1, 2, 3, 4],
+        [None] * 4,
+    ],
+)
+def test_two_lists_of_one_length_tell_the_rows(other):
+    value = {"images": IMAGES, "more": (other, [8, 8], {"scale": 2.0})}
+    sizes = division_of(value, 3)
+    assert (sizes.sizes, sizes.is_varied, sizes.is_listed) == ([2, 1, 1], True, True)
+    found = parts(value, 3)
+    assert [x["images"] for x in found] == [IMAGES[:2], IMAGES[2:3], IMAGES[3:]]
+    assert [x["more"] for x in found] == [
+        (part, [8, 8], {"scale": 2.0}) for part in (other[:2], other[2:3], other[3:])
+    ]
+
+
+@pytest.mark.parametrize(
     "value", [[X, X], (X, [X, X]), {"a": [Y] * 4}, (X, (X,) * 4), (X, [{"a": X}, {}, {}, {}])]
 )
 def test_other_containers_of_tensors_are_split_within(value):
@@ -92,6 +114,9 @@ def test_the_caller_divides_something():
         ((Chunks([1] * 5), X), "rows: 4, micro-batches: 5"),
         ((X, Chunk(Y, 1)), r"same size in dimension 0.*Chunk\(tensor, dim=1\)"),
         ((X, [*IMAGES, X]), "same size in dimension 0.*Chunks"),
+        (([X, Y[0]], ["a", "b", "c"]), "same size in dimension 0.*lists.*the same length.*Chunks"),
+        ((tuple(IMAGES[:1]), ({"boxes": Y},)), "same size in dimension 0.*lists.*Chunks"),
+        (nested_tensor([X, Y[0]], layout=torch.jagged), r"layout: nested\).*Chunks"),
     ],
 )
 def test_what_cannot_be_divided(value, text):
