@@ -7,6 +7,11 @@ TESTS = {
     name: (f"virtual.{module}", f"test_{function}", arguments)
     for name, (module, function, arguments) in {
         "workers of one device": ("test_schedule_races", "workers_of_one_device", {}),
+        "state of one device": (
+            "test_schedule_races",
+            "workers_of_one_device_that_share_a_layer_with_state",
+            {},
+        ),
         "time of one device": (
             "test_schedule_times",
             "workers_that_share_a_device",
@@ -80,6 +85,7 @@ MUTANTS = {
     "strays met once": ((" if id(x) not in known", ""), "strays of overlaps"),
     "autocast in backward": ((" if casts", " if False"), "autocast"),
     "own streams of workers": (("count > 1", "False"), "time of one device"),
+    "workers that share layers": (("count > 1", "False"), "state of one device"),
     "waiting for what is sent": (DROP, "a V"),
     "recording what is received": (DROP, "a V"),
     "recording what goes to the caller": (DROP, "workers of one device"),

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.changing_buffers import Average
 from tests.support.helpers import MODES, assert_no_races, wrap
 from tests.support.schedules import workers_of
 from tests.support.size import some
@@ -61,6 +62,13 @@ def test_workers_of_one_device(devices, mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_workers_of_one_device_and_streams_of_the_caller(devices, mode):
     train(training_of("zbh1", [devices[0]] * 3, mode), own=True)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_workers_of_one_device_that_share_a_layer_with_state(devices, mode):
+    shared = nn.Sequential(nn.BatchNorm1d(WIDTH), Average("replaced", WIDTH))
+    layers = iter([stage(), shared, stage(), shared])
+    train(training_of("1f1b", [devices[0]] * 4, mode, lambda: next(layers)))
 
 
 @pytest.mark.parametrize("mode", MODES)

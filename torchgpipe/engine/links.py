@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -85,11 +85,17 @@ class Links:
         self._placement = plan.schedule.placement
         #: The caller's stream for the device of each worker.
         self.outside = [current_stream(device) for device in plan.devices]
-        made = {x: iter(pool.computing(x, count)) for x, count in plan.counts.items()}
+        owners = {(stages.groups[j], plan.devices[w], w) for j, w in enumerate(self._placement)}
+        sharing = Counter([(group, device) for group, device, _ in owners])
+        # Layers may have state, which two workers of a device must not change at the same time.
+        # guard: workers that share layers
+        alone = {device for (_, device), count in sharing.items() if count > 1}
+        counts = {x: 1 if x in alone else count for x, count in plan.counts.items()}
+        made = {x: cycle(pool.computing(x, count)) for x, count in counts.items()}
         #: The stream on which each worker computes.
         self.compute = [next(made[device]) for device in plan.devices]
         #: How many streams of its pool are in use on each device.
-        taken = Counter({x: count for x, count in plan.counts.items() if count > 1})
+        taken = Counter({x: count for x, count in counts.items() if count > 1})
         #: The stream on which each stage computes.
         self.home = [self.compute[w] for w in self._placement]
         #: For each worker with overlaps, the stream of communication within them.
