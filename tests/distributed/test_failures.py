@@ -84,6 +84,48 @@ def fail(group, rank, how, name):
     return type(found.value).__name__, " ".join([str(found.value), *notes]), took
 
 
+class UnsayableError(Exception):
+    """An exception with notes of which no other process can be told as they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.__notes__ = [3, "\udc80", self]
+
+    def __str__(self):
+        raise ValueError
+
+
+def fail_unsayably(group, how):
+    """Fail in the first process, in a way that cannot be told; return what is raised."""
+
+    def fail(*_):
+        raise KeyboardInterrupt if how == "interrupt" else UnsayableError
+
+    pipe = pipe_of([linear(), linear()], "1f1b", group, chunks=2)
+    if pipe.is_first and how == "interrupt":
+        pipe._reader.read = fail
+    elif pipe.is_first:
+        next(pipe.children()).forward = fail
+    began = time.monotonic()
+    with pytest.raises((RuntimeError, KeyboardInterrupt, UnsayableError)) as found:
+        pipe.step(*torch.rand(2, 4, 6))
+    assert time.monotonic() - began < SOON
+    return "" if pipe.is_first else str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("interrupt", "KeyboardInterrupt"),
+        ("text", r"UnsayableError: .* ValueError\), 3, \\udc80, .* 0F0"),
+    ],
+)
+def test_process_that_fails_unsayably(how, text, processes):
+    found = processes.run(fail_unsayably, 2, how)
+    processes.stop()
+    assert re.search(rf"rank 0: {text}", found[1])
+
+
 def end_between(group):
     """End the pipeline of one process, which lives on; return what another one raises."""
     pipe = pipe_of([linear(), linear()], "1f1b", group, chunks=2)

@@ -105,8 +105,16 @@ def add_note(error: BaseException, note: str) -> None:
 
 def is_noted(error: BaseException) -> bool:
     """Whether an exception bears a note of ours already."""
-    notes = [*getattr(error, "__notes__", ()), *getattr(error.__cause__, "args", ())]
+    notes = [*entries(error, "__notes__"), *entries(error.__cause__, "args")]
     return any(isinstance(x, str) and x.startswith("raised in ") for x in notes)
+
+
+def entries(error: BaseException | None, name: str) -> list[Any]:
+    """The entries of an attribute of an exception, none where it is missing or cannot be read."""
+    try:
+        return [*getattr(error, name)]
+    except Exception:
+        return []
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

@@ -19,7 +19,7 @@ from torchgpipe._torch.attributes import parameters_of
 from torchgpipe.ambient.modes import verify_no_transform
 from torchgpipe.devices.pool import StreamPool
 from torchgpipe.devices.streams import CPU, device_types
-from torchgpipe.distributed.failures import shared_failures
+from torchgpipe.distributed.failures import shared_failures, told
 from torchgpipe.distributed.mail import Mail
 from torchgpipe.distributed.peers import Exchange, Peers, Routes, digest
 from torchgpipe.engine.criterion import arguments_of
@@ -187,12 +187,12 @@ class Agreement:
             RuntimeError: another process has raised.
         """
         error = None
-        try:
-            yield
-        except Exception as raised:
-            error = raised
         with shared_failures(self._peers):
-            texts = self._peers.texts(_text(error))
+            try:
+                yield
+            except Exception as raised:
+                error = raised
+            texts = self._peers.texts("" if error is None else told(error))
         if error is not None:
             raise error
         if any(texts):
@@ -245,7 +245,7 @@ class Agreement:
         wrong = any(x[0] for x in found)
         if not wrong and len({x[4] for x in found}) == 1:
             return found
-        texts = self._peers.texts(_text(error) if wrong else settings)
+        texts = self._peers.texts(told(error) if error else "" if wrong else settings)
         if not wrong:
             error = ValueError(
                 "all processes must call the same method, and a step with the same settings "
@@ -389,10 +389,6 @@ def flags_of(modules: Iterable[nn.Module]) -> list[Flags]:
         )
         for x in modules
     ]
-
-
-def _text(error: Exception | None) -> str:
-    return "" if error is None else f"{type(error).__name__}: {error}"
 
 
 def _of_others(what: str, texts: Sequence[str]) -> RuntimeError:

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from torchgpipe._torch import pipelining
+from torchgpipe.ambient.notes import entries, is_noted
 from torchgpipe.devices.streams import CPU
 from torchgpipe.distributed.peers import Peers
 
@@ -33,6 +34,9 @@ __all__: list[str] = []
 
 #: How long the others wait for the text of whoever has failed first.
 PATIENCE = datetime.timedelta(seconds=5)
+
+#: The longest text of an error, or of a note on it, that the others are sent.
+LONGEST = 10_000
 
 #: A tag that no message has.
 NOBODY = 1_000_002
@@ -92,7 +96,7 @@ class shared_failures:
 def _first_failure(peers: Peers, error: BaseException) -> tuple[bool, str]:
     """Whether nobody has failed before, and the text of the first failure."""
     lost = _is_connection(error)
-    own = f"rank {peers.rank}: {_text(error)}"
+    own = f"rank {peers.rank}: {told(error)}"
     try:
         store = pipelining.default_store()
         first = store.add(f"{peers.name} failures", 1) == 1
@@ -139,9 +143,19 @@ def _close(peers: Peers) -> list[int]:
     return sorted(closed)
 
 
-def _text(error: BaseException) -> str:
-    notes = [*getattr(error, "__notes__", ())]
-    return ", ".join([f"{type(error).__name__}: {error}", *notes])
+def told(error: BaseException) -> str:
+    """An exception and its notes as a text that any process can be sent, whatever they are."""
+    texts = map(_text, [error, *entries(error, "__notes__")])
+    return f"{type(error).__name__}: {', '.join(texts)}"
+
+
+def _text(value: object) -> str:
+    try:
+        text = str(value)
+    except Exception as raised:
+        text = f"(its text raises {type(raised).__name__})"
+    # Texts may have surrogates, which no encoding has, or be as long as memory.
+    return text[:LONGEST].encode(errors="backslashreplace").decode()
 
 
 def _lost(closed: list[int], peers: Peers) -> str:
@@ -153,7 +167,7 @@ def _lost(closed: list[int], peers: Peers) -> str:
 
 def _is_closed(error: BaseException) -> bool:
     """Whether the process at the other end has closed a connection."""
-    text = str(error)
+    text = _text(error)
     return "closed by peer" in text or "reset by peer" in text or "Broken pipe" in text
 
 
@@ -161,7 +175,5 @@ def _is_connection(error: BaseException) -> bool:
     """Whether an exception comes from a connection, and not from the code of this process."""
     if isinstance(error, dist.DistNetworkError | dist.DistBackendError):
         return True
-    if any(note.startswith("raised in") for note in getattr(error, "__notes__", ())):
-        # A layer may have connections of its own.
-        return False
-    return _is_closed(error) or "caused pair closure" in str(error)
+    # A layer may have connections of its own.
+    return not is_noted(error) and (_is_closed(error) or "caused pair closure" in _text(error))

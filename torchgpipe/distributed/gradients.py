@@ -15,7 +15,7 @@ from torchgpipe._torch.attributes import modules_of
 from torchgpipe.ambient.notes import contextmanager
 from torchgpipe.checks import is_number, verify
 from torchgpipe.devices.streams import CPU
-from torchgpipe.distributed.peers import Peers, Routes, digest
+from torchgpipe.distributed.peers import Peers, Routes, digest, resolved
 from torchgpipe.engine.outcome import Sums
 from torchgpipe.partition.placement import is_shard, is_sharded, tables
 
@@ -52,10 +52,7 @@ def equalise(module: nn.Module, replicas: Peers) -> None:
     verify_same(digest(repr([(name, tuple(x.shape), x.dtype) for name, x in named])), replicas)
     with torch.no_grad():
         for _, x in named:
-            own = x.contiguous()
-            replicas.fill(own, 0)
-            if own is not x:
-                x.copy_(own)
+            replicas.fill(x, 0)
 
 
 def verify_same(number: int, replicas: Peers) -> None:
@@ -86,7 +83,7 @@ def average(weights: Iterable[Tensor], sums: Sums, replicas: Peers) -> None:
     # A weight that got a gradient in no pipeline gets none, as in the plain model.
     told = replicas.gathered([id(x) in reached for x in weights]) if weights else []
     weights = [x for x, *each in zip(weights, *told) if any(each)]
-    found = [(weight, sums.take(weight).contiguous()) for weight in weights]
+    found = [(weight, resolved(sums.take(weight))) for weight in weights]
     works = [dist.all_reduce(grad, group=replicas.group, async_op=True) for _, grad in found]
     for (weight, grad), work in zip(found, works):
         assert work is not None

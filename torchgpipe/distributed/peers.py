@@ -126,7 +126,10 @@ class Peers:
 
     def fill(self, tensor: Tensor, rank: int) -> None:
         """Fill a tensor with that of one process."""
-        dist.broadcast(tensor, group=self.group, group_src=rank)
+        own = resolved(tensor)
+        dist.broadcast(own, group=self.group, group_src=rank)
+        if own is not tensor:
+            tensor.copy_(own)
 
     def summed(self, tensor: Tensor, ranks: Sequence[int]) -> None:
         """Sum a tensor up over some of the processes, in place, in the order of their ranks.
@@ -134,7 +137,7 @@ class Peers:
         There is no group for each choice of processes: all processes would have to make it, those
         of other pipelines, too.
         """
-        own = tensor.contiguous()
+        own = resolved(tensor)
         if self.rank != ranks[0]:
             dist.send(own, group=self.group, group_dst=ranks[0])
             dist.recv(own, group=self.group, group_src=ranks[0])
@@ -228,9 +231,14 @@ class Connections:
         return self._group.recv([_real(tensor)], rank, tag)
 
 
+def resolved(tensor: Tensor) -> Tensor:
+    """A tensor for a group, which sends memory as it is: itself, or a copy that has its values."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
 def _real(tensor: Tensor) -> Tensor:
     """A tensor for a group, which knows no complex numbers, but the real ones in their memory."""
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def digest(text: str) -> int:

@@ -349,27 +349,27 @@ class Pipe(Wrapper):
 
     def _run(self, input: Any, terms: Any) -> Any:
         recorded = torch.is_grad_enabled()
-        given, shapes, flags, trainable, error = StepInputs(), "", [], 0, None
-        modules: Sequence[nn.Module] = ()
-        try:
-            if recorded and is_within_float16():
-                warn(
-                    "under autocast to float16 small gradients become zero, and a pipeline over "
-                    "several processes takes no gradient scaler (autocast: float16); use bfloat16"
-                )
-            given = self._reader.read(self, input, terms)
-            shapes = given.shapes
-            modules = modules_of(self)
-            flags, trainable = flags_of(modules), trainable_in(modules)
-        except Exception as raised:
-            error = raised
-        # Policies are functions, which are others in each process.
-        modes = words_of(self.checkpoint, len(self.balance))
-        settings = repr((self.chunks, modes, recorded, terms is None))
         # Within a transform no message arrives, so each process says so for itself.
         verify_no_transform()
         targets, first = terms[0] if terms else (), next(self._layers[0].children(), None)
         with shared_failures(self._peers), explaining(targets, first if self.is_first else None):
+            given, shapes, flags, trainable, error = StepInputs(), "", [], 0, None
+            modules = modules_of(self)
+            try:
+                if recorded and is_within_float16():
+                    warn(
+                        "under autocast to float16 small gradients become zero, and a pipeline "
+                        "over several processes takes no gradient scaler (autocast: float16); use "
+                        "bfloat16"
+                    )
+                given = self._reader.read(self, input, terms)
+                shapes = given.shapes
+                flags, trainable = flags_of(modules), trainable_in(modules)
+            except Exception as raised:
+                error = raised
+            # Policies are functions, which are others in each process.
+            modes = words_of(self.checkpoint, len(self.balance))
+            settings = repr((self.chunks, modes, recorded, terms is None))
             agree = self._agreement.begin(given, shapes, settings, flags, trainable, error)
             if self.training and any(x._buffers for x in modules):
                 # A step that the others refuse must not change statistics of the first stage.
