@@ -194,11 +194,13 @@ class Apart(First):
 class Applied(Chain):
     """The model applies a function to tensors of two devices."""
 
-    def __init__(self, function, near=False):
+    def __init__(self, function, near=False, labels=False):
         super().__init__(2)
-        self.function, self.near = function, near
+        self.function, self.near, self.labels = function, near, labels
 
     def forward(self, x):
+        if self.labels:
+            return self.function.apply(self.layers[1](self.layers[0](x)), "name", x)
         x = self.layers[0](x)
         y = self.layers[1](x)
         return self.function.apply(x.to(y.device) if self.near else x, "name", y)
@@ -221,6 +223,13 @@ def test_functions_whose_backward_combines_devices(devices, mode, function, mess
         assert message in str(caught.value)
         assert f"line: {__file__}:" in str(caught.value)
         assert "devices: virtual:0, virtual:1); bring its tensors" in str(caught.value)
+
+
+def test_functions_whose_backward_combines_labels(devices, mode):
+    pipe = mapped(Applied(Product, labels=True), devices[:2], mode, 2)
+    message = r"combines them \(function: Product.*devices: virtual:1, virtual:0\); bring"
+    with pytest.raises(RuntimeError, match=message):
+        pipe(torch.rand(4, 4, device=devices[0])).sum().backward()
 
 
 @pytest.mark.parametrize("function", [Product, First, Apart])

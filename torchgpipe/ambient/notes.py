@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import warnings
@@ -89,8 +90,28 @@ def note_layer(error: BaseException, note: object) -> None:
         add_note(error, f"{note}{name}")
 
 
+#: What PyTorch says where tensors of several devices meet.
+_DEVICES = re.compile(
+    "same device|expected device|current device|different from other tensors|on one device .found"
+)
+
+
+def is_about_devices(error: BaseException) -> bool:
+    """Whether an exception is PyTorch's about tensors of several devices."""
+    text = error.args[0] if type(error) is RuntimeError and error.args else None
+    return isinstance(text, str) and bool(_DEVICES.search(text))
+
+
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an exception, once; before Python 3.11, as a cause that bears the note."""
+    """Add a note to an exception, once; before Python 3.11, as a cause that bears the note.
+
+    PyTorch's errors about devices have no remedy, so the note has one.
+    """
+    if is_about_devices(error) and not is_noted(error):
+        note += (
+            "; layers must compute with tensors of their own device: pass a tensor as an argument, "
+            "register it as a buffer, which moves with the layer, or bring it by .to(x.device)"
+        )
     if sys.version_info >= (3, 11):
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)

@@ -18,12 +18,13 @@ from torch.overrides import TorchFunctionMode
 from torchgpipe import _torch
 from torchgpipe._torch.dynamo import Interception, uncompiled
 from torchgpipe.ambient.context import registered
-from torchgpipe.ambient.notes import Visit
+from torchgpipe.ambient.notes import Visit, noted
 from torchgpipe.devices.streams import current_stream, record_stream
 from torchgpipe.engine.body import Body
 from torchgpipe.mapped.containers import handing_back, map_arguments, tensors_of
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.mapped.exchanged import Attributes, CallAttributes, RestoredAttributes
+from torchgpipe.mapped.foreign import watched
 from torchgpipe.partition.placement import Lent
 from torchgpipe.recompute.layer_state import LayersState
 from torchgpipe.recompute.runs import is_recomputing
@@ -76,27 +77,26 @@ class Call(Interception):
                     "call them itself, or call the model outside of a step"
                 )
             # Outside of a step, as when the model generates text.
-            device = self.mapped.device
-            copies: list[Any] = []
+            given, copies, near = (args, kwargs), list[Any](), partial(_near, self.mapped.device)
             # One copy of each: the module may change it in place, or ask whether two are the same.
-            tensors = tensors_of((args, kwargs))
-            here = dict(zip(map(id, tensors), _near(device, tensors)))
-            given = args, kwargs
+            here = near(tensors_of(given))
             args, kwargs = map_arguments(lambda x: here[id(x)], given, copies)
             if self.mapped.lent:
-                near = partial(_near, device)
-                inner = partial(Lent(self.mapped.lent, near, nullcontext()).call, inner)
-            with handing_back(given, (args, kwargs)) if copies else nullcontext():
+                lent = Lent(self.mapped.lent, lambda xs: [*near(xs).values()], nullcontext())
+                inner = partial(lent.call, inner)
+            inner = watched(self._lasting.met, self.mapped, near, inner)
+            handing = handing_back(given, (args, kwargs)) if copies else nullcontext()
+            with noted(f"raised in {self.mapped.place}"), handing:
                 return inner(*args, **kwargs)
         return course.call(self.mapped, module, inner, (args, kwargs))
 
 
-def _near(device: torch.device, tensors: Sequence[Tensor]) -> list[Tensor]:
+def _near(device: torch.device, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
     for x in tensors:
         # A checkpoint of PyTorch has what came on a lane, or is of a later visit.
         # guard: recording for a checkpoint of PyTorch
         record_stream(x, current_stream(x.device))
-    return [x.to(device) for x in tensors]
+    return {id(x): x.to(device) for x in tensors}
 
 
 def intercept(mapped: Mapped, lasting: Lasting) -> Call:

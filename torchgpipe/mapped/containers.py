@@ -319,21 +319,6 @@ def attributes_of(x: Any) -> dict[str, Any] | None:
     return found
 
 
-def elsewhere_in(module: nn.Module, device: torch.device) -> list[str]:
-    """The attributes of a module, and of those within, that have tensors of other devices."""
-    found = []
-    for name, inner in module.named_modules():
-        for key, value in vars(inner).items():
-            # Parameters and buffers are looked at before each step.
-            if key not in ("_parameters", "_buffers", "_modules"):
-                contents = Contents.of(value)
-                values = [x for _, elements in contents.found for x in elements] if contents else ()
-                places = [x.device for x in (value, *values) if isinstance(x, Tensor)]
-                if other := next((x for x in places if x != device), None):
-                    found.append(f"{name}.{key}".lstrip(".") + f" on {other}")
-    return found
-
-
 # Changes of the model's state by its own code, such as a running mean that its root keeps.
 #
 # Micro-batches change it one after another, each on the stream of the stage that it has reached.

@@ -38,9 +38,10 @@ from torchgpipe.ambient.notes import add_note, contextmanager, layer, note_layer
 from torchgpipe.devices.streams import has_streams, make_current, use_stream, wait_stream
 from torchgpipe.mapped.calls import MappedBody, inside
 from torchgpipe.mapped.cell import Cell, CourseNumbers
-from torchgpipe.mapped.containers import elsewhere_in, handing_back, map_arguments, tensors_of
+from torchgpipe.mapped.containers import handing_back, map_arguments, tensors_of
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.mapped.exchanged import Exchanged, mappings_of
+from torchgpipe.mapped.foreign import explain, watched
 from torchgpipe.mapped.on_demand import omissible
 from torchgpipe.mapped.step import DeviceVisit, MappedStep
 from torchgpipe.mapped.tail import Tail
@@ -146,8 +147,7 @@ class Course:
                 try:
                     output = self._compute(mapped, cell, body, original, value, objects, copies)
                 except RuntimeError as error:
-                    if "same device" in str(error):
-                        self._explain(error, mapped, module)
+                    explain(error, mapped)
                     raise
                 if cell.stage.visit:
                     cell.made(output)
@@ -161,16 +161,6 @@ class Course:
 
     def _note(self, mapped: Mapped) -> str:
         return f"raised in {mapped.place}, micro-batch {self.i}"
-
-    def _explain(self, error: RuntimeError, mapped: Mapped, module: nn.Module) -> None:
-        """Explain an error about devices, if the module holds tensors of other devices."""
-        if found := elsewhere_in(module, mapped.device):
-            raise RuntimeError(
-                "modules of a device map must not hand tensors to modules on other devices through "
-                f"lists, dicts or objects that they hold (module: {mapped.place}, found: "
-                f"{', '.join(found[:5])}); call the modules with the object, whose tensors come "
-                "along then, or map them to one device"
-            ) from error
 
     def _wait_for_state(self, module: nn.Module, cell: Cell) -> None:
         """Have a module wait for what the model's own code has changed of it."""
@@ -260,6 +250,8 @@ class Course:
                 run = partial(Exchanged(mappings, partial(self._items, cell), body.lock).call, run)
             if body.visited:
                 run = partial(run, note=note)
+            if len(step.devices) > 1:
+                run = watched(step.lasting.met, mapped, partial(cell.fetch, source=self._at), run)
             if step.recording is not None:
                 where = stage.compute, stage.number, stage.number, self.i
                 run = partial(step.recording.run, run, where, iter if again else tensors_of)

@@ -29,6 +29,7 @@ from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
 from torchgpipe import _torch
+from torchgpipe.ambient.notes import is_about_devices
 from torchgpipe.autograd.versions import version_of
 from torchgpipe.devices.streams import canonical_device, has_streams
 from torchgpipe.mapped.containers import replaced, tensors_of
@@ -263,17 +264,18 @@ TARGETS: dict[Any, Callable[..., tuple[Any, ...]]] = {
 # forward may combine them all the same, since each operator within is asked for. Its backward may
 # not, and what PyTorch says then names neither the function nor a remedy.
 #
-# The graph of the first step shows whether there is such a function between mapped modules.
+# The graph of the first step shows whether there is such a function between mapped modules. The
+# device of a tensor that needs no gradient, as of labels, it does not show.
 
 
 def watch_functions(outputs: Iterable[Tensor]) -> bool:
-    """Have functions that got tensors of several devices say so if their backward fails.
+    """Have functions that may combine tensors of several devices say so if their backward fails.
 
     Args:
         outputs: the outputs of a micro-batch.
 
     Returns:
-        Whether there are any.
+        Whether a function got tensors of several devices that need a gradient.
     """
     found = False
     waiting: list[Node] = [x.grad_fn for x in outputs if x.grad_fn is not None]
@@ -284,8 +286,12 @@ def watch_functions(outputs: Iterable[Tensor]) -> bool:
         if isinstance(node, BackwardCFunction) and "apply" not in vars(node):
             function: Any = type(node)._forward_cls
             devices: list[torch.device] = [x._input_metadata[k].device for x, k in edges]
-            if len({*devices}) > 1 and function.__module__.split(".")[0] != "torchgpipe":
-                found = True
+            several = len({*devices}) > 1
+            # Others are watched in the first step alone, which fails if a later one does.
+            if (several or len(edges) < len(node.next_functions)) and (
+                function.__module__.split(".")[0] != "torchgpipe"
+            ):
+                found |= several
                 node.apply = _telling(weakref.ref(node), function, devices)
         following = {x for x, _ in edges} - seen
         seen |= following
@@ -306,11 +312,12 @@ def _telling(
         try:
             found = type(this).apply(this, *grads)
         except RuntimeError as error:
-            if "same device" not in str(error):
+            if not is_about_devices(error):
                 raise
             place = extract_tb(error.__traceback__)[-1]
             line = f"{place.filename}:{place.lineno}"
-            raise _unmoved("combines them", function, line, devices) from error
+            saved = [x.device for x in this.saved_tensors if x is not None]
+            raise _unmoved("combines them", function, line, [*devices, *saved]) from error
         given = found if isinstance(found, tuple) else (found,)
         wanted = [x for x, needed in zip(given, this.needs_input_grad) if needed]
         for x, device in zip(wanted, devices):

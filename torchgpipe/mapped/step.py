@@ -37,6 +37,7 @@ from torchgpipe.mapped.calls import MappedBody
 from torchgpipe.mapped.containers import Changes
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.mapped.exchanged import Attributes
+from torchgpipe.mapped.foreign import Met
 from torchgpipe.mapped.glue import watch_functions
 from torchgpipe.mapped.on_demand import Omitted
 from torchgpipe.partition.keeping import (
@@ -100,6 +101,8 @@ class Lasting:
         self.recording: Recording | None = None
         #: Whether user autograd functions get tensors of several devices; None before a step.
         self.functions: bool | None = None
+        #: Whether modules have met tensors of other devices.
+        self.met: Met = {}
         #: The figures of the last step that was traced.
         self.figures: StepFigures | None = None
 

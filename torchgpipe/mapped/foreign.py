@@ -1,0 +1,144 @@
+"""Foreign tensors: those of other devices that a mapped module meets, and is not called with.
+
+A network of adapters outside of the model, for one, scales all of them by one tensor. PyTorch takes
+a 0-dimensional tensor of the CPU on any device. Here a module takes a tensor of one element from
+any accelerator: it comes on lanes, as an argument does. Others are an error.
+
+A mode sees each function that the module calls, which takes a microsecond. So it watches the first
+call of each module, with gradients and without, and after that only modules that have met such a
+tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from torchgpipe._torch.dynamo import is_compiled
+from torchgpipe.ambient.context import is_in_checkpoint
+from torchgpipe.ambient.notes import is_about_devices
+from torchgpipe.devices.streams import has_streams
+from torchgpipe.mapped.containers import Contents, replaced, tensors_of
+from torchgpipe.mapped.device_map import Mapped
+from torchgpipe.mapped.glue import APART, TARGETS
+from torchgpipe.mapped.tail import changed_argument
+
+__all__: list[str] = []
+
+#: Whether modules have met foreign tensors, by their names, with gradients and without.
+Met: TypeAlias = dict[tuple[str, bool], bool]
+
+#: Copies tensors to the device of a module, and returns the copies by the originals' identities.
+Bring: TypeAlias = Callable[[Sequence[Tensor]], Mapping[int, Tensor]]
+
+
+class Foreign(TorchFunctionMode):
+    """Bring foreign tensors of one element to a module.
+
+    Args:
+        device: the device of the module.
+        copies: the copies that the first run brings, in order; a recomputation takes them again.
+        bring: brings them, in the first run.
+    """
+
+    def __init__(self, device: torch.device, copies: list[Tensor], bring: Bring | None) -> None:
+        super().__init__()
+        self._device, self._copies, self._bring = device, copies, bring
+        self._again = iter(copies)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = tensors_of((args, kwargs))
+        name = getattr(func, "__name__", "")
+        if (
+            len({x.device for x in tensors}) > 1
+            and not (func in TARGETS or name in APART)
+            # What a checkpoint of PyTorch computes again has no mode around it then.
+            and not is_in_checkpoint()
+        ):
+            changed = {id(x) for x in tensors_of(changed_argument(name, args, kwargs))}
+            others = {
+                id(x): self._copy(x)
+                for x in dict(zip(map(id, tensors), tensors)).values()
+                # PyTorch takes a 0-dimensional tensor of the CPU on any device.
+                if x.device != self._device and (x.dim() or has_streams(x.device))
+                if x.numel() == 1 and id(x) not in changed
+            }
+            args, kwargs = replaced((args, dict(kwargs)), others)
+        return func(*args, **kwargs)
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        if self._bring is None:
+            return next(self._again, tensor)
+        copy = self._bring([tensor])[id(tensor)]
+        self._copies.append(copy)
+        return copy
+
+
+def watched(met: Met, mapped: Mapped, bring: Bring, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Watch a call of a module, if it may meet foreign tensors.
+
+    Args:
+        met: what is known of all modules, to which this call adds.
+        mapped: the module.
+        bring: brings them.
+        run: computes the module.
+
+    Returns:
+        A function to call in place of ``run``.
+    """
+    key = mapped.name, torch.is_grad_enabled()
+    # Compiled code would be compiled anew for the mode.
+    if not met.get(key, True) or any(map(is_compiled, mapped.module.modules())):
+        return run
+    # The checkpoint must not hold what brings them, which holds the step.
+    first, copies = [bring], list[Tensor]()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with Foreign(mapped.device, copies, first.pop() if first else None):
+            output = run(*args, **kwargs)
+        met[key] = met.get(key, False) or bool(copies)
+        return output
+
+    return call
+
+
+def explain(error: RuntimeError, mapped: Mapped) -> None:
+    """Explain an error about devices, if the module holds tensors of other devices.
+
+    Raises:
+        RuntimeError: it does.
+    """
+    found = elsewhere_in(mapped.module, mapped.device) if is_about_devices(error) else []
+    if found:
+        raise RuntimeError(
+            "modules of a device map must not hand tensors to modules on other devices through "
+            f"lists, dicts or objects that they hold (module: {mapped.place}, found: "
+            f"{', '.join(found[:5])}); call the modules with the object, whose tensors come "
+            "along then, or map them to one device"
+        ) from error
+
+
+def elsewhere_in(module: nn.Module, device: torch.device) -> list[str]:
+    """The attributes of a module, and of those within, that have tensors of other devices."""
+    found = []
+    for name, inner in module.named_modules():
+        for key, value in vars(inner).items():
+            # Parameters and buffers are looked at before each step.
+            if key not in ("_parameters", "_buffers", "_modules"):
+                contents = Contents.of(value)
+                values = [x for _, elements in contents.found for x in elements] if contents else ()
+                places = [x.device for x in (value, *values) if isinstance(x, Tensor)]
+                if other := next((x for x in places if x != device), None):
+                    found.append(f"{name}.{key}".lstrip(".") + f" on {other}")
+    return found
