@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from torch import nn
 
-from tests.distributed.test_schedules import beside, over_gloo, pipe_of
+from tests.distributed.test_schedules import beside, pipe_of
 from tests.support.schedules import linear, same
 from torchgpipe._torch.attributes import is_alone
 from torchgpipe.distributed import peers
@@ -183,7 +183,6 @@ class Buffer(nn.Module):
         return self.kept.copy_(y)
 
 
-@over_gloo
 def again(group, name):
     """Check a layer that returns the same memory each time."""
     others = [linear() for _ in range(torch.distributed.get_world_size(group) - 1)]
@@ -198,7 +197,6 @@ def test_memory_that_is_used_again(name, processes):
     processes.run(again, 4, name)
 
 
-@over_gloo
 def sent_as_it_is(group):
     """Check that what only this process has made is sent without a copy."""
     pipe = pipe_of([linear(), linear()], "1f1b", group, chunks=2, checkpoint="never")
@@ -246,7 +244,6 @@ class Doubled(nn.Module):
         return OneGradient.apply(x, self.again)
 
 
-@over_gloo
 def one_gradient(group, name):
     """Check a function that returns the same gradient each time."""
     layers = [linear(), Doubled(again=True), linear(), linear()]
@@ -278,14 +275,8 @@ def conjugated(group):
     compare(group, [Conjugated(), nn.Sequential(Real(), linear())], "1f1b", 8, 4)
 
 
-@over_gloo
-def conjugated_over_gloo(group):
-    conjugated(group)
-
-
-@pytest.mark.parametrize("case", [conjugated, conjugated_over_gloo])
-def test_conjugated_views(case, processes):
-    processes.run(case, 2)
+def test_conjugated_views(processes):
+    processes.run(conjugated, 2)
 
 
 class Views(nn.Module):

@@ -1,7 +1,6 @@
 """Steps over several processes, beside the same micro-batches one after another in one."""
 
 import copy
-from functools import wraps
 
 import pytest
 import torch
@@ -87,32 +86,6 @@ def compare(group, kind, name, mode):
 )
 def test_case(kind, name, mode, processes):
     processes.run(compare, SIZES[name], kind, name, mode)
-
-
-def over_gloo(case):
-    """Have the pipelines of a case send by gloo alone, as those of several hosts do."""
-
-    @wraps(case)
-    def run(*args, **kwargs):
-        from torchgpipe.distributed import peers
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(peers, "connected", lambda *_: {})
-            return case(*args, **kwargs)
-
-    return run
-
-
-@over_gloo
-def compare_over_gloo(*args):
-    compare(*args)
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "mode"), rotated(CASES, ["1f1b", "zbv"], MODES)[:: 1 if SOAK else 5]
-)
-def test_case_over_gloo(kind, name, mode, processes):
-    processes.run(compare_over_gloo, SIZES[name], kind, name, mode)
 
 
 def dropping(count):

@@ -102,10 +102,5 @@ def default_store() -> Any:
     return distributed_c10d._get_default_store()
 
 
-def patience_of(group: Any) -> float:
-    """For how many seconds a process of a group waits for a message on the CPU."""
-    return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
-
-
 def _no_loss(*_: Any) -> Any:
     raise AssertionError("the last stage computes its loss itself")

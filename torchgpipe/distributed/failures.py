@@ -120,11 +120,6 @@ def _first_failure(peers: Peers, error: BaseException) -> tuple[bool, str]:
 def _close(peers: Peers) -> list[int]:
     """Close the connections to all other processes; return those that are closed already."""
     closed = set()
-    for rank, channel in peers.channels.items():
-        # A process that ends closes its channels some time before its group.
-        if channel.is_closed():
-            closed.add(rank)
-        channel.close()
     for rank in range(peers.size):
         if rank == peers.rank:
             continue

@@ -12,11 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchgpipe._torch import pipelining
 from torchgpipe._torch.attributes import is_alone
 from torchgpipe.checks import verify, verify_kind
 from torchgpipe.devices.streams import CPU
-from torchgpipe.distributed.channels import Channel, connected
 from torchgpipe.skip.tracker import SkipLayout
 from torchgpipe.values.microbatch import VALUE
 
@@ -76,8 +74,6 @@ class Peers:
         #: A name for the group that all its processes know.
         ranks = dist.get_process_group_ranks(self.group)
         self.name = f"torchgpipe {getattr(self.group, 'group_name', None)} {ranks}"
-        #: The channels to other processes of this host, by rank.
-        self.channels: dict[int, Channel] = {}
         #: The failure after which the processes are no longer connected; empty if there is none.
         self.failure = ""
         #: An error that all processes raise, so that none waits for another one.
@@ -105,12 +101,6 @@ class Peers:
                 "a process group when nothing uses it any more, or make the pipeline anew"
             )
         return group
-
-    def connect(self) -> None:
-        """Make channels to the other processes of this host; all processes call it."""
-        self.channels = connected(self, pipelining.patience_of(self.group))
-        for channel in self.channels.values():
-            weakref.finalize(self, channel.close)
 
     def gathered(self, numbers: Sequence[int]) -> list[list[int]]:
         """The numbers of all processes, of 63 bits."""
@@ -209,13 +199,10 @@ class Connections:
     """
 
     def __init__(self, peers: Peers) -> None:
-        self._group, self._channels = peers.group, peers.channels
+        self._group = peers.group
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> list[Any]:
         """Begin to send a tensor to a process; return what waits until it has left."""
-        if rank in self._channels:
-            self._channels[rank].send(tensor.detach(), tag)
-            return []
         # A layer may return the same memory the next time, or a view of more.
         # guard: clone of what goes to a process
         if not is_alone(tensor):
@@ -226,8 +213,6 @@ class Connections:
 
     def receive(self, tensor: Tensor, rank: int, tag: int) -> Any:
         """Begin to receive a tensor from a process; return what waits until it is there."""
-        if rank in self._channels:
-            return self._channels[rank].receive(tensor, tag)
         return self._group.recv([_real(tensor)], rank, tag)
 
 

@@ -163,8 +163,6 @@ class Pipe(Wrapper):
             partitions = split_module(module, self.balance)
             layout = inspect_skip_layout(partitions)
         self._agreement.same_pipeline(module, loss, self.balance, fits)
-        with shared_failures(self._peers):
-            self._peers.connect()
         self._routes = Routes(fits.placement, self._peers.rank, layout)
         self._tied = Tied(partitions, loss, self._routes, self._peers)
         own = [j in self._routes.own for j in range(len(partitions))]
