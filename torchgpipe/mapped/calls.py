@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchgpipe import _torch
+from torchgpipe._torch.checkpoints import repeating
 from torchgpipe._torch.dynamo import Interception, uncompiled
 from torchgpipe.ambient.context import registered
 from torchgpipe.ambient.notes import Visit
@@ -74,15 +76,17 @@ class Call(Interception):
                     "call them itself, or call the model outside of a step"
                 )
             # Outside of a step, as when the model generates text.
-            device = self.mapped.device
+            mapped = self.mapped.turn(current.counts)
+            device = mapped.device
             copies: list[Any] = []
             # One copy of each: the module may change it in place, or ask whether two are the same.
             tensors = tensors_of((args, kwargs))
             here = dict(zip(map(id, tensors), _near(device, tensors)))
             args, kwargs = map_arguments(lambda x: here[id(x)], (args, kwargs), copies)
-            if self.mapped.lent:
-                near = partial(_near, device)
-                inner = partial(Lent(self.mapped.lent, near, nullcontext()).call, inner)
+            if mapped.lent:
+                # guard: weights that checkpoints of the model need again
+                lent = Lent(mapped.lent, partial(_near, device), self._lasting.lock)
+                inner = partial(lent.call, inner)
             with unfilled(self.mapped.name, copies):
                 return inner(*args, **kwargs)
         return course.call(self.mapped, module, inner, (args, kwargs))
@@ -104,6 +108,7 @@ def intercept(mapped: Mapped, lasting: Lasting) -> Call:
         # Of another wrapper around the same module.
         inner = inner.inner
     found = Call(mapped, inner, lasting)
+    lasting.in_turns |= bool(mapped.turns)
     module._compiled_call_impl = found
     return found
 
@@ -171,9 +176,28 @@ class Current(threading.local):
     """The course that a thread runs, or :data:`INSIDE`; None outside of a step."""
 
     course: Any = None
+    #: How often each module with names on several devices was called.
+    counts: Counter[Mapped] | None = None
 
 
 current = registered(Current())
+
+
+def in_turns(counts: Counter[Mapped], inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function in which modules take turns, as checkpoints of PyTorch do in backward.
+
+    Args:
+        counts: how often each was called before.
+        inner: the function.
+        *args: its arguments.
+        **kwargs: the same.
+    """
+    outer, current.counts = current.counts, (own := Counter(counts))
+    try:
+        with repeating(lambda: partial(in_turns, Counter(own))):
+            return inner(*args, **kwargs)
+    finally:
+        current.counts = outer
 
 
 class inside:

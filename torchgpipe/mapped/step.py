@@ -100,6 +100,8 @@ class Lasting:
         self.recording: Recording | None = None
         #: Whether user autograd functions get tensors of several devices; None before a step.
         self.functions: bool | None = None
+        #: Whether modules have names on several devices, which their calls take in turns.
+        self.in_turns = False
         #: The figures of the last step that was traced.
         self.figures: StepFigures | None = None
 
