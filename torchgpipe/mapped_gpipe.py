@@ -374,7 +374,7 @@ class MappedGPipe(Wrapper):
         given, value = batch.parts[VALUE], batch.take().value
         try:
             with order.begin(given) if order else nullcontext(), glue or nullcontext():
-                output = self.module(*value.args, **value.kwargs)
+                output = course.calling(self.module)(*value.args, **value.kwargs)
             if self._takes_cache and not value.kwargs["use_cache"]:
                 output = without_cache_of(output)
             if order:

@@ -360,9 +360,14 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=False) + x
 
 
-@promise("A layer may use PyTorch's checkpoint.", modes=True)
+@promise(
+    "A layer may use PyTorch's checkpoint, also with a weight that layers on other devices have.",
+    modes=True,
+    devices=True,
+)
 def checkpoint_within(make):
     layers = nn.Sequential(*linears(6, 6), *[Checkpointed() for _ in range(2)])
+    layers[3].inner[0].weight = layers[2].inner[2].weight = layers[0].weight
     trained(make(layers), layers)
 
 

@@ -25,7 +25,7 @@ def judge(group, guard):
     return False
 
 
-@pytest.mark.parametrize(("guard",), by_turns([(guard,) for guard in MUTANTS]))
+@pytest.mark.parametrize("guard", by_turns([(guard,) for guard in MUTANTS]))
 def test_a_case_fails_without(guard, processes):
     # A message that is overwritten may have left just in time.
     for _ in range(5):

@@ -95,6 +95,11 @@ TESTS = {
         {},
     ),
     "exchanged by threads": ("unit.mapped.test_exchanged", "test_recomputations_take_turns", {}),
+    "lent again": (
+        "virtual.test_mapped_lent",
+        "test_a_layer_in_checkpoints_of_the_model",
+        {},
+    ),
     "lent to threads": ("unit.partition.test_placement_lent", "test_threads_take_turns", {}),
     **{
         f"tail {name}": (
@@ -167,6 +172,10 @@ MUTANTS = {
     "attributes of threads": (("if changed", "if False"), "mapped threads attributes"),
     "the caller's streams in a thread": (DROP, "mapped threads streams"),
     "weights that are lent": (DROP, "mapped lent"),
+    "weights that checkpoints of the model need again": (
+        ("self._lasting.lock)", "threading.RLock())"),
+        "lent again",
+    ),
     "weights that several threads lend": (("with self._lock", "if True"), "lent to threads"),
     "mappings of several devices": (
         ("with self._lock if again else nullcontext()", "if True"),

@@ -43,13 +43,11 @@ def by_turns(cases):
     """
     turn = int(_git("rev-parse", "HEAD")[:8] or "0", 16)
     files = {PACKAGE.parent / line for line in _git("diff", "--name-only", "HEAD~1").splitlines()}
-    return [
-        case
-        if guards()[case[0]] in files or (crc32(case[0].encode()) + turn) % 5 == 0
-        # By its parameters, a mutant that is asked for by name runs in any case.
-        else pytest.param(*case, marks=soak)
-        for case in cases
-    ]
+
+    def has_turn(name):
+        return guards()[name] in files or (crc32(name.encode()) + turn) % 5 == 0
+
+    return [pytest.param(*case, marks=() if has_turn(case[0]) else soak) for case in cases]
 
 
 def _git(*arguments):

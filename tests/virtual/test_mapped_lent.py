@@ -1,15 +1,17 @@
 """One weight on several devices: one parameter, whose gradients come from all of them."""
 
 import copy
+import threading
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.helpers import assert_no_races
 from tests.virtual.stages import Stage, limit, verify_steps
 from tests.virtual.test_mapped import SEEDS, Chain
-from torchgpipe import MappedGPipe
+from torchgpipe import MappedGPipe, _torch
 from torchgpipe.testing import observe
 
 
@@ -128,6 +130,54 @@ def test_a_weight_that_is_frozen_or_used_without_grad_first(devices):
     for row in x.split(1):
         plain(row).sum().backward()
     pipe(x.to(devices[0])).sum().backward()
+    for own, other in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad.cpu(), other.grad)
+
+
+class Meeting(nn.Linear):
+    """A layer that in backward waits in vain for another thread."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.both = threading.Barrier(2)
+
+    def forward(self, x):
+        if _torch.graph_task() != -1:
+            with pytest.raises(threading.BrokenBarrierError):
+                self.both.wait(0.05)
+            self.both.reset()
+        return super().forward(x).sin()
+
+    def __deepcopy__(self, memo):
+        found = Meeting()
+        found.load_state_dict(self.state_dict())
+        return memo.setdefault(id(self), found)
+
+
+class Checkpointed(nn.Module):
+    """One layer, which the model's own code calls within checkpoints of PyTorch."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Meeting()] * 2)
+        self.between = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+    def forward(self, x):
+        for layer, between in zip(self.layers, self.between):
+            x = checkpoint(layer, between(x), use_reentrant=False)
+        return x
+
+
+def test_a_layer_in_checkpoints_of_the_model(devices):
+    """Each recomputation is on the device of its call, and has the copies there to itself."""
+    torch.manual_seed(0)
+    plain, x = Checkpointed(), torch.rand(4, 4)
+    names = {f"{name}.{k}": devices[k] for name in ("between", "layers") for k in range(2)}
+    pipe = MappedGPipe(copy.deepcopy(plain), names, chunks=4, checkpoint="never")
+    plain(x).sum().backward()
+    with observe() as seen:
+        pipe(x.to(devices[0])).sum().backward()
+    assert_no_races(seen)
     for own, other in zip(pipe.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(own.grad.cpu(), other.grad)
 

@@ -282,7 +282,7 @@ class Pipe(Wrapper):
         """Compute the loss of a mini-batch, and add its gradients to those of the parameters.
 
         All processes of the group call it at the same time. In eval mode, and without grad, it
-        computes the loss alone.
+        computes the loss alone: nothing but the mode tells an evaluation from a step.
 
         Args:
             input: the input of the model: what its first layer takes, any nested structure of
@@ -300,7 +300,6 @@ class Pipe(Wrapper):
             ValueError: the processes differ in what they call the step with, or there is no loss.
             RuntimeError: another process has failed; the message names it.
         """
-        # A call without a backward of its own: only the mode tells an evaluation from a step.
         with torch.set_grad_enabled(self.training and torch.is_grad_enabled()):
             return self._run(input, (targets, more))
 
@@ -373,7 +372,7 @@ class Pipe(Wrapper):
                 # A step that the others refuse must not change statistics of the first stage.
                 # guard: buffers of a step that is refused
                 agree()
-            if self._replicas is not None and recorded:
+            if self._replicas is not None and torch.is_grad_enabled():
                 # Whoever finds a difference ends this pipeline, whose processes all have to look.
                 agree()
                 verify_same(trainable, self._replicas)
@@ -392,8 +391,7 @@ class Pipe(Wrapper):
         if with_loss and self.is_last and (arguments is None or len(arguments) != m):
             # No argument tells the number of rows, or of micro-batches.
             arguments, arriving = self._reader.arguments(terms, division)
-        recorded = torch.is_grad_enabled()
-        actions = self._actions(m, recorded, self._checkpoint)
+        actions = self._actions(m, torch.is_grad_enabled(), self._checkpoint)
         criterion = Criterion(
             self.loss if with_loss else None,
             arguments or [((), {})] * m,
@@ -417,7 +415,7 @@ class Pipe(Wrapper):
                 found = self._agreement.end(mail, *ends)
                 # The last stage waits for the others' last backwards, and does this meanwhile.
                 self._traps.coupled([criterion.shapes], rows, (), self.parameters())
-                if found is not None and recorded:
+                if found is not None and torch.is_grad_enabled():
                     self._hand_over(executor, found)
                     reduce(sharded)
                 self._agreement.settle(mail)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchgpipe import _torch
+from torchgpipe._torch.checkpoints import repeating
 from torchgpipe._torch.dynamo import Interception, uncompiled
 from torchgpipe.ambient.context import registered
 from torchgpipe.ambient.notes import Visit, noted
@@ -77,16 +79,18 @@ class Call(Interception):
                     "call them itself, or call the model outside of a step"
                 )
             # Outside of a step, as when the model generates text.
-            given, copies, near = (args, kwargs), list[Any](), partial(_near, self.mapped.device)
+            mapped = self.mapped.turn(current.counts)
+            given, copies, near = (args, kwargs), list[Any](), partial(_near, mapped.device)
             # One copy of each: the module may change it in place, or ask whether two are the same.
             here = near(tensors_of(given))
             args, kwargs = map_arguments(lambda x: here[id(x)], given, copies)
-            if self.mapped.lent:
-                lent = Lent(self.mapped.lent, lambda xs: [*near(xs).values()], nullcontext())
+            if mapped.lent:
+                # guard: weights that checkpoints of the model need again
+                lent = Lent(mapped.lent, lambda xs: [*near(xs).values()], self._lasting.lock)
                 inner = partial(lent.call, inner)
-            inner = watched(self._lasting.met, self.mapped, near, inner)
+            inner = watched(self._lasting.met, mapped, near, inner)
             handing = handing_back(given, (args, kwargs)) if copies else nullcontext()
-            with noted(f"raised in {self.mapped.place}"), handing:
+            with noted(f"raised in {mapped.place}"), handing:
                 return inner(*args, **kwargs)
         return course.call(self.mapped, module, inner, (args, kwargs))
 
@@ -107,6 +111,7 @@ def intercept(mapped: Mapped, lasting: Lasting) -> Call:
         # Of another wrapper around the same module.
         inner = inner.inner
     found = Call(mapped, inner, lasting)
+    lasting.in_turns |= bool(mapped.turns)
     module._compiled_call_impl = found
     return found
 
@@ -174,9 +179,28 @@ class Current(threading.local):
     """The course that a thread runs, or :data:`INSIDE`; None outside of a step."""
 
     course: Any = None
+    #: How often each module with names on several devices was called.
+    counts: Counter[Mapped] | None = None
 
 
 current = registered(Current())
+
+
+def in_turns(counts: Counter[Mapped], inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function in which modules take turns, as checkpoints of PyTorch do in backward.
+
+    Args:
+        counts: how often each was called before.
+        inner: the function.
+        *args: its arguments.
+        **kwargs: the same.
+    """
+    outer, current.counts = current.counts, (own := Counter(counts))
+    try:
+        with repeating(lambda: partial(in_turns, Counter(own))):
+            return inner(*args, **kwargs)
+    finally:
+        current.counts = outer
 
 
 class inside:

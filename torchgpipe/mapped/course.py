@@ -36,7 +36,7 @@ from torchgpipe.ambient.context import current_hooks, is_in_checkpoint
 from torchgpipe.ambient.modes import own_casts
 from torchgpipe.ambient.notes import add_note, contextmanager, layer, note_layer, noted
 from torchgpipe.devices.streams import has_streams, make_current, use_stream, wait_stream
-from torchgpipe.mapped.calls import MappedBody, inside
+from torchgpipe.mapped.calls import MappedBody, current, in_turns, inside
 from torchgpipe.mapped.cell import Cell, CourseNumbers
 from torchgpipe.mapped.containers import handing_back, map_arguments, tensors_of
 from torchgpipe.mapped.device_map import Mapped
@@ -80,8 +80,6 @@ class Course:
         #: The module that was called last, and whether an exception of its call is on its way.
         self._latest: Mapped | None = None
         self._noted = False
-        #: How often each module with names on several devices was called.
-        self._counts: Counter[Mapped] = Counter()
         #: The label that the thread had before, and its hooks for saved tensors.
         self._outer = labels.current.label
         self._hooks = current_hooks()
@@ -93,6 +91,10 @@ class Course:
         #: The code after the latest mapped module, if it may be the last one.
         self.tail: Tail | None = None
         self._omits = False
+
+    def calling(self, model: Callable[..., Any]) -> Callable[..., Any]:
+        """What calls the model, whose modules may have names on several devices."""
+        return partial(in_turns, Counter(), model) if self.step.lasting.in_turns else model
 
     def note(self, error: BaseException) -> None:
         """Add a note to what the model has raised, unless a mapped module did."""
@@ -119,11 +121,7 @@ class Course:
         if self.tail:
             self.tail.keep()
             self.tail = None
-        if mapped.turns:
-            # The first call counts for the first name, the second one for the second, and so on.
-            count, places = self._counts[mapped], (mapped, *mapped.turns)
-            self._counts[mapped] += 1
-            mapped = places[count % len(places)]
+        mapped = mapped.turn(current.counts)
         self._latest, self._noted = mapped, True
         # The wrapper may be within a layer of another one, to which code between modules belongs.
         outer, layer.name = layer.name, None

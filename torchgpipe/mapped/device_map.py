@@ -202,6 +202,19 @@ class Mapped:
         assert found is not None
         return found
 
+    def turn(self, counts: Counter[Mapped] | None) -> Mapped:
+        """The place of this call, of those of a module that has names on several devices.
+
+        Args:
+            counts: how often each module was called, which this call adds to; None if none takes
+                turns.
+        """
+        if not self.turns or counts is None:
+            return self
+        counts[self] += 1
+        # The first call counts for the first name, the second one for the second, and so on.
+        return (self, *self.turns)[(counts[self] - 1) % (1 + len(self.turns))]
+
 
 def checked_map(device_map: Mapping[str, Device], model: nn.Module) -> dict[str, torch.device]:
     """Check a device map, and return its devices by name.

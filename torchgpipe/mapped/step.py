@@ -103,6 +103,8 @@ class Lasting:
         self.functions: bool | None = None
         #: Whether modules have met tensors of other devices.
         self.met: Met = {}
+        #: Whether modules have names on several devices, which their calls take in turns.
+        self.in_turns = False
         #: The figures of the last step that was traced.
         self.figures: StepFigures | None = None
 

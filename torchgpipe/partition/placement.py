@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe._torch.attributes import modules_of
+from torchgpipe._torch.checkpoints import repeating
 from torchgpipe.ambient.notes import contextmanager
 from torchgpipe.autograd.versions import version_of
 from torchgpipe.devices.streams import canonical_device
@@ -360,7 +361,9 @@ class Lent:
             versions = [(x, version_of(x)) for x in copies.values()]
             self._put([copies.get(id(x)) for x in own])
             try:
-                output = inner(*args, **kwargs)
+                # A checkpoint of PyTorch within the module runs again when the copies are gone.
+                with repeating(lambda: self.call):
+                    output = inner(*args, **kwargs)
             finally:
                 self._put(own)
             changed = {id(x) for x, version in versions if version_of(x) != version}

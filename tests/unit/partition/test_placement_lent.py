@@ -3,10 +3,12 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from torchgpipe.partition.placement import Lent, places_of
 
@@ -44,7 +46,7 @@ def lend(module, log=None):
     def bring(tensors):
         if log is not None:
             log.append(len(tensors))
-        return [x * 2 for x in tensors]
+        return [x + x for x in tensors]
 
     return Lent([(module._parameters, "weight")], bring, nullcontext())
 
@@ -71,6 +73,22 @@ def test_the_weight_comes_back_after_a_failure():
     weight = module.weight
     with pytest.raises(RuntimeError, match="shapes"):
         lend(module).call(module, torch.rand(3, 3))
+    assert module.weight is weight
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_of_pytorch_find_the_copies_again(reentrant):
+    module = nn.Linear(2, 2, bias=False)
+    weight, again = module.weight, partial(checkpoint, use_reentrant=reentrant)
+
+    def within(x):
+        return again(module, module(x).sin()).sin()
+
+    x, twice = torch.rand(1, 2, requires_grad=True), nn.Parameter(2 * weight.detach())
+    lend(module).call(lambda: again(within, x)).sum().backward()
+    ((x @ twice.T).sin() @ twice.T).sin().sum().backward()
+    torch.testing.assert_close(weight.grad, 2 * twice.grad)
     assert module.weight is weight
 
 

@@ -1,0 +1,72 @@
+"""Checkpoints of PyTorch: their functions are called again in backward, as the first time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, TypeAlias
+
+from torch.utils import checkpoint
+
+from torchgpipe import _torch
+from torchgpipe._torch.names import has
+
+__all__: list[str] = []
+
+Function: TypeAlias = Callable[..., Any]
+
+
+class Repeated(threading.local):
+    """What a thread has checkpoints call their functions by, from the inside out."""
+
+    makers: tuple[Callable[[], Function], ...] = ()
+
+
+repeated = Repeated()
+
+
+class repeating:
+    """Have checkpoints that begin in a ``with`` block call their functions in another way.
+
+    Args:
+        make: makes, for each of them, what it calls with its function and the arguments.
+    """
+
+    __slots__ = ("_make", "_outer")
+
+    def __init__(self, make: Callable[[], Function]) -> None:
+        self._make = make
+        _replace()
+
+    def __enter__(self) -> None:
+        self._outer, repeated.makers = repeated.makers, (self._make, *repeated.makers)
+
+    def __exit__(self, *_: object) -> None:
+        repeated.makers = self._outer
+
+
+@cache
+def _replace() -> None:
+    """Replace where checkpoints of both kinds begin, once: no hook of theirs is for others."""
+    room: Any = checkpoint
+    function = room.CheckpointFunction
+    forward = function.forward
+
+    def first(ctx: Any, own: Function, *args: Any) -> Any:
+        found = forward(ctx, own, *args)
+        ctx.run_function = _again(own)
+        return found
+
+    function.forward = staticmethod(first)
+    if has("checkpoint_of"):
+        begin: Function = _torch.checkpoint_of
+        room._checkpoint_without_reentrant_generator = lambda own, *args, **kwargs: begin(
+            _again(own), *args, **kwargs
+        )
+
+
+def _again(function: Function) -> Function:
+    for make in repeated.makers:
+        function = partial(make(), function)
+    return function
