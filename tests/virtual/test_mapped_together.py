@@ -1,13 +1,14 @@
 """Code between mapped modules uses tensors of several devices together, and all devices overlap."""
 
 import copy
+import re
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.support.helpers import assert_no_races
+from tests.support.helpers import assert_no_races, note_of
 from tests.virtual.stages import Stage, limit, verify_steps
 from tests.virtual.test_mapped import Chain, mapped
 from torchgpipe import GPipe, MappedGPipe
@@ -207,29 +208,20 @@ class Applied(Chain):
 
 
 @pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (Product, "combines them (function: Product"),
-        (First, "returns a gradient on virtual:0 for a tensor on virtual:1 (function: First"),
-    ],
+    ("function", "labels"), [(Product, False), (Product, True), (First, False)]
 )
-def test_functions_whose_backward_combines_devices(devices, mode, function, message):
-    pipe = mapped(Applied(function), devices[:2], mode, 2)
-    x = torch.rand(4, 4, device=devices[0])
-    # The first step finds such a function, and later ones know of it.
-    for _ in range(2):
-        with pytest.raises(RuntimeError) as caught:
-            pipe(x).sum().backward()
-        assert message in str(caught.value)
-        assert f"line: {__file__}:" in str(caught.value)
-        assert "devices: virtual:0, virtual:1); bring its tensors" in str(caught.value)
-
-
-def test_functions_whose_backward_combines_labels(devices, mode):
-    pipe = mapped(Applied(Product, labels=True), devices[:2], mode, 2)
-    message = r"combines them \(function: Product.*devices: virtual:1, virtual:0\); bring"
-    with pytest.raises(RuntimeError, match=message):
+def test_functions_whose_backward_combines_devices(devices, mode, function, labels):
+    pipe = mapped(Applied(function, labels=labels), devices[:2], mode, 2)
+    with pytest.raises(RuntimeError) as caught:
         pipe(torch.rand(4, 4, device=devices[0])).sum().backward()
+    assert re.match(
+        r"Expected all tensors to be on the same device|a gradient must be .*\(function: First, "
+        r"gradient: virtual:0, tensor: virtual:1\); return it by \.to",
+        str(caught.value),
+    )
+    note = note_of(caught.value)
+    assert re.match(r"raised in code between modules, micro-batch \d, in its backward", note)
+    assert "bring it by .to(x.device)" in note or function is First
 
 
 @pytest.mark.parametrize("function", [Product, First, Apart])

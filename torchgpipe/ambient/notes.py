@@ -203,8 +203,8 @@ class Visit:
     def visit(self, *outputs: Any) -> None:
         """Visit the nodes of the layer that has just run, or of layers compiled as one."""
         tensors = [x for value in (*outputs, *self.stashed()) for x in _tensors(value)]
-        waiting = [x.grad_fn for x in tensors if x.grad_fn is not None]
-        if waiting and not self.recorded:
+        ends = {x.grad_fn for x in tensors if x.grad_fn is not None}
+        if ends and not self.recorded:
             self.recorded = True
             # Under torch.func.functional_call, parameters may be results of the caller's functions.
             for x in (*self.layers.parameters(), *self.layers.buffers()):
@@ -212,22 +212,42 @@ class Visit:
                     self.outside.add(x.grad_fn)
         name = f", layer {layer.name} ({layer.kind})" if layer.name else ""
         text = f"{self.note}{name}, in its backward"
-        ends = {*waiting}
-        seen = self.known | self.outside
-        while waiting:
-            node = waiting.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if isinstance(node, BackwardCFunction):
-                self.found = True
-                # guard: the note of the first cell
-                if "apply" in vars(node):
-                    continue
-                node.apply = _noting(weakref.ref(node), text)
-            waiting += [following for following, _ in node.next_functions if following is not None]
+        self.found |= note_functions(tensors, self.known | self.outside, text)
         if tensors:
             self.known = ends
+
+
+def note_functions(
+    outputs: Iterable[Tensor], seen: set[Node], text: str, through: bool = False
+) -> bool:
+    """Add a note to what Python functions in a graph may raise in backward.
+
+    Args:
+        outputs: the tensors that the graph has made.
+        seen: the nodes where it begins, to which its own are added.
+        text: the note.
+        through: whether to go on behind functions that have a note already.
+
+    Returns:
+        Whether a function has got the note.
+    """
+    found = False
+    waiting = [x.grad_fn for x in outputs if x.grad_fn is not None]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, BackwardCFunction):
+            # guard: the note of the first cell
+            if "apply" in vars(node):
+                if not through:
+                    continue
+            elif type(node)._forward_cls.__module__.split(".")[0] != "torchgpipe":
+                found = True
+                node.apply = _noting(weakref.ref(node), text)
+        waiting += [following for following, _ in node.next_functions if following is not None]
+    return found
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -250,7 +270,9 @@ def _noting(node: Callable[[], Any], text: str) -> Callable[..., Any]:
     def apply(*grads: Any) -> Any:
         this = node()
         try:
-            return type(this).apply(this, *grads)
+            found = type(this).apply(this, *grads)
+            _verify_devices(this, found)
+            return found
         except BaseException as error:
             # Some exceptions take no note, and one of a recomputation has its note already.
             with suppress(Exception):
@@ -259,6 +281,28 @@ def _noting(node: Callable[[], Any], text: str) -> Callable[..., Any]:
             raise
 
     return apply
+
+
+def _verify_devices(node: Any, found: Any) -> None:
+    """Check that a function has returned gradients on the devices of their tensors.
+
+    PyTorch checks it, too, but no note gets to its error.
+
+    Raises:
+        RuntimeError: it has not.
+    """
+    grads = found if isinstance(found, tuple) else (found,)
+    wanted = [x for x, needed in zip(grads, node.needs_input_grad) if needed]
+    edges = [(x, k) for x, k in node.next_functions if x is not None]
+    for x, (following, k) in zip(wanted, edges):
+        device = following._input_metadata[k].device
+        # PyTorch itself copies 0-dimensional tensors.
+        if isinstance(x, Tensor) and x.dim() and x.device != device:
+            raise RuntimeError(
+                "a gradient must be on the device of its tensor (function: "
+                f"{type(node)._forward_cls.__name__}, gradient: {x.device}, tensor: {device}); "
+                "return it by .to(device), or bring tensors together in front of the function"
+            )
 
 
 # Context managers made from generators, which let any exception pass unchanged.

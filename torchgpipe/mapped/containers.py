@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.autograd.versions import version_of
 from torchgpipe.devices.streams import (
     AbstractStream,
     current_stream,
@@ -140,30 +141,19 @@ def map_tensors(
     return found
 
 
-def lists_and_dicts(value: Any) -> list[Any]:
-    """All lists and dicts in a value."""
-    found: list[Any] = []
-    if isinstance(value, list | dict):
-        found.append(value)
-    if isinstance(value, CONTAINERS):
-        for x in value.values() if isinstance(value, dict) else value:
-            found += lists_and_dicts(x)
-    return found
-
-
 class handing_back:
     """Do to lists, dicts and objects what a module does to its copies of them in a ``with`` block.
 
     Args:
-        value: the arguments of a call.
+        value: what the module was to be called with.
         copy: the same with tensors of the module's device, in copies of what holds them.
     """
 
     def __init__(self, value: Any, copy: Any) -> None:
-        #: What holds tensors, its copy, and the elements of the copy.
-        self._found: list[tuple[Any, Any, list[Any]]] = []
-        #: The elements by the identities of those in their place in a copy.
-        self._own: dict[int, Any] = {}
+        #: What holds tensors, and its copy.
+        self._found: list[tuple[Any, Any]] = []
+        #: An element of a copy, its version, and what is in its place, by the element's identity.
+        self._own: dict[int, tuple[Any, int, Any]] = {}
         self._compare(value, copy)
 
     def _compare(self, value: Any, copy: Any) -> None:
@@ -171,19 +161,31 @@ class handing_back:
             return
         value, copy = (x if isinstance(x, CONTAINERS) else _container(x) for x in (value, copy))
         if value is not None:
-            elements = _elements(copy)
-            self._found.append((value, copy, elements))
-            for x, y in zip(_elements(value), elements):
-                self._own[id(y)] = x
+            self._found.append((value, copy))
+            for x, y in zip(_elements(value), _elements(copy)):
+                self._own[id(y)] = y, _version(y), x
                 self._compare(x, y)
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, *_: object) -> None:
-        for value, copy, elements in self._found:
-            if not _same(now := _elements(copy), elements):
-                fill(value, [self._own.get(id(x), x) for x in now])
+        self.end()
+
+    def end(self) -> None:
+        """Do it: a tensor that the module has changed in place replaces the original."""
+        for value, copy in self._found:
+            wanted = [self._original(x) for x in _elements(copy)]
+            if not _same(_elements(value), wanted):
+                fill(value, wanted)
+
+    def _original(self, x: Any) -> Any:
+        _, version, own = self._own.get(id(x), (x, None, x))
+        return own if version == _version(x) else x
+
+
+def _version(x: Any) -> int:
+    return version_of(x) if isinstance(x, Tensor) else 0
 
 
 # Contents that the model's code puts into lists, dicts and plain objects of a mapped module.

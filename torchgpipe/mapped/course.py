@@ -34,7 +34,14 @@ from torch.overrides import TorchFunctionMode
 from torchgpipe.ambient import labels
 from torchgpipe.ambient.context import current_hooks, is_in_checkpoint
 from torchgpipe.ambient.modes import own_casts
-from torchgpipe.ambient.notes import add_note, contextmanager, layer, note_layer, noted
+from torchgpipe.ambient.notes import (
+    add_note,
+    contextmanager,
+    layer,
+    note_functions,
+    note_layer,
+    noted,
+)
 from torchgpipe.devices.streams import has_streams, make_current, use_stream, wait_stream
 from torchgpipe.mapped.calls import MappedBody, current, in_turns, inside
 from torchgpipe.mapped.cell import Cell, CourseNumbers
@@ -341,8 +348,10 @@ class Course:
         omitted = self._end_tail(output, batch)
         if self._cell:
             self._cell.leave()
-        if self.step.needs_glue:
-            self.step.watch(batch)
+        if self.step.needs_glue and not self.step.lasting.trained:
+            # A walk through a graph takes the host long, and most errors come in the first step.
+            text = f"raised in code between modules, micro-batch {self.i}, in its backward"
+            note_functions(batch, set(), text, through=True)
         if self._turns:
             # guard: leaving a device with its numbers
             self._numbers.leave()

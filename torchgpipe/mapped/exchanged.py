@@ -20,7 +20,7 @@ from torchgpipe.mapped.containers import (
     Replaced,
     attributes_of,
     fill,
-    lists_and_dicts,
+    handing_back,
     tensors_of,
 )
 from torchgpipe.recompute.runs import is_recomputing
@@ -116,24 +116,18 @@ class Exchanged:
             before = [{**mapping} for mapping, _ in self._found]
             # New containers in each run, so that recomputation finds them unchanged.
             given = [{k: _fresh(x) for k, x in found.items()} for _, found in self._found]
-            states = [{k: _state(x) for k, x in items.items()} for items in given]
+            handing = handing_back(before, given)
             for (mapping, _), items in zip(self._found, given):
                 _fill(mapping, items)
             try:
                 return function(*args, **kwargs)
             finally:
-                for (mapping, _), had, items, state in zip(self._found, before, given, states):
-                    # Recomputation restores the mapping entirely.
-                    if not again:
-                        left = {
-                            k
-                            for k, x in mapping.items()
-                            if k in items and x is items[k] and _state(x) == state[k]
-                        }
-                        had = {
-                            k: had[k] if k in left else _handed_on(had.get(k), x)
-                            for k, x in mapping.items()
-                        }
+                # Recomputation restores the mapping entirely.
+                if not again:
+                    for (mapping, _), items in zip(self._found, given):
+                        _fill(items, {**mapping})
+                    handing.end()
+                for (mapping, _), had in zip(self._found, before):
                     _fill(mapping, had)
 
 
@@ -143,28 +137,11 @@ def _fill(mapping: MutableMapping[Any, Any], items: dict[Any, Any]) -> None:
     mapping.update(items)
 
 
-def _state(value: Any) -> list[Any]:
-    """The sizes of all containers and the versions of all tensors in a value, to see changes."""
-    sizes = [(id(x), len(x)) for x in lists_and_dicts(value)]
-    return sizes + [(id(x), version_of(x)) for x in tensors_of(value)]
-
-
 def _fresh(value: Any) -> Any:
     """Copy the lists and dicts in a value, but not its tensors."""
     if type(value) is dict:
         return {k: _fresh(x) for k, x in value.items()}
     return type(value)(map(_fresh, value)) if type(value) in (list, tuple) else value
-
-
-def _handed_on(had: Any, value: Any) -> Any:
-    """Put a module's value into the list or dict that was there before, which others may hold."""
-    if type(had) is type(value) is list:
-        had[:] = value
-        return had
-    if type(had) is type(value) is dict:
-        _fill(had, value)
-        return had
-    return value
 
 
 # Attributes that the model's code sets on a mapped module, anew for each micro-batch.

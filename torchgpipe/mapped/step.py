@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -38,7 +38,6 @@ from torchgpipe.mapped.containers import Changes
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.mapped.exchanged import Attributes
 from torchgpipe.mapped.foreign import Met
-from torchgpipe.mapped.glue import watch_functions
 from torchgpipe.mapped.on_demand import Omitted
 from torchgpipe.partition.keeping import (
     Keeping,
@@ -99,8 +98,8 @@ class Lasting:
         self.last: str | None = None
         #: The spans of steps, while somebody traces the model.
         self.recording: Recording | None = None
-        #: Whether user autograd functions get tensors of several devices; None before a step.
-        self.functions: bool | None = None
+        #: Whether a step has recorded gradients.
+        self.trained = False
         #: Whether modules have met tensors of other devices.
         self.met: Met = {}
         #: Whether modules have names on several devices, which their calls take in turns.
@@ -161,8 +160,6 @@ class MappedStep:
         #: The stage in which each module was called last, or first if no other one calls it.
         self._last: dict[nn.Module, DeviceVisit] = {}
         self._weights: StepWeights | None = None
-        #: Whether a function of the user's got tensors of several devices.
-        self._functions = False
         self._contexts: list[Context] = []
         self._outside = {device: current_stream(device) for device in self.devices}
         self._streams = current_streams(self.devices)
@@ -191,14 +188,6 @@ class MappedStep:
         if has_streams(device):
             wait_all(others, caller)
         return found
-
-    def watch(self, outputs: Iterable[Tensor]) -> None:
-        """Look for functions of the user's that got tensors of several devices, if there are any.
-
-        A walk through a graph takes the host long, so most steps do without.
-        """
-        if self.lasting.functions is not False and torch.is_grad_enabled():
-            self._functions |= watch_functions(outputs)
 
     def outside(self, device: torch.device) -> AbstractStream:
         """The caller's stream on a device."""
@@ -311,8 +300,7 @@ class MappedStep:
 
     def end(self) -> None:
         """Take note that all micro-batches were computed."""
-        if torch.is_grad_enabled():
-            self.lasting.functions = self._functions
+        self.lasting.trained |= torch.is_grad_enabled()
         for body in self._bodies:
             body.settle()
         # All bodies of a module share its attributes.
