@@ -352,7 +352,7 @@ class Lent:
         """Call a function that computes the module.
 
         Raises:
-            RuntimeError: the module changed a copy in place, which the weight would not get.
+            RuntimeError: the module changed a copy, or replaced it, which others would not get.
         """
         # guard: weights that several threads lend
         with self._lock:
@@ -365,10 +365,13 @@ class Lent:
                 with repeating(lambda: self.call):
                     output = inner(*args, **kwargs)
             finally:
+                found = [table.get(name) for table, name in self._places]
                 self._put(own)
-            changed = {id(x) for x, version in versions if version_of(x) != version}
+            same = {id(x) for x, version in versions if version_of(x) == version}
+            pairs = [(x, now) for x, now in zip(own, found) if x is not None]
+            changed = [x for x, now in pairs if now is not copies[id(x)] or id(now) not in same]
             if changed:
-                raise _changed([x for x in own if x is not None and id(copies[id(x)]) in changed])
+                raise _changed(changed)
             return output
 
     def _put(self, tensors: Sequence[Tensor | None]) -> None:
@@ -391,7 +394,7 @@ class Lent:
 def _changed(tensors: Sequence[Tensor]) -> RuntimeError:
     shapes = [tuple(x.shape) for x in tensors]
     return RuntimeError(
-        "parameters and buffers that modules on several devices share must not be changed in place "
-        f"by one of them, since others have copies (shapes: {shapes}); map these modules to one "
-        "device"
+        "parameters and buffers that modules on several devices share must not be changed, or "
+        f"replaced, by one of them, since others have copies (shapes: {shapes}); map these modules "
+        "to one device"
     )

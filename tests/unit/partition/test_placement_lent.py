@@ -106,12 +106,16 @@ def test_threads_take_turns():
             task.result()
 
 
-def test_changes_in_place_would_be_lost():
+@pytest.mark.parametrize("replaces", [False, True])
+def test_changes_would_be_lost(replaces):
     module = nn.Linear(2, 2, bias=False)
 
     def change():
         with torch.no_grad():
-            module.weight.mul_(2)
+            if replaces:
+                module.weight = nn.Parameter(2 * module.weight)
+            else:
+                module.weight.mul_(2)
 
-    with pytest.raises(RuntimeError, match=r"must not be changed in place.*shapes: \[\(2, 2\)\]"):
+    with pytest.raises(RuntimeError, match=r"must not be changed, or replaced.*\[\(2, 2\)\]"):
         lend(module).call(change)
