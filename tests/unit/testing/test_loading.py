@@ -11,7 +11,6 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-import torch
 
 from tests.support import fresh
 from torchgpipe import _torch, testing
@@ -118,11 +117,6 @@ train()
 """)
 
 
-def test_importing_loads_nothing():
-    assert not hasattr(torch.ops.virtual_accelerator, "observe")
-    assert torch._C._get_privateuse1_backend_name() == "privateuseone"
-
-
 def test_observing_before_loading():
     with pytest.raises(RuntimeError, match="no virtual .* yet; call torchgpipe.testing.load()"):
         testing.observe().__enter__()
@@ -183,12 +177,6 @@ def test_compiler_that_fails(cache, program):
     assert list(cache.iterdir()) == []
 
 
-def test_compiler_that_dies_without_a_word_of_errors(cache, program):
-    program('echo "out of memory" >&2; exit 1')
-    with pytest.raises(testing.UnavailableError, match="out of memory"):
-        build.build()
-
-
 def test_cache_that_cannot_be_written(program, monkeypatch, tmp_path):
     program(COMPILES)
     (tmp_path / "file").write_text("")
@@ -223,11 +211,6 @@ def test_no_compiler_on_windows(monkeypatch):
 def test_old_torch(version):
     with pytest.raises(testing.UnavailableError, match="need PyTorch 2.9 or newer .*; install a"):
         build.verify_torch(version)
-
-
-@pytest.mark.parametrize("version", ["2.9.0", "2.13.0+cpu", "2.14.0a0+git1234", "3.0"])
-def test_new_torch(version):
-    build.verify_torch(version)
 
 
 def test_skipped_where_unavailable(tmp_path):
