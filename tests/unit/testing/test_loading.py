@@ -62,32 +62,6 @@ def program(tmp_path, monkeypatch):
 COMPILES = 'while [ "$1" != "-o" ]; do shift; done; echo library > "$2"'
 
 
-def test_two_devices(python):
-    python("""
-import torch
-from torch import nn
-from torchgpipe import GPipe
-from torchgpipe.testing import Busy, load, observe
-
-devices = load(2)
-assert devices == load(2) == [torch.device("virtual", 0), torch.device("virtual", 1)]
-assert torch.accelerator.device_count() == 2
-for other in 1, 3:
-    try:
-        load(other)
-    except ValueError as error:
-        assert f"(devices: {other}, loaded: 2); load as many as are needed at first" in str(error)
-    else:
-        raise AssertionError("it loaded")
-
-model = GPipe(nn.Sequential(Busy(), Busy()), [1, 1], devices=devices, chunks=2)
-with observe(jitter=0) as seen:
-    model(torch.ones(2, 1, device=devices[0], requires_grad=True)).sum().backward()
-assert not seen.races
-assert {span.stream.device for span in seen.spans} == {0, 1}
-""")
-
-
 def test_too_late(python):
     python("""
 import torch
