@@ -11,6 +11,8 @@ import subprocess
 import sys
 import warnings
 from multiprocessing import Pipe, get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from tests.support.size import SOAK
 
@@ -86,9 +88,30 @@ def _run(module, arguments, folder, environment, requests, answers):
 
 
 def run(program):
-    """Run source text in a new interpreter; return its status, and what it prints.
+    """Run source text in a process of its own; return its status, and what it prints."""
+    if SOAK:
+        return run_new(program)
+    with TemporaryDirectory() as folder:
+        process = _context.Process(target=_be, args=(program, folder))
+        process.start()
+        process.join()
+        out, err = (Path(folder, name).read_text("utf-8") for name in ("out", "err"))
+        return process.exitcode, out, err
 
-    The server has imported the package, about whose import such programs often are.
+
+def _be(program, folder):
+    """Be ``python -W ignore -c program``, and write into files of a folder."""
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(Path(folder, name), os.O_CREAT | os.O_WRONLY), number)
+    sys.argv[:] = ["-c"]
+    warnings.simplefilter("ignore")
+    exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+
+
+def run_new(program):
+    """Run source text in a new interpreter, as for a program about what is imported.
+
+    The server has imported torch, and what other tests have it import.
     """
     command = [sys.executable, "-W", "ignore", "-c", program]
     done = _popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -120,12 +120,6 @@ def test_others_are_an_error(norm, why):
     assert type(other) is nn.BatchNorm1d
 
 
-def test_parametrised_after_the_conversion():
-    norm = weight_norm(convert(nn.BatchNorm1d(2)), dim=None)
-    GPipe(nn.Sequential(norm), [1], devices=["cpu"], chunks=4)(torch.rand(8, 2))
-    assert norm.num_batches_tracked.item() == 1
-
-
 @pytest.mark.parametrize("asked", [False, True])
 @pytest.mark.parametrize(
     "make",
@@ -224,24 +218,6 @@ def test_state_of_the_constructed_norm():
     norm = DeferredBatchNorm(2, chunks=4)
     assert list(norm.state_dict()) == list(state)
     assert norm.load_state_dict(old) == ([], [])
-
-
-@pytest.mark.parametrize("chunks", [0, -1, 2.5, None])
-def test_chunks_that_are_none(chunks):
-    for make in (
-        lambda: convert(nn.BatchNorm1d(2), chunks),
-        lambda: DeferredBatchNorm(2, chunks=chunks),
-    ):
-        with pytest.raises(ValueError, match="chunks must be a positive integer"):
-            make()
-
-
-def test_wrapped_again_without():
-    """A layer stays deferred, and every wrapper collects."""
-    layers = nn.Sequential(nn.BatchNorm1d(2))
-    GPipe(layers, [1], devices=["cpu"], chunks=4, deferred_batch_norm=True)
-    GPipe(layers, [1], devices=["cpu"], chunks=4)(torch.rand(8, 2))
-    assert layers[0].num_batches_tracked.item() == 1
 
 
 def test_wrong_chunks_convert_nothing():

@@ -25,14 +25,6 @@ def input(device):
 # Attributes.
 
 
-def test_attributes(model, device):
-    assert model.balance == [2, 1]
-    assert model.devices == [device, device]
-    assert isinstance(model.partitions, nn.ModuleList)
-    assert all(isinstance(partition, nn.Sequential) for partition in model.partitions)
-    assert [len(partition) for partition in model.partitions] == [2, 1]
-
-
 @pytest.mark.parametrize("name", ["balance", "devices"])
 @pytest.mark.parametrize("value", [[1, 2], torch.tensor([1, 2]), None])
 def test_attributes_that_wrapping_decides(model, name, value):
@@ -121,12 +113,6 @@ def test_module_follows_the_wrapper(model):
     assert model.module[2] is replaced
 
 
-def test_wrapped_in_eval_mode():
-    model = GPipe(linears(1, 1, 1).eval(), [1, 1], devices=["cpu", "cpu"])
-    assert not any(module.training for module in model.modules())
-    assert not model.module.training
-
-
 @pytest.mark.parametrize(
     "move",
     [
@@ -142,13 +128,6 @@ def test_moving_is_denied(move, model, device):
     with pytest.raises(TypeError, match="must stay on their devices"):
         move(model)
     assert {(x.device, x.dtype) for x in model.parameters()} == {(device, torch.float32)}
-
-
-def test_every_device_is_asked():
-    """A call that moves no tensor of one partition may move those of another."""
-    model = GPipe(linears(1, 1, 1), [1, 1], devices=["meta", "cpu"])
-    with pytest.raises(TypeError, match="must stay on their devices"):
-        nn.Sequential(model).to("meta")
 
 
 # Forward.
@@ -180,54 +159,6 @@ def test_what_is_recomputed(checkpoint, rows, runs):
     model = GPipe(nn.Sequential(count), [1], chunks=4, checkpoint=checkpoint, devices=["cpu"])
     model(torch.rand(rows, 1, requires_grad=True)).sum().backward()
     assert count.runs == runs
-
-
-def test_changed_between_steps(model, input):
-    model.chunks, model.checkpoint = 5, "always"
-    sizes = []
-    model[0].register_forward_hook(lambda module, args, output: sizes.append(len(output)))
-    model(input).sum().backward()
-    assert sizes == [1] * 10
-
-
-class Twice(nn.Module):
-    """A layer that returns one tensor in two places, or a tensor and its view."""
-
-    def __init__(self, view):
-        super().__init__()
-        self.view = view
-
-    def forward(self, x):
-        return x, x[:, :1] if self.view else x
-
-
-class Double(nn.Module):
-    def forward(self, value):
-        a, b = value
-        a = a.mul_(2)
-        return a + b
-
-
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_shared_memory_that_is_changed_in_place_is_an_error(device, checkpoint):
-    """Autograd does not know of the shared memory, and two devices do not share it."""
-    module = nn.Sequential(nn.Linear(3, 3), Twice(view=True), Double())
-    model = GPipe(module, [2, 1], devices=[device] * 2, chunks=2, checkpoint=checkpoint)
-    with pytest.raises(
-        RuntimeError, match="must not be views of one tensor|must not change its input"
-    ):
-        model(torch.rand(4, 3, device=device))
-
-
-def test_ordered_dict_names(device):
-    module = nn.Sequential(OrderedDict(first=nn.Linear(1, 1), second=nn.Linear(1, 1)))
-    model = GPipe(module, [1, 1], devices=[device] * 2)
-    assert list(model.state_dict()) == [
-        "partitions.0.first.weight",
-        "partitions.0.first.bias",
-        "partitions.1.second.weight",
-        "partitions.1.second.bias",
-    ]
 
 
 def test_partition_that_is_replaced_is_what_runs():

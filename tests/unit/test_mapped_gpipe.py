@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from tests.support.helpers import note_of
-from torchgpipe import MappedGPipe, NoChunk, PerMicroBatch, is_recomputing
+from torchgpipe import MappedGPipe, NoChunk, PerMicroBatch
 
 
 class Model(nn.Module):
@@ -39,18 +39,6 @@ def wrapped(model=None, **options):
     return MappedGPipe(model or Model(), MAP, **{"chunks": 2, **options})
 
 
-def test_names_are_those_of_the_model():
-    model = Model()
-    pipe = wrapped(model)
-    assert pipe.module is model
-    assert pipe.state_dict().keys() == Model().state_dict().keys()
-    assert dict(pipe.named_parameters()).keys() == dict(Model().named_parameters()).keys()
-    assert pipe.load_state_dict(Model().state_dict()).missing_keys == []
-    assert {name for name, _ in pipe.named_modules()} == {n for n, _ in Model().named_modules()}
-    other = Model()
-    other.load_state_dict(pipe.state_dict())
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_copies(copied):
     pipe = wrapped()
@@ -67,22 +55,6 @@ def test_a_copy_of_a_model_that_copies_itself():
     again = copy.deepcopy(pipe)
     assert isinstance(again, MappedGPipe)
     assert copy.deepcopy(pipe.module)._compiled_call_impl is None
-
-
-def test_only_mapped_modules_are_computed_again():
-    counts = {"first": 0, "code": 0}
-
-    class Counting(Model):
-        def forward(self, x):
-            counts["code"] += 1
-            return super().forward(x)
-
-    model = Counting()
-    model.first.register_forward_hook(
-        lambda *_: counts.update(first=counts["first"] + is_recomputing())
-    )
-    wrapped(model)(torch.rand(4, 3))["loss"].mean().backward()
-    assert counts == {"first": 1, "code": 2}
 
 
 def test_calls_outside_of_a_step_are_those_of_the_model():
@@ -118,16 +90,6 @@ def test_two_wrappers_of_one_model():
         old(torch.rand(2, 3))
 
 
-def test_no_threads():
-    with pytest.raises(ValueError, match="threads"):
-        wrapped(threads=0)
-
-
-def test_wrong_model():
-    with pytest.raises(TypeError, match="a device map is for a module"):
-        MappedGPipe(lambda x: x, MAP)
-
-
 class Changing(nn.Module):
     """A block that changes its arguments, of which one is in a class that PyTorch does not know."""
 
@@ -157,26 +119,6 @@ def test_a_module_that_changes_its_arguments(mode):
     assert seen == [2, 1]
     grads = [torch.autograd.grad(y.square().sum(), pipe.parameters()) for y in (found, expected)]
     torch.testing.assert_close(*grads)
-
-
-def test_in_place_modules_under_checkpointing():
-    class Residual(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.act = nn.Linear(3, 3), nn.ReLU(inplace=True)
-
-        def forward(self, x):
-            x = self.first(x)
-            return x + self.act(x)
-
-    pipe = MappedGPipe(Residual(), {"first": "cpu", "act": "cpu"}, chunks=2, checkpoint="never")
-    x = torch.randn(4, 3)
-    expected = torch.autograd.grad(pipe.module(x).square().sum(), pipe.parameters())
-    for pipe.checkpoint in ("never", "always"):
-        output = pipe(x)
-        torch.testing.assert_close(output, pipe.module(x))
-        found = torch.autograd.grad(output.square().sum(), pipe.parameters())
-        torch.testing.assert_close(found, expected)
 
 
 def test_a_model_that_is_compiled_around_its_modules():

@@ -12,7 +12,7 @@ ROOT = Path(torchgpipe.__file__).resolve().parent.parent
 FILES = [
     file
     for folder in ("torchgpipe", "benchmarks", "examples", "tests", "tools")
-    for file in sorted((ROOT / folder).rglob("*.py"))
+    for file in (ROOT / folder).rglob("*.py")
 ]
 
 #: Verbs in the third person, which would leave open who does it.
@@ -39,7 +39,10 @@ DENIED = {*VERBS.split(), *PRONOUNS.split()}
 
 def docstrings(source):
     """The docstrings of a module: each with the line of what it describes."""
-    for node in ast.walk(ast.parse(source)):
+    blocks = [ast.parse(source)]
+    for node in blocks:
+        # Statements in statements, without the expressions in them.
+        blocks += [x for x in ast.iter_child_nodes(node) if hasattr(x, "body")]
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             text = ast.get_docstring(node)
             if text:
@@ -54,9 +57,9 @@ def faults(source):
             yield f"{line}: {text.splitlines()[0]}"
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_docstrings(file):
-    assert list(faults(file.read_text(encoding="utf-8"))) == []
+def test_docstrings():
+    found = {file: [*faults(file.read_text(encoding="utf-8"))] for file in FILES}
+    assert {str(file): some for file, some in found.items() if some} == {}
 
 
 @pytest.mark.parametrize(

@@ -39,12 +39,6 @@ def same(training, grads):
         torch.testing.assert_close(own, other)
 
 
-def test_gradients_come_with_backward():
-    training = make()
-    training(X, Y)
-    assert all(x.grad is None for x in training.parameters())
-
-
 def test_another_model():
     training = make()
     training(X, Y).backward()
@@ -71,13 +65,6 @@ def test_schedule_that_does_not_fit():
     with pytest.raises(ValueError, match="name must be"):
         training.schedule = "no such"
     assert training.schedule == "1f1b"
-
-
-@pytest.mark.parametrize(("model", "loss"), [(layers(), F.mse_loss), (None, 3)])
-def test_wrong_arguments(model, loss):
-    model = model or GPipe(layers(), [2, 1], devices=["cpu"] * 2)
-    with pytest.raises(TypeError, match="must be a"):
-        ScheduledLoss(model, loss)
 
 
 @pytest.mark.parametrize(
@@ -108,12 +95,6 @@ def test_a_sum_whose_weight_the_targets_tell():
 def test_model_without_partitions():
     with pytest.raises(ValueError, match="model must have a partition"):
         ScheduledLoss(GPipe(nn.Sequential(), []), F.mse_loss)
-
-
-def test_state_dict_has_the_keys_of_the_model():
-    training = make()
-    keys = {f"model.{key}" for key in training.model.state_dict()}
-    assert training.state_dict().keys() == keys
 
 
 def test_gradient_scaler():

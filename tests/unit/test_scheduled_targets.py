@@ -25,19 +25,6 @@ def test_arguments_of_the_loss():
     assert seen == [(2, (9,), "a"), (2, (9,), "a"), (1, (9,), "a"), (1, (9,), "a")]
 
 
-def test_lists_within_the_targets_of_a_row():
-    """Keep each with its row, even one with as many entries as there are rows."""
-    seen = []
-
-    def loss(output, objects):
-        seen.append([x["names"] for x in objects])
-        return F.mse_loss(output, torch.cat([x["boxes"] for x in objects]))
-
-    objects = [{"boxes": y[None], "names": [*range(len(Y))]} for y in Y]
-    make(loss, chunks=4)(X, objects).backward()
-    assert [len(x) for x in seen] == [2, 2, 1, 1]
-
-
 def using(outside):
     """A training whose first layer uses a weight of another module."""
 

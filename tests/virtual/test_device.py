@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from torchgpipe.testing import load
+
 
 @pytest.fixture(autouse=True)
 def first_device():
@@ -33,6 +35,14 @@ def test_accelerator(devices):
     assert torch.virtual.current_device() == 3
     torch.accelerator.synchronize()
     torch.virtual.synchronize(devices[1])
+
+
+def test_devices_are_loaded_once(devices):
+    assert load(8) == devices
+    for other in (1, 9):
+        message = rf"\(devices: {other}, loaded: 8\); load as many as are needed at first"
+        with pytest.raises(ValueError, match=message):
+            load(other)
 
 
 def test_current_stream(devices):

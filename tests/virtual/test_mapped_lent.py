@@ -191,7 +191,9 @@ def test_a_buffer_that_a_module_elsewhere_would_change(devices):
     plain = Shared(0)
     plain.layers = nn.ModuleList([Normed(shared) for _ in range(2)])
     pipe = wrapped(plain, devices, 2, 2, "never")
-    with pytest.raises(RuntimeError, match=r"must not be changed, or replaced.*map these modules to"):
+    with pytest.raises(
+        RuntimeError, match=r"must not be changed, or replaced.*map these modules to"
+    ):
         pipe(torch.rand(4, 4))
     pipe.eval()(torch.rand(4, 4))
 

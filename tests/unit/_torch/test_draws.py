@@ -1,7 +1,5 @@
 """Operators that draw are seen, and draw from another generator than the default one."""
 
-import threading
-
 import pytest
 import torch
 from torch import nn
@@ -168,22 +166,6 @@ def test_what_is_traced_has_no_generator(tracing_mode):
         lambda: make_fx(lambda x: F.dropout(x, 0.5), tracing_mode=tracing_mode)(X), own
     ).graph
     assert all("generator" not in node.kwargs for node in graph.nodes)
-
-
-def test_other_threads_draw_from_the_default_generator():
-    own = own_of(5)
-    found = []
-
-    def run():
-        thread = threading.Thread(target=lambda: found.append(torch.rand(3)))
-        thread.start()
-        thread.join()
-
-    torch.manual_seed(3)
-    draw(run, own)
-    torch.manual_seed(3)
-    assert torch.equal(found[0], torch.rand(3))
-    assert torch.equal(own.get_state(), own_of(5).get_state())
 
 
 def test_operators_of_higher_order():

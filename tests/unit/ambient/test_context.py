@@ -1,6 +1,5 @@
 """Context: settings that are carried from thread to thread."""
 
-import contextvars
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -99,22 +98,6 @@ def test_carried_into_any_other(inner, outer):
         assert Modes.current() == before
 
 
-@pytest.mark.parametrize("name", MODES)
-def test_carried_to_another_thread(name):
-    found = []
-
-    def run():
-        with context.entered(SavedSettings([])):
-            found.append(Modes.current())
-
-    with entered(name):
-        context = Context()
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-    assert found == [context.modes]
-
-
 def test_a_thread_keeps_the_number_of_threads_that_it_was_lent():
     found = []
 
@@ -132,12 +115,6 @@ def test_a_thread_keeps_the_number_of_threads_that_it_was_lent():
     assert found == [3]
 
 
-def test_accelerator_is_among_the_autocast_types(device):
-    with torch.autocast(device.type, torch.bfloat16):
-        modes = Modes.current()
-    assert [x.enabled for x in modes.autocast if x.kind == device.type] == [True]
-
-
 def test_casts_of_weights_are_forgotten():
     """A context enters without old casts of weights, since weights may have changed."""
     weight, x = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2)
@@ -149,19 +126,6 @@ def test_casts_of_weights_are_forgotten():
             assert (x @ weight)[0, 0] == 2 * value
 
 
-@pytest.mark.parametrize("error", [KeyError, StopIteration])
-@pytest.mark.parametrize("name", MODES)
-def test_left_by_an_exception(name, error):
-    with entered(name):
-        context = Context()
-    before = Modes.current()
-    raised = error("x")
-    with pytest.raises(error) as caught, context.entered(SavedSettings([])):
-        raise raised
-    assert caught.value is raised
-    assert Modes.current() == before
-
-
 @pytest.mark.parametrize(
     ("name", "alone"),
     [(name, "function" in name or "dispatch" in name or name == "many") for name in MODES],
@@ -169,30 +133,6 @@ def test_left_by_an_exception(name, error):
 def test_what_only_the_caller_may_compute_in(name, alone):
     with entered(name):
         assert Context().alone is alone
-
-
-def test_hooks_for_saved_tensors_are_the_caller_s_alone():
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-        assert Context().alone
-    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
-        assert Context().alone
-
-
-def test_context_variables():
-    variable = contextvars.ContextVar("variable", default=0)
-    variable.set(1)
-    context = Context()
-    variable.set(2)
-
-    def run():
-        found = variable.get()
-        variable.set(3)
-        return found
-
-    # Each time as it was.
-    assert [context.run(run), context.run(run)] == [1, 1]
-    assert variable.get() == 2
-    assert context.run(context.run, run) == 1
 
 
 class Checkpointed(nn.Module):
@@ -221,7 +161,6 @@ def step_of(wrapper):
     return layers, partial(model, x)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("wrapper", ["GPipe", "ScheduledLoss"])
 @pytest.mark.parametrize("is_hooked", [False, True])
 @pytest.mark.parametrize("is_main", [False, True])

@@ -7,13 +7,6 @@ from torchgpipe.ambient import notes as note
 from torchgpipe.ambient.notes import add_note, layer, noted
 
 
-def test_exception_that_is_raised_again_bears_one_note():
-    error = KeyError("x")
-    for _ in range(3):
-        add_note(error, "where")
-    assert note_of(error) == "where"
-
-
 def test_note_before_python_3_11(monkeypatch):
     monkeypatch.setattr(note.sys, "version_info", (3, 10, 0))
     error = KeyError("x")
@@ -24,13 +17,6 @@ def test_note_before_python_3_11(monkeypatch):
     assert error.__cause__.args == ("where",)
     assert error.__cause__.__cause__ is cause
     assert error.__cause__.__context__ is context
-
-
-def test_note_names_the_layer_that_raised():
-    with pytest.raises(KeyError) as caught, noted("where"):
-        layer.name, layer.kind = "0.inner", "Linear"
-        raise KeyError
-    assert note_of(caught.value) == "where, layer 0.inner (Linear)"
 
 
 def test_nobody_asks_for_the_text_of_a_note_that_is_not_needed():

@@ -54,36 +54,6 @@ def test_gradient_waits_for_the_join():
     assert order.index("b2") < order.index("a")
 
 
-def test_gradients_pass():
-    a = torch.tensor([2.0], requires_grad=True)
-    b = torch.tensor([3.0], requires_grad=True)
-    a2, phony = fork(a * 1)
-    b2 = join(b * 1, phony)
-    (a2 * b2).backward()
-    assert (a.grad.item(), b.grad.item()) == (3.0, 2.0)
-
-
-def test_double_backward():
-    a = torch.tensor([2.0], requires_grad=True)
-    x, phony = fork(a**3)
-    x = join(x, phony)
-    (grad,) = torch.autograd.grad(x, a, create_graph=True)
-    (second,) = torch.autograd.grad(grad, a)
-    assert second.item() == 12.0
-
-
-def test_tuple_keeps_what_requires_grad():
-    x = torch.ones(2, requires_grad=True)
-    inputs = (torch.ones(2, dtype=torch.long), x * 1, torch.ones(2))
-    outputs, phony = fork(inputs)
-    joined = join(outputs, phony)
-    for output in (outputs, joined):
-        assert [t.requires_grad for t in output] == [False, True, False]
-        assert all(t.data_ptr() == s.data_ptr() for t, s in zip(output, inputs))
-    joined[1].sum().backward()
-    assert x.grad.tolist() == [1, 1]
-
-
 def test_without_a_gradient_to_come_nothing_happens():
     x = torch.ones(1)
     y, phony = fork(x)
@@ -98,40 +68,6 @@ def test_without_a_gradient_to_come_nothing_happens():
         assert join(a, phony) is a
 
 
-def test_no_gradient_for_one_of_two():
-    x = torch.ones(1, requires_grad=True)
-    (a, b), phony = fork((x * 2, x * 3))
-    a, b = join((a, b), phony)
-    b.backward()
-    assert x.grad.item() == 3
-
-
-def test_output_may_be_changed_in_place():
-    x = torch.tensor([-1.0, 1.0], requires_grad=True)
-    (y, _), phony = fork((x * 2, x * 1))
-    y.mul_(3)
-    y = join(y, phony)
-    y.relu_()
-    y.sum().backward()
-    assert x.grad.tolist() == [0, 6]
-
-
-def test_join_takes_several_phonies():
-    log = []
-    forked = [fork(Log(k, log)(torch.ones(1, requires_grad=True))) for k in range(3)]
-    last = Log("last", log)(torch.ones(1, requires_grad=True))
-    last = join(last, *[phony for _, phony in forked])
-    (Log("first", log)(last) + sum(x for x, _ in forked)).backward()
-    order = [name for direction, name, _ in log if direction == "backward"]
-    assert order[0] == "first"
-    assert {*order} == {"first", "last", 0, 1, 2}
-
-
-def test_graph_bears_the_name():
-    x, phony = fork(torch.ones(1, requires_grad=True))
-    assert join(x, phony).grad_fn.name() == "JoinBackward"
-
-
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
 def test_sparse_tensors_wait_for_nothing():
     x = torch.eye(2).to_sparse().requires_grad_()
@@ -139,6 +75,13 @@ def test_sparse_tensors_wait_for_nothing():
     assert not phony.requires_grad
     torch.sparse.sum(y).backward()
     assert x.grad.to_dense().tolist() == [[2, 0], [0, 2]]
+
+
+def test_phonies_outlive_inference_mode(monkeypatch):
+    monkeypatch.setattr(fork_join, "_phonies", {})
+    with torch.inference_mode():
+        fork_join.get_phony(torch.device("cpu"), requires_grad=False)
+    assert not fork_join.get_phony(torch.device("cpu"), requires_grad=False).is_inference()
 
 
 def test_nothing_leaks():

@@ -1,7 +1,6 @@
 """Balancing by profiling."""
 
 import re
-import time
 from functools import partial
 from random import Random
 
@@ -14,49 +13,7 @@ from torchgpipe import GPipe, NoChunk
 from torchgpipe.balance import balance_by_size, balance_by_time
 
 
-class Sleep(nn.Module):
-    """A layer that takes known times, in milliseconds."""
-
-    def __init__(self, forward, backward):
-        super().__init__()
-        self.seconds = forward / 1000, backward / 1000
-
-    def forward(self, x):
-        return SleepFunction.apply(x, *self.seconds)
-
-
-class SleepFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, forward, backward):
-        ctx.seconds = backward
-        time.sleep(forward)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        time.sleep(ctx.seconds)
-        return grad, None, None
-
-
-@pytest.mark.parametrize(
-    ("costs", "expected"),
-    [
-        ([(1, 2), (1, 2), (1, 2), (1, 2), (10, 20)], [4, 1]),
-        ([(10, 20), (1, 2), (1, 2), (1, 2), (1, 2)], [1, 4]),
-        # Forward alone would say otherwise, and so would backward alone.
-        ([(2, 1), (2, 1), (1, 30), (2, 1), (2, 1)], [2, 1, 2]),
-        ([(1, 2), (30, 1), (1, 2), (1, 2), (1, 2)], [1, 1, 3]),
-    ],
-)
-def test_by_time_finds_the_optimum(costs, expected):
-    """The costs are so far apart that a busy machine does not change which balance is best."""
-    module = nn.Sequential(*[Sleep(*cost) for cost in costs])
-    sample = torch.rand(2, 1, requires_grad=True)
-    found = balance_by_time(len(expected), module, sample, timeout=0.2, device="cpu")
-    assert found == expected
-
-
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(4))
 def test_alike_layers_get_equal_shares(seed, monkeypatch):
     """A busy neighbour slows half of the samples down, by up to three times."""
     random = Random(seed)
@@ -121,18 +78,6 @@ def test_is_a_balance(balance, device):
         balance(1, nn.Linear(1, 1), None, device=device)
 
 
-def test_negative_scale():
-    with pytest.raises(ValueError, match="param_scale: -1"):
-        balance_by_size(1, nn.Sequential(nn.ReLU()), torch.rand(1), param_scale=-1)
-
-
-def test_default_device(monkeypatch):
-    used = []
-    monkeypatch.setattr("torchgpipe.balance.profile.accelerators", lambda: used.append(1) or [])
-    assert balance_by_size(1, nn.Sequential(nn.ReLU()), torch.rand(1)) == [1]
-    assert used == [1]
-
-
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_sample_with_what_goes_whole(chunks):
     class Add(nn.Module):
@@ -161,33 +106,6 @@ def test_first_layer_with_several_arguments(balance):
         balance(2, module, args=a, device="cpu")
 
 
-@pytest.mark.parametrize("balance", [partial(balance_by_time, timeout=0), balance_by_size])
-def test_integral_number_of_partitions(balance):
-    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    sample = torch.rand(4, 3)
-    for partitions in (4 / 2, torch.tensor(2)):
-        assert balance(partitions, module, sample, device="cpu") == [1, 1]
-    for partitions in (1.5, 0, True, "2"):
-        with pytest.raises(ValueError, match="partitions must be a positive integer"):
-            balance(partitions, module, sample, device="cpu")
-
-
-@pytest.mark.parametrize("balance", [partial(balance_by_time, timeout=0), balance_by_size])
-def test_train_mode(balance):
-    modes = []
-
-    class Mode(nn.Module):
-        def forward(self, x):
-            modes.append(self.training)
-            return x * 2
-
-    module = nn.Sequential(Mode(), Mode()).eval()
-    # Layers are copied, the list is not: it is a variable of this function.
-    balance(2, module, torch.rand(4, 3), device="cpu")
-    assert set(modes) == {True}
-    assert not any(x.training for x in module.modules())
-
-
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("no memory"), RuntimeError("x: can't allocate memory: y")]
 )
@@ -203,13 +121,3 @@ def test_out_of_memory(error, chunks, note):
     with pytest.raises(type(error)) as caught:
         balance_by_size(1, nn.Sequential(Big()), torch.rand(4, 2), chunks=chunks, device="cpu")
     assert any(re.search(note, x) for x in notes_of(caught.value))
-
-
-def test_other_errors_say_nothing_of_memory():
-    class Fail(nn.Module):
-        def forward(self, x):
-            raise RuntimeError("other")
-
-    with pytest.raises(RuntimeError) as caught:
-        balance_by_size(1, nn.Sequential(Fail()), torch.rand(4, 2), device="cpu")
-    assert not any("mini-batch" in x for x in notes_of(caught.value))

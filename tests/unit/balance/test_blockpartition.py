@@ -4,7 +4,7 @@ from itertools import combinations
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from torchgpipe.balance.blockpartition import solve
@@ -29,7 +29,6 @@ def exact(cost):
     return numerator * (2**1100 // denominator)
 
 
-@settings(max_examples=300)
 @given(costs, st.data())
 def test_optimal(costs, data):
     partitions = data.draw(st.integers(1, len(costs)))

@@ -20,12 +20,6 @@ def run(loss, count=2, rows=(3, 1), **options):
     return criterion
 
 
-def test_mean():
-    criterion = run(torch.mean)
-    assert criterion.total() == (torch.tensor(1.25), None)
-    assert [criterion.grad(i).item() for i in range(2)] == [0.75, 0.25]
-
-
 @pytest.mark.parametrize("number", [int, Fraction, torch.tensor])
 def test_sum_and_weight(number):
     criterion = run(lambda x: (x.sum(), number(len(x))))
@@ -41,11 +35,6 @@ def test_a_weight_that_is_known_too_late():
     criterion.found[1] = late
     assert criterion.grad(1) == 1
     assert criterion.total() == (1.5, 4)
-
-
-def test_scale():
-    criterion = run(torch.mean, scale=lambda x: x * 8)
-    assert criterion.grad(0) == 6
 
 
 def test_one_element_with_dimensions():
@@ -69,18 +58,6 @@ def test_some_means_and_some_sums():
 
     with pytest.raises(TypeError, match="a mean for all micro-batches"):
         run(loss).total()
-
-
-def test_outputs_have_no_graph():
-    criterion = run(torch.mean, outputs=True)
-    assert [x.value.tolist() for x in criterion.outputs] == [[1, 1], [2, 2]]
-    assert not any(x.requires_grad for x in criterion.outputs)
-    assert run(torch.mean).outputs is None
-
-
-def test_whether_it_depends_on_anything():
-    assert run(torch.mean).depends
-    assert not run(lambda x: x.detach().mean()).depends
 
 
 @pytest.mark.parametrize("second", [{}, "text", torch.rand(2), [1, 2]])

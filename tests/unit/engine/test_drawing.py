@@ -18,8 +18,6 @@ from tests.support.drawing import (
 )
 from tests.support.size import some
 from torchgpipe import GPipe, ScheduledLoss
-from torchgpipe._torch.draws import KEY
-from torchgpipe.ambient.generators import nesting
 from torchgpipe.engine import drawing as draws
 
 
@@ -71,7 +69,6 @@ CASES = [
     ("nothing", "1f1b", "never"),
     ("nothing", "zero_bubble_h1", "always"),
     ("checkpoint", "1f1b", "never"),
-    ("checkpoint", "zero_bubble_h1", "always"),
     ("checkpoint in a checkpoint", "1f1b", "always"),
     ("selective checkpoint", "1f1b", "never"),
 ]
@@ -91,16 +88,6 @@ def test_numbers_of_layers_that_begin_to_draw(around, schedule, mode):
         assert_same(found, step(plain, layers, k))
     assert meeting.met
     assert free > 1
-
-
-@pytest.mark.filterwarnings("ignore:a stage must be traceable")
-@pytest.mark.parametrize("mode", ["never", "always"])
-def test_numbers_of_graphs_that_begin_to_draw(mode):
-    layers, (training, plain) = trainings(Layer, mode=mode, stages="graph")
-    for k in range(12):
-        switch(layers, k > 2 and k % 3 > 0)
-        assert_same(step(training, layers, k), step(plain, layers, k))
-    assert is_free(training)
 
 
 class Negative(nn.Module):
@@ -123,26 +110,6 @@ def test_numbers_where_the_data_decides(mode):
     for k in range(4):
         layers[0].shift[0] = 0.5 if k > 1 else 0.0
         assert_same(step(training, layers, k), step(plain, layers, k))
-
-
-class Compiled(nn.Module):
-    """A compiled layer that draws."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.4), nn.Tanh())
-        self.layers.compile(backend="aot_eager")
-
-    def forward(self, x):
-        return self.layers(x)
-
-
-def test_numbers_of_compiled_layers():
-    """For other rows they are compiled anew, in a step of cells side by side."""
-    layers, (training, plain) = trainings(Compiled, mode="always")
-    for k, rows in enumerate([8, 8, 8, 9, 9]):
-        assert_same(step(training, layers, k, rows), step(plain, layers, k, rows))
-    assert is_free(training)
 
 
 class OwnCheckpoint(torch.autograd.Function):
@@ -249,7 +216,7 @@ class Shake(torch.autograd.Function):
         return grad * torch.rand(grad.shape)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_h1", "fill_drain"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_h1"])
 @pytest.mark.parametrize("first", [lambda x: x, noisy], ids=["alone", "too"])
 def test_numbers_of_backward(first, schedule):
     layers, found = trainings(
@@ -357,37 +324,3 @@ def test_turns_are_always_taken_where_draws_cannot_be_seen(mode, monkeypatch):
     for k in range(3):
         assert_same(step(training, layers, k), step(plain, layers, k))
         assert not is_free(training)
-
-
-@pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize("place", ["forward", "backward"])
-def test_nothing_is_left_after_an_error(place, steps):
-    """Neither in the first step, nor in a later one."""
-
-    class Failing(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            if wrong and place == "forward":
-                raise ArithmeticError
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, grad):
-            torch.rand(3)
-            if wrong:
-                raise ArithmeticError
-            return grad
-
-    wrong = []
-    layers, (training, plain) = trainings(lambda: Setting(lambda x: Failing.apply(noisy(x))))
-    for k in range(steps):
-        step(training, layers, k)
-    wrong.append(True)
-    for failing in (training, plain):
-        with pytest.raises(ArithmeticError):
-            step(failing, layers, 5)
-        assert nesting.source is None
-        assert not nesting.sees
-        assert not torch._C._dispatch_tls_is_dispatch_key_included(KEY)
-    wrong.clear()
-    assert_same(step(training, layers, 6), step(plain, layers, 6))

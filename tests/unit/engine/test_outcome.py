@@ -16,26 +16,6 @@ def loss_of(sums, *tensors, divisor=None):
     return Outcome.apply(torch.tensor(3.0), divisor, zero)
 
 
-@pytest.fixture
-def weight():
-    return nn.Parameter(torch.rand(3))
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_sum(weight, count):
-    terms = [torch.rand(3) for _ in range(count)]
-    before = [term.clone() for term in terms]
-    sums = Sums()
-    for term in terms:
-        sums.add([weight, weight.detach()], [term, None])
-    loss = loss_of(sums, weight)
-    (loss * 2).backward()
-    assert loss == 3
-    torch.testing.assert_close(weight.grad, 2 * sum(before))
-    # Somebody else may have these.
-    assert all(map(torch.equal, terms, before))
-
-
 def test_sums_that_share_memory():
     weight, other, shared = nn.Parameter(torch.rand(3)), nn.Parameter(torch.rand(3)), torch.rand(3)
     expected = shared.clone()
@@ -100,26 +80,6 @@ def test_small_gradients_wait_but_beside_large_ones_on_the_cpu(monkeypatch, kind
         assert [len(x) for x in weights if x._backward_hooks] == expected
 
 
-def test_first_gradient_becomes_the_sum(weight):
-    terms = [torch.rand(3) for _ in range(3)]
-    expected, memory = sum(x.clone() for x in terms), terms[0].data_ptr()
-    sums = Sums()
-    while terms:
-        sums.add([weight], [terms.pop(0)])
-    loss_of(sums, weight).backward()
-    assert weight.grad.data_ptr() == memory
-    torch.testing.assert_close(weight.grad, expected)
-
-
-def test_sum_becomes_the_gradient(weight):
-    sums = Sums()
-    for _ in range(3):
-        sums.add([weight], [torch.rand(3)])
-    (memory,) = [x.data_ptr() for x in sums._sums.values()]
-    loss_of(sums, weight).backward()
-    assert weight.grad.data_ptr() == memory
-
-
 def test_sparse_gradients(monkeypatch):
     monkeypatch.setattr(outcome, "LARGE", 1)
     table = nn.Embedding(5, 2, sparse=True)
@@ -135,29 +95,3 @@ def test_sparse_gradients(monkeypatch):
     assert table.weight.grad.is_sparse
     expected = 2 * sum(term.to_dense() for term in terms)
     torch.testing.assert_close(table.weight.grad.to_dense(), expected)
-
-
-def test_gradients_move_to_other_sums(weight):
-    other = nn.Parameter(torch.rand(3))
-    first, second, target = Sums(), Sums(), Sums()
-    first.add([weight], [torch.ones(3)])
-    first.add([weight, other], [torch.ones(3), torch.ones(3)])
-    second.add([weight], [torch.ones(3)])
-    owner = {id(weight): target, id(other): target}
-    first.move_to(owner)
-    second.move_to(owner)
-    loss_of(target, weight, other).backward()
-    assert weight.grad.tolist() == [3, 3, 3]
-    assert other.grad.tolist() == [1, 1, 1]
-
-
-def test_tensor_without_a_gradient(weight):
-    loss_of(Sums(), weight).backward()
-    assert weight.grad is None
-
-
-def test_divisor(weight):
-    sums = Sums()
-    sums.add([weight], [torch.ones(3)])
-    loss_of(sums, weight, divisor=torch.tensor(4.0)).backward()
-    assert weight.grad.tolist() == [0.25] * 3

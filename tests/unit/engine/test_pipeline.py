@@ -28,63 +28,6 @@ def test_clock_cycles(m, n):
     assert all(when[i, j] == i + j for i, j in when)
 
 
-def test_clock_cycles_of_the_picture():
-    assert list(clock_cycles(3, 3)) == [
-        [(0, 0)],
-        [(1, 0), (0, 1)],
-        [(2, 0), (1, 1), (0, 2)],
-        [(2, 1), (1, 2)],
-        [(2, 2)],
-    ]
-
-
-def test_cells_of_a_cycle_run_at_once():
-    """The two cells of the middle cycle wait for each other."""
-    barrier = threading.Barrier(2, timeout=10)
-
-    class Meet(nn.Module):
-        def __init__(self, j):
-            super().__init__()
-            self.j, self.i = j, -1
-
-        def forward(self, x):
-            self.i += 1
-            if self.i + self.j == 1:
-                barrier.wait()
-            return x
-
-    partitions = [nn.Sequential(Meet(0)), nn.Sequential(Meet(1))]
-    x = torch.rand(2, 1)
-    assert torch.equal(run_pipeline(partitions, CPUS[:2], x, chunks=2), x)
-
-
-@pytest.mark.parametrize("slow", [0, 1, 2])
-def test_a_slow_cell_holds_up_only_those_that_need_its_output(slow, monkeypatch):
-    """The other cells run meanwhile, as far as there are copy streams for them."""
-    n, m, turns = 3, 8, 4
-    monkeypatch.setattr(StreamPool, "COPIES", turns)
-    others = {(i, j) for j in range(slow) for i in range((turns - 1) * (slow - j))}
-    done, all_done = set(), threading.Event()
-
-    class Layer(nn.Module):
-        def __init__(self, j):
-            super().__init__()
-            self.j, self.i = j, -1
-
-        def forward(self, x):
-            self.i += 1
-            if (self.i, self.j) == (0, slow):
-                assert not others or all_done.wait(10), others - done
-                assert done == others
-            done.add((self.i, self.j))
-            if done == others:
-                all_done.set()
-            return x
-
-    run_pipeline([nn.Sequential(Layer(j)) for j in range(n)], CPUS[:n], torch.rand(m, 1), chunks=m)
-    assert len(done) == n * m
-
-
 devices = st.sampled_from([[CPU] * 3, CPUS[:3], [CPUS[0], CPUS[0], CPUS[1]], CPUS[:2] + CPUS[:1]])
 
 
@@ -139,19 +82,6 @@ def test_fence(mode, requires_grad):
             and any(found is layers[i, 0] for found, _ in node.next_functions)
         ]
         assert requires_grad or any(reaches(graph, join, layers[i - 1, 0]) for join in joins)
-
-
-@pytest.mark.parametrize("mode", ["never", "always"])
-def test_nothing_but_the_layers_on_one_device(mode):
-    """Autograd takes the node recorded last first on one device, which is the right order."""
-    graph, layers = graph_of([CPU] * 2, 3, mode, requires_grad=True)
-    assert {node.name() for node in graph if node not in layers.values()} <= {
-        "TBackward0",
-        "torch::autograd::AccumulateGrad",
-        "NarrowBackward0",
-        "SliceBackward0",
-        "CatBackward0",
-    }
 
 
 @pytest.mark.parametrize("mode", ["never", "except_last"])

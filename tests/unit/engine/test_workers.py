@@ -1,11 +1,8 @@
 """Workers: their context, their results and exceptions, and their end."""
 
 import logging
-import os
-import signal
 import threading
 import time
-import weakref
 from functools import partial
 
 import pytest
@@ -13,13 +10,9 @@ import torch
 
 from tests.support.helpers import CPUS
 from torchgpipe.ambient.context import Context
-from torchgpipe.engine.workers import PATIENCE, Task, Worker, Workers
+from torchgpipe.engine.workers import PATIENCE, Task, Workers
 
 A, B, C = CPUS[:3]
-
-
-def threads():
-    return {thread for thread in threading.enumerate() if thread.name.startswith("torchgpipe")}
 
 
 def run(workers, *tasks):
@@ -31,38 +24,6 @@ def raiser(error):
         raise error
 
     return task
-
-
-@pytest.fixture(params=[1, 2], ids=["caller", "threads"])
-def workers(request):
-    return Workers(CPUS[: request.param])
-
-
-def test_runs_everything(workers):
-    done = []
-    run(workers, (A, partial(done.append, 1)), (A, partial(done.append, 2)))
-    assert done == [1, 2]
-
-
-def test_caller_is_the_worker_of_a_single_device():
-    seen = []
-    run(Workers([A, A]), (A, lambda: seen.append(threading.current_thread())))
-    assert seen == [threading.current_thread()]
-
-
-def test_devices_run_at_once_each_on_its_own_thread():
-    workers = Workers(CPUS)
-    barrier = threading.Barrier(3, timeout=10)
-    seen = {}
-
-    def task(device):
-        barrier.wait()
-        seen.setdefault(device, set()).add(threading.current_thread())
-
-    for _ in range(3):
-        run(workers, *[(device, partial(task, device)) for device in (A, B, C)])
-    assert len(set.union(*seen.values())) == 3
-    assert all(len(used) == 1 for used in seen.values())
 
 
 class Clock:
@@ -113,17 +74,6 @@ def test_whoever_is_faster_and_now_and_then_the_other(clock, faster, slower):
     assert [k for k, way in enumerate(ways, 1) if way == slower and k > 1] == [2, 4, 8, 16, 32]
 
 
-def test_first_round_of_the_workers_takes_longer(clock):
-    """The first round of the workers does not decide for good."""
-    workers = blocked(clock, caller=2)
-    assert clock.run(workers, workers=100) == "workers"
-    assert [clock.run(workers, caller=2, workers=1) for _ in range(3)] == [
-        "workers",
-        "workers",
-        "caller",
-    ]
-
-
 def test_who_is_faster_changes(clock):
     workers = blocked(clock, caller=1)
     for _ in range(5):
@@ -171,14 +121,6 @@ def test_caller_runs_nothing_beside_the_cpu(clock, monkeypatch):
     assert {clock.run(workers, workers=1) for _ in range(9)} == {"workers"}
 
 
-def test_caller_runs_all_of_a_single_device(clock):
-    workers, seen = Workers([A]), set()
-    for _ in range(9):
-        run(workers, (A, lambda: seen.add(threading.current_thread())))
-    assert seen == {threading.current_thread()}
-    assert not workers._workers
-
-
 def test_exceptions_and_modes_of_the_caller_that_issues(clock):
     workers, done = Workers(CPUS), []
     with pytest.raises(KeyError):
@@ -187,22 +129,6 @@ def test_exceptions_and_modes_of_the_caller_that_issues(clock):
     with torch.no_grad():
         run(workers, (A, lambda: done.append(torch.is_grad_enabled())))
     assert done == [False]
-
-
-@pytest.mark.parametrize("places", [(A, B), (B, A)])
-def test_of_several_exceptions_the_first_by_name_is_raised(places):
-    barrier = threading.Barrier(2, timeout=10)
-
-    def fail(error):
-        barrier.wait()
-        raise error
-
-    tasks = [
-        Task((1, 0), places[0], partial(fail, KeyError("second"))),
-        Task((0, 1), places[1], partial(fail, KeyError("first"))),
-    ]
-    with pytest.raises(KeyError, match="first"):
-        Workers(CPUS).run(tasks, Context())
 
 
 def test_a_task_waits_for_what_it_needs_and_for_nothing_else():
@@ -228,22 +154,6 @@ def test_a_task_waits_for_what_it_needs_and_for_nothing_else():
         Context(),
     )
     assert log == ["first of A", "last of A", "slow", "after slow", "end"]
-
-
-def test_whoever_waits_for_a_task_that_fails_does_not_start():
-    workers, done = Workers(CPUS), []
-    with pytest.raises(KeyError):
-        workers.run(
-            [
-                Task(0, A, raiser(KeyError())),
-                Task(1, B, partial(done.append, "needs it"), [0]),
-                Task(2, C, partial(done.append, "needs that"), [1]),
-            ],
-            Context(),
-        )
-    assert done == []
-    run(workers, *[(device, partial(done.append, device)) for device in (A, B, C)])
-    assert sorted(done, key=str) == [A, B, C]
 
 
 def test_nothing_starts_or_runs_after_an_exception():
@@ -292,28 +202,6 @@ def test_exception_does_not_wait_for_what_takes_long():
     assert done == ["slow", "next"]
 
 
-@pytest.mark.usefixtures("interruptible")
-def test_caller_that_is_interrupted():
-    workers = Workers(CPUS)
-    started, release = threading.Event(), threading.Event()
-    done = []
-
-    def interrupt():
-        started.wait(10)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    def slow():
-        started.set()
-        release.wait(10)
-
-    threading.Thread(target=interrupt).start()
-    with pytest.raises(KeyboardInterrupt):
-        run(workers, (A, slow), (A, partial(done.append, "late")), (B, lambda: None))
-    release.set()
-    run(workers, (A, partial(done.append, "next")))
-    assert done == ["next"]
-
-
 def test_caller_that_is_interrupted_while_it_submits(monkeypatch):
     workers = Workers(CPUS)
     release, done = threading.Event(), []
@@ -329,34 +217,6 @@ def test_caller_that_is_interrupted_while_it_submits(monkeypatch):
     release.set()
     run(workers, (A, partial(done.append, "next")))
     assert done == ["next"]
-
-
-def test_threads_end_with_their_workers():
-    before = threads()
-    workers = Workers(CPUS)
-    assert threads() <= before, "threads start when they are needed"
-    run(workers, (A, lambda: None), (B, lambda: None))
-    started = threads() - before
-    assert len(started) == 2
-    del workers
-    for thread in started:
-        thread.join(10)
-    assert threads() <= before
-
-
-def test_worker_holds_no_task_after_it():
-    class Task:
-        def __call__(self):
-            pass
-
-    worker, task = Worker("torchgpipe-test"), Task()
-    ref = weakref.ref(task)
-    done = threading.Event()
-    worker.submit(task)
-    del task
-    worker.submit(done.set)
-    assert done.wait(10)
-    assert ref() is None
 
 
 def test_worker_that_comes_to_its_workers_runs_all_itself():

@@ -1,6 +1,5 @@
 """The parts of a graph compute what autograd does, each node of the backward once."""
 
-import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -27,7 +26,7 @@ def same(found, expected):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@settings(max_examples=some(300, 12), deadline=None)
+@settings(max_examples=some(300, 8), deadline=None)
 @given(st.integers(0, 10**6), st.booleans())
 def test_random_programs(seed, needs_grad):
     torch.manual_seed(seed)
@@ -53,23 +52,6 @@ def test_random_programs(seed, needs_grad):
     assert all(node in needed or node in results or not node.users for node in [*early, *late])
 
 
-def test_arguments_are_let_go_of():
-    """A function empties its list, so that nobody else holds what it is given."""
-    stage = Stage(nn.Linear(3, 3), torch.rand(2, 3, requires_grad=True))
-    values = stage.parts.forward.arguments(
-        {"state": stage.places.read(), "input": [stage.x], "more": []}
-    )
-    stage.parts.forward.function(values)
-    assert values == []
-
-
-def test_stage_without_a_gradient_of_its_input():
-    """Put all of its backward into W."""
-    stage = Stage(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)), torch.rand(2, 3))
-    assert stage.parts.input.slice.nodes == []
-    assert stage.parts.weight.slice.nodes == stage.parts.backward.slice.nodes
-
-
 def test_random_numbers_stay_in_order():
     """A part that needs no value of a layer draws its numbers all the same."""
 
@@ -88,11 +70,3 @@ def test_random_numbers_stay_in_order():
         stage.call(part, input=[stage.x], more=[], kept=[stage.x])
         states.append(torch.get_rng_state())
     assert all(torch.equal(states[0], x) for x in states)
-
-
-@pytest.mark.parametrize("track", [True, False])
-def test_buffers_that_change(track):
-    stage = Stage(nn.BatchNorm1d(3, track_running_stats=track), torch.rand(4, 3))
-    names = [name for name, _ in stage.layers.named_parameters()]
-    assert len(stage.parts.changed) == 3 * track
-    assert all(k >= len(names) for k in stage.parts.changed)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.support.graphs import traced
-from torchgpipe.graphs.places import UntraceableError
+from torchgpipe.graphs.places import UntraceableError, verify_plain
 
 TWO = torch.tensor(2)
 HALF = torch.tensor(0.5)
@@ -130,3 +130,11 @@ def test_what_does_not_read(name):
     layer, x = Layer(UNREAD[name]), torch.rand(2, 3)
     joint = traced(layer, x).joint
     assert joint.calls
+
+
+def test_tensors_of_other_classes():
+    verify_plain([torch.ones(2), nn.Parameter(torch.ones(2)), nn.Buffer(torch.ones(2))])
+    with pytest.raises(UntraceableError, match="Sub"):
+        verify_plain([torch.ones(2).as_subclass(type("Sub", (torch.Tensor,), {}))])
+    with pytest.raises(UntraceableError, match="sparse"):
+        verify_plain([torch.ones(2).to_sparse()])

@@ -38,25 +38,6 @@ def test_arithmetic_is_split(name):
     assert 0.2 * whole < early < 0.8 * whole
 
 
-def test_embedding():
-    """No gradient of numbers of tokens is wanted, so all is in W."""
-
-    class Embedded(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table, self.layer = nn.Embedding(7, 4), nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.layer(self.table(x))
-
-    stage = Stage(Embedded(), torch.randint(7, (3, 5)))
-    outputs, saved = stage.forward()
-    grads = [torch.rand_like(x) for x in outputs]
-    assert operations(stage, stage.halves, saved, grads) == operations(
-        stage, stage.backward, saved, grads
-    )
-
-
 class Shared(torch.autograd.Function):
     """A function that computes both gradients in the same memory."""
 

@@ -6,7 +6,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.support.schedules import Case, training_of
-from tests.support.skips import Pop, Stash
 from torchgpipe import GPipe, ScheduledLoss
 from torchgpipe.schedule import simulate, validate
 
@@ -41,17 +40,6 @@ def test_costs():
     assert validate(schedule, capacity=1, costs=costs)
     # Nothing was left of it.
     assert all(x.grad is None for x in training.parameters())
-
-
-def test_skips_and_graphs_that_a_step_uses_again():
-    torch.manual_seed(0)
-    layers = [nn.Linear(6, 6), Stash(), nn.Linear(6, 6), Pop()]
-    case = Case(layers, torch.rand(8, 6), torch.rand(8, 6))
-    training = training_of(case, layers, "1f1b", ["cpu"] * 4, "never", stages="graph")
-    training.costs(case.input, case.target)
-    before = [x.last for x in training.graphs]
-    training(case.input, case.target).backward()
-    assert [x.last for x in training.graphs] == before
 
 
 def test_eager_stages_have_no_costs():

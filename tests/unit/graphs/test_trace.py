@@ -92,13 +92,6 @@ def test_form():
     assert form.fixed == (None, None)
 
 
-def test_gradient_that_is_handed_on():
-    stage = Stage(nn.Identity(), torch.rand(2, requires_grad=True))
-    _, saved = stage.forward()
-    grad = torch.rand(2)
-    assert stage.backward(saved, [grad]) == ([grad], [])
-
-
 def test_gradients_of_some_outputs():
     class Two(nn.Module):
         def forward(self, x):
@@ -112,32 +105,9 @@ def test_gradients_of_some_outputs():
     assert torch.equal(grad, torch.ones(2))
 
 
-def test_state_of_generators_stays():
-    before = torch.get_rng_state()
-    traced(nn.Sequential(nn.Linear(3, 3), nn.Dropout()), torch.rand(2, 3))
-    torch.rand(6)
-    torch.set_rng_state(before)
-    state = torch.get_rng_state()
-    traced(nn.Dropout(), torch.ones(2, 3))
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 @pytest.mark.parametrize("enabled", [True, False])
 def test_backward_is_without_autocast(enabled):
     with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
         joint = traced(nn.Linear(3, 3), torch.rand(2, 3, requires_grad=True)).joint
     dtypes = {x.meta["val"].dtype for x in joint.backward if "mm" in str(x.target)}
     assert dtypes == {torch.bfloat16 if enabled else torch.float32}
-
-
-def test_parameters_are_parameters():
-    class Asking(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.rand(3))
-
-        def forward(self, x):
-            return x * (self.weight if isinstance(self.weight, nn.Parameter) else 0)
-
-    joint = traced(Asking(), torch.rand(2, 3)).joint
-    assert joint.weight_grads[0] is not None

@@ -45,14 +45,6 @@ def test_a_module_with_a_name_below_it_is_divided():
     assert names(model, {"layers": CPU, "layers.1": CPU}) == ["layers.0", "layers.1"]
 
 
-def test_a_list_is_not_called_so_its_modules_are():
-    assert names(Model(), {"embed": CPU, "layers": CPU}) == ["embed", "layers.0", "layers.1"]
-
-
-def test_a_module_with_two_names_comes_once():
-    assert names(Model(), {"embed": CPU, "again": CPU, "layers": CPU})[:2] == ["embed", "layers.0"]
-
-
 def test_a_module_with_names_on_several_devices_has_a_place_for_each():
     places = {"embed": CPU, "layers": CPU, "again": META}
     model = Model()

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from torchgpipe import MappedGPipe
 from torchgpipe.balance import map_by_size
 from torchgpipe.mapped.device_map import Wholes
 from torchgpipe.planner.maps import Units
@@ -99,26 +98,3 @@ def test_a_sequence_is_spread():
     model = Model(stem=linear(), body=nn.Sequential(*[Block() for _ in range(4)]), head=linear())
     found = map_by_size(["a", "b"], model, torch.rand(2, 4))
     assert [found[f"body.{k}"] for k in range(4)] == ["a", "a", "b", "b"]
-
-
-def test_a_map_that_the_code_does_not_run_with_gives_way(monkeypatch):
-    class Fussy(Model):
-        """The code uses both halves of what is in a list, as long as they are together."""
-
-        def forward(self, x):
-            if len({x.device for x in self.body.parameters()}) > 1:
-                raise RuntimeError("apart")
-            return super().forward(x)
-
-    seen = []
-
-    def rehearsed(self, device_map, arguments):
-        seen.append({*device_map})
-        if "body.0" in device_map:
-            raise RuntimeError("apart")
-
-    monkeypatch.setattr(MappedGPipe, "_rehearse", rehearsed)
-    model = Fussy(stem=linear(), body=nn.Sequential(linear(), linear()))
-    pipe = MappedGPipe(model, "auto", sample=torch.rand(2, 4), devices=["cpu"] * 2)
-    assert seen == [{"", "stem", "body.0", "body.1"}, {"", "stem", "body"}]
-    assert [*pipe.device_map] == ["", "stem", "body"]

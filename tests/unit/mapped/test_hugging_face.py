@@ -1,14 +1,10 @@
 """A model that Accelerate has dispatched is taken over as it stands."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
 
 from torchgpipe import MappedGPipe
-from torchgpipe.planner import maps
-from torchgpipe.planner.blocks import timed
 
 pytest.importorskip("accelerate")
 
@@ -42,14 +38,6 @@ def test_dispatched_with_another_map():
     assert not any(hasattr(module, "_hf_hook") for module in model.modules())
     # The hooks would bring it to the CPU.
     assert pipe(torch.rand(4, 3, device="meta")).device.type == "meta"
-
-
-def test_dispatched_and_measured(monkeypatch):
-    monkeypatch.setattr(maps, "timed", partial(timed, timeout=0))
-    model = dispatch_model(Model(), {"first": "cpu", "second": "cpu"}, force_hooks=True)
-    pipe = MappedGPipe(model, "auto", sample=torch.rand(2, 3), devices=["cpu", "cpu"])
-    assert not any(hasattr(module, "_hf_hook") for module in model.modules())
-    pipe(torch.rand(4, 3))
 
 
 def test_not_dispatched():

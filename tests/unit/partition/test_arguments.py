@@ -1,7 +1,5 @@
 """The arguments of the wrapper: balance, devices, chunks and checkpoint."""
 
-import math
-import re
 from fractions import Fraction
 
 import pytest
@@ -11,11 +9,6 @@ from torch import nn
 from tests.support.helpers import linears
 from torchgpipe import GPipe
 from torchgpipe.partition import arguments as options
-
-
-def test_defaults(device):
-    model = GPipe(linears(1, 1), [1])
-    assert (model.chunks, model.checkpoint, model.balance) == (1, "except_last", [1])
 
 
 @pytest.mark.parametrize("balance", [[0, 3], [-1, 4], [1.5, 1.5], [True, 2], ["3"], [None]])
@@ -28,31 +21,6 @@ def test_balance_of_other_numbers(balance):
 def test_balance_that_does_not_add_up(balance):
     with pytest.raises(ValueError, match=rf"sum: {sum(balance)}, layers: 3.*every layer"):
         GPipe(linears(1, 1, 1, 1), balance)
-
-
-@pytest.mark.parametrize("chunks", [0, -1, 1.5, "2", None, True, math.inf, math.nan, 1j, [2]])
-def test_chunks(chunks):
-    model = GPipe(linears(1, 1), [1], chunks=2)
-    for change in (
-        lambda: GPipe(linears(1, 1), [1], chunks=chunks),
-        lambda: setattr(model, "chunks", chunks),
-    ):
-        shown = re.escape(repr(chunks))
-        with pytest.raises(ValueError, match=rf"positive integer.*chunks: {shown}"):
-            change()
-    assert model.chunks == 2
-
-
-@pytest.mark.parametrize("checkpoint", ["sometimes", None, True])
-def test_checkpoint(checkpoint):
-    model = GPipe(linears(1, 1), [1])
-    for change in (
-        lambda: GPipe(linears(1, 1), [1], checkpoint=checkpoint),
-        lambda: setattr(model, "checkpoint", checkpoint),
-    ):
-        with pytest.raises(ValueError, match=rf"one of 'always'.*checkpoint: {checkpoint!r}"):
-            change()
-    assert model.checkpoint == "except_last"
 
 
 def test_checkpoint_of_another_class():
@@ -69,17 +37,6 @@ def test_checkpoint_of_another_class():
 def test_too_few_devices():
     with pytest.raises(IndexError, match=r"partitions: 2, devices: \['cpu'\].*several times"):
         GPipe(linears(1, 1, 1), [1, 1], devices=["cpu"])
-
-
-@pytest.mark.parametrize("devices", ["cpu", torch.device("cpu"), 0])
-def test_devices_that_are_not_a_sequence(devices):
-    with pytest.raises(TypeError, match=rf"devices: .*pass \['{devices}'\] \* 2"):
-        GPipe(linears(1, 1, 1), [1, 1], devices=devices)
-
-
-def test_balance_that_is_not_a_sequence():
-    with pytest.raises(TypeError, match=r"balance: 3\); for one partition, pass \[3\]"):
-        GPipe(linears(1, 1, 1, 1), 3)
 
 
 @pytest.mark.parametrize("arguments", [(), (None,)])
@@ -144,8 +101,3 @@ def test_arguments_are_checked_before_anything_is_moved():
     with pytest.raises(ValueError, match="can be shared only"):
         GPipe(module, [1, 1], devices=["meta", "cpu"])
     assert not module[0].weight.is_meta
-
-
-def test_other_module():
-    with pytest.raises(TypeError, match="module: Linear"):
-        GPipe(nn.Linear(1, 1), [1])

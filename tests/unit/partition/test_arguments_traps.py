@@ -88,11 +88,6 @@ def test_sequence_first_matters_with_several_micro_batches():
     assert len(messages(change)) == 1
 
 
-def test_many_layers_are_counted():
-    (found,) = messages(lambda: wrap([nn.GRU(4, 4) for _ in range(9)], chunks=2))
-    assert "(layers: 0 (GRU), 1 (GRU), 2 (GRU) and 6 more, chunks: 2)" in found
-
-
 # Lists and arrays.
 
 
@@ -139,32 +134,12 @@ def test_what_is_no_list_of_rows(value):
     assert messages(lambda: wrap([First()], chunks=2)(X, value)) == []
 
 
-class Last(nn.Module):
-    def forward(self, *others, x):
-        return x
-
-
-def test_generators_are_not_begun():
-    generator = iter([1, 2, 3, 4])
-    assert messages(lambda: wrap([First()], chunks=2)(X, generator)) == []
-    assert list(generator) == [1, 2, 3, 4]
-
-
-def test_four_arguments_are_no_list_of_rows():
-    assert messages(lambda: wrap([Last()], chunks=2)(1, 2, 3, 4, x=X)) == []
-
-
 @pytest.mark.parametrize(
     ("rows", "value"),
     [(2, (3, 4)), (3, [3, 4, 5]), (4, nn.ModuleList(nn.Identity() for _ in range(4)))],
 )
 def test_shapes_and_modules_are_no_rows(rows, value):
     assert messages(lambda: wrap([First()], chunks=2)(X[:rows], value)) == []
-
-
-def test_whole_matters_with_several_micro_batches():
-    model = wrap([First()], chunks=1)
-    assert messages(lambda: model(X, [1, 2, 3, 4])) == []
 
 
 # Rows that are compared with each other.
@@ -196,35 +171,11 @@ def test_what_compares_no_rows_or_may_have_its_size_from_elsewhere(case):
     assert coupled(**case) == []
 
 
-class Offset(nn.Module):
-    def forward(self, x):
-        return x.sum(1, keepdim=True), x[:, :2]
-
-
-def test_sizes_of_other_outputs_say_nothing():
-    model = wrap([Offset()], chunks=2)
-    assert messages(lambda: model(torch.rand(3, 5))) == []
-
-
 # One micro-batch.
 
 
 def linears(partitions=2):
     return nn.Sequential(*[nn.Linear(2, 2) for _ in range(partitions)])
-
-
-def quiet_steps():
-    yield GPipe(linears(), [2], devices=["cpu"]), X
-    yield GPipe(linears(), [1, 1], devices=["cpu"] * 2, chunks=2), X
-    # A mini-batch of one row is the data's doing.
-    yield GPipe(linears(), [1, 1], devices=["cpu"] * 2, chunks=2), X[:1]
-    yield GPipe(linears(), [1, 1], devices=["cpu"] * 2).eval(), X
-
-
-@pytest.mark.parametrize("step", range(4))
-def test_no_warning_of_no_pipelining(step):
-    model, input = [*quiet_steps()][step]
-    assert messages(lambda: model(input)) == []
 
 
 def test_no_pipelining_without_grad():
@@ -235,13 +186,3 @@ def test_no_pipelining_without_grad():
     assert messages(lambda: model(X)) == []
     model.chunks = 1
     assert len(messages(lambda: model(X))) == 1
-
-
-def test_warnings_as_errors_leave_the_wrapper_usable():
-    model = GPipe(linears(), [1, 1], devices=["cpu"] * 2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(2):
-            with pytest.raises(UserWarning, match="without pipelining"):
-                model(X)
-    assert model(X).shape == (4, 2)

@@ -1,16 +1,14 @@
 """The choice of what cells keep, and mistakes in it."""
 
 import pytest
-from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from torchgpipe import GPipe, Offload
+from torchgpipe import Offload
 from torchgpipe.partition.keeping import (
     checked_keepings,
     keepings_of,
     offload_of,
     recomputed_by,
-    verify_words,
     words_of,
 )
 
@@ -55,25 +53,3 @@ def test_modes_of_partitions():
 def test_unknown_modes(given):
     with pytest.raises(ValueError, match=r"'never' and 'offload', an Offload, or "):
         checked_keepings(given, 2)
-
-
-def layers():
-    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-
-
-def test_a_wrapper_has_the_mode_that_it_was_given():
-    model = GPipe(layers(), [1, 1], devices=["cpu", "cpu"], checkpoint="offload")
-    assert model.checkpoint == "offload"
-    model.checkpoint = Offload(share=0.5)
-    assert model.checkpoint == Offload(share=0.5)
-    model.checkpoint = ["never", Offload()]
-    assert model.checkpoint == ["never", Offload()]
-    assert "checkpoint=['never', Offload(share=1.0, ahead=1)]" in repr(model)
-    assert [row.checkpoint for row in model.describe().rows] == ["never", str(Offload())]
-
-
-def test_words_alone():
-    for modes in (("offload",), (Offload(),), ("never", Offload(0.5))):
-        with pytest.raises(ValueError, match=r"^it keeps all .* \(checkpoint: .*; do not$"):
-            verify_words(modes, "it", "do not")
-    verify_words(("never", "always"), "it", "do not")

@@ -6,7 +6,6 @@ from torch import nn
 
 from tests.conftest import DEVICES
 from torchgpipe.partition.placement import (
-    elsewhere,
     groups,
     place,
     sharing,
@@ -25,14 +24,6 @@ def test_placement():
     message = r"partition 1: cpu, 0\.running_var: meta.*move the tensor back"
     with pytest.raises(RuntimeError, match=message):
         verify_placement(partitions, [CPU, CPU])
-
-
-def test_what_is_elsewhere():
-    layers = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    assert elsewhere(layers, CPU) is None
-    layers[1].running_var = layers[1].running_var.to("meta")
-    assert elsewhere(layers, CPU) == "cpu, 1.running_var: meta"
-    assert elsewhere(layers[0], torch.device("meta")) == "meta, weight: cpu"
 
 
 def test_shared_tensors_stay_shared():
@@ -64,13 +55,6 @@ def test_tensors_of_the_meta_device_are_made(device):
     assert not partition[2].bias.requires_grad
     assert layer.num_batches_tracked.item() == 0
     assert not isinstance(layer.running_mean, nn.Parameter)
-
-
-def test_complex_tensors_of_the_meta_device_are_made():
-    layer = nn.Module()
-    layer.register_buffer("table", torch.empty(2, dtype=torch.cfloat, device="meta"))
-    place([partition := nn.Sequential(layer)], [CPU])
-    assert partition[0].table.isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.long])

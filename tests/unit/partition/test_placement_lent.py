@@ -51,31 +51,6 @@ def lend(module, log=None):
     return Lent([(module._parameters, "weight")], bring, nullcontext())
 
 
-def test_copies_stand_in_the_tables_for_a_call_and_are_made_once():
-    module, x, log = nn.Linear(2, 2, bias=False), torch.rand(1, 2), []
-    weight, lent = module.weight, lend(module, log)
-    for _ in range(2):
-        y = lent.call(module, x)
-        torch.testing.assert_close(y, x @ (2 * weight).T)
-        assert module.weight is weight
-    y.sum().backward()
-    torch.testing.assert_close(weight.grad, 2 * x.expand(2, 2))
-    assert log == [1]
-    with torch.no_grad():
-        lent.call(module, x)
-        weight.mul_(2)
-    torch.testing.assert_close(lent.call(module, x), x @ (2 * weight).T)
-    assert log == [1, 1, 1]
-
-
-def test_the_weight_comes_back_after_a_failure():
-    module = nn.Linear(2, 2)
-    weight = module.weight
-    with pytest.raises(RuntimeError, match="shapes"):
-        lend(module).call(module, torch.rand(3, 3))
-    assert module.weight is weight
-
-
 @pytest.mark.filterwarnings("ignore:None of the inputs")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_of_pytorch_find_the_copies_again(reentrant):

@@ -1,22 +1,10 @@
 """Partitions: how a module is split, and the checks of partitions."""
 
-from collections import OrderedDict
-
 import pytest
 import torch
 from torch import nn
 
 from torchgpipe.partition.split import own_key, rename, split_module, verify_module
-
-CPU = torch.device("cpu")
-
-
-def test_layers_keep_their_names_and_order():
-    module = nn.Sequential(OrderedDict(a=nn.Linear(1, 2), b=nn.ReLU(), c=nn.Linear(2, 1)))
-    one, two = split_module(module, [1, 2])
-    assert list(one._modules.items()) == [("a", module.a)]
-    assert list(two._modules.items()) == [("b", module.b), ("c", module.c)]
-    assert torch.equal(two(one(x := torch.rand(3, 1))), module(x))
 
 
 def test_a_layer_that_comes_twice():
@@ -60,12 +48,6 @@ def test_a_second_key_of_one_tensor_stays():
     state = {"a.x": 1, "partitions.1.a.x": 2}
     rename(state, "", GPIPE)
     assert state == {"partitions.0.a.x": 1, "partitions.1.a.x": 2}
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_training_flag(training):
-    module = nn.Sequential(nn.ReLU(), nn.ReLU()).train(training)
-    assert [p.training for p in split_module(module, [1, 1])] == [training] * 2
 
 
 @pytest.mark.parametrize("module", [nn.Linear(1, 1), nn.ModuleList(), [nn.Linear(1, 1)]])

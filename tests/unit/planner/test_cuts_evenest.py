@@ -3,7 +3,7 @@
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.balance.test_blockpartition import exact
@@ -35,7 +35,6 @@ def cut_of(sizes):
     return [*pairwise(ends)]
 
 
-@settings(max_examples=150)
 @given(costs, st.data())
 def test_planted_costs(costs, data):
     """The largest block is as small as can be, and the sum of squares is least among such cuts."""
@@ -50,7 +49,6 @@ def test_planted_costs(costs, data):
     assert squares(costs, cut_of(sizes)) == least
 
 
-@settings(max_examples=150)
 @given(costs, st.data())
 def test_noise(costs, data):
     """Each block may cost its own spread more; of those cuts, it is the evenest."""

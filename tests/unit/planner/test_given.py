@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from torchgpipe import NoChunk
 from torchgpipe.planner.given import chunks_of, limits_of, looks_of, places_of, state_of, with_loss
 
 CPU = torch.device("cpu")
@@ -83,17 +82,3 @@ def test_loss_takes_the_rows_that_come():
     module = with_loss(layers, lambda y, t, scale: (y - t).sum() * scale, (torch.ones(8, 2), 3))
     assert module(torch.zeros(4, 2)) == -24
     assert with_loss(layers, None, ()) is layers
-
-
-def test_targets_within_others():
-    seen = []
-
-    def loss(output, targets, whole):
-        seen.append((len(targets["y"]), targets["name"], len(whole)))
-        return (output - targets["y"]).square().mean()
-
-    targets = ({"y": torch.rand(8, 2), "name": "a"}, NoChunk(torch.rand(5)))
-    model = with_loss(nn.Sequential(nn.Linear(2, 2)), loss, targets)
-    model(torch.rand(3, 2))
-    assert seen == [(3, "a", 5)]
-    assert [*dict(model[-1].named_buffers())] == ["target0", "target2"]

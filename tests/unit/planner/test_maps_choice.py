@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from tests.support.helpers import note_of
 from torchgpipe import MappedGPipe, NoChunk
@@ -99,19 +98,6 @@ def test_accelerators_of_this_machine(monkeypatch):
     assert set(model.device_map.values()) <= {*few}
 
 
-def test_blocks_are_spread_in_the_order_of_their_calls():
-    found = maps.chosen_map(Model(), "auto", X, iter(["cpu", "cpu", "cpu"]))
-    assert [*found] == ["", "first", "second", "norm"]
-    with pytest.raises(ValueError, match=r"blocks: 3, devices: 4\); use fewer devices"):
-        maps.chosen_map(Model(), "auto", X, ["cpu"] * 4)
-
-
-@pytest.mark.parametrize("word", ["balanced", "sequential", "cpu", ""])
-def test_other_words(word):
-    with pytest.raises(ValueError, match=f"device_map: '{word}'.; pass 'auto' and a sample"):
-        MappedGPipe(Model(), word)
-
-
 @pytest.mark.parametrize("given", ["sample", "devices", "memory"])
 @pytest.mark.parametrize("device_map", [None, {"": "cpu"}], ids=str)
 def test_samples_and_devices_beside_a_map(device_map, given):
@@ -150,28 +136,6 @@ def test_wrong_options_are_told_before_the_model_is_measured():
     with pytest.raises(ValueError, match="chunks"):
         MappedGPipe(model, "auto", sample=X, devices=["cpu"], chunks=0)
     assert model.rows == []
-
-
-def test_a_policy_counts_as_never():
-    policy = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
-    options = {"sample": torch.rand(512, 3), "devices": ["cpu"], "chunks": 8}
-    lacks = []
-    for mode in ("never", policy):
-        with pytest.raises(ValueError, match="checkpoint: (never|a policy, which counts)") as found:
-            MappedGPipe(Model(), "auto", checkpoint=mode, memory=9, **options)
-        lacks.append(str(found.value).partition("the nearest map")[2])
-    assert lacks[0] == lacks[1]
-    assert MappedGPipe(Model(), "auto", checkpoint=policy, **options).checkpoint is policy
-
-
-def test_what_the_cpu_keeps_stays():
-    sample = torch.rand(512, 3)
-    lacks, options = [], {"sample": sample, "devices": ["cpu"], "chunks": 8, "memory": 9}
-    for mode in ("never", "offload"):
-        with pytest.raises(ValueError, match=f"checkpoint: {mode}") as caught:
-            MappedGPipe(Model(), "auto", checkpoint=mode, **options)
-        lacks.append(str(caught.value).replace(mode, ""))
-    assert lacks[0] == lacks[1]
 
 
 def test_a_model_on_the_meta_device():

@@ -60,17 +60,6 @@ def test_shared_parameters_count_once_in_all():
     assert (found.parameters, found.bytes) == (20, 80)
 
 
-def test_no_partition():
-    assert lines(GPipe(nn.Sequential(), [])) == ["total: 0 layers, 0 parameters, 0 B, chunks: 1"]
-
-
-def test_lazy_layers_have_nothing_yet():
-    model = wrap(nn.Sequential(nn.LazyLinear(2), nn.Tanh()), [1, 1])
-    assert model.describe().parameters == 0
-    model(torch.rand(2, 3))
-    assert model.describe().parameters == 8
-
-
 @pytest.mark.parametrize(
     ("count", "text"), [(0, ""), (1, "0"), (4, "0, 1, 2, 3"), (5, "0, 1, ..., 4")]
 )
@@ -117,16 +106,6 @@ def test_after_a_trace():
     assert [row.backward for row in model.describe().rows] == [None] * 2
     # Copies have no figures.
     assert copy.deepcopy(model).describe().measured is None
-
-
-def test_device_map_after_a_trace():
-    module = nn.Sequential(linears(3, 3, 3), nn.Linear(3, 1))
-    model = MappedGPipe(module, {"0": "cpu", "1": "cpu"}, chunks=4)
-    with trace(model):
-        model(torch.rand(8, 3)).sum().backward()
-    (row,) = model.describe().rows
-    assert row.forward > 0
-    assert row.backward > 0
 
 
 def test_a_prediction_is_shown_for_its_settings():
@@ -178,11 +157,6 @@ def test_device_map():
         "total: 4 layers, 30 parameters, 136 B, chunks: 4",
     ]
     assert model.describe().parameters == sum(x.numel() for x in module.parameters())
-
-
-def test_device_map_of_the_model_itself():
-    (row,) = MappedGPipe(linears(3, 3), {"": "cpu"}).describe().rows
-    assert (row.layers, row.parameters) == (("Sequential",), 12)
 
 
 @pytest.mark.parametrize(

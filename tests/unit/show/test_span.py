@@ -13,13 +13,6 @@ def test_order_of_devices_is_that_of_their_numbers():
     assert sorted(streams, key=order) == [streams[2], streams[1], streams[0], streams[3]]
 
 
-def test_cells():
-    span = computation(Stream("cuda:0", 0), 1, 3, (2, "B", 5))
-    assert (span.name, span.time, span.computes) == ("2B5", 2, True)
-    assert not copy(Stream("cuda:0", 1), 0, 1, 0, 1, 5).computes
-    assert not Span(Stream(0, 0), 0, 1, "addmm").computes
-
-
 def test_titles():
     """All that is known of a piece of work, each word once."""
     stream = Stream(0, 0)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.show.cases import A, B, step
 from torchgpipe.show.span import Stream, computation, trip
-from torchgpipe.show.tables import aligned, as_mib, in_bytes, in_gib, shares, table
+from torchgpipe.show.tables import aligned, in_bytes, shares, table
 
 
 def test_columns():
@@ -36,11 +36,6 @@ def test_columns():
 )
 def test_bytes(size, text):
     assert in_bytes(size) == text
-
-
-def test_bytes_of_devices():
-    assert [in_gib(0), in_gib(3 * 2**29)] == ["0.00 GiB", "1.50 GiB"]
-    assert [as_mib(0), as_mib(3 * 2**19)] == ["0.0", "1.5"]
 
 
 def test_shares():
@@ -99,8 +94,3 @@ def test_computing_again_on_two_streams_counts_once():
     spans.append(computation(streams[0], 2, 4, (0, "B", 0)))
     (found,) = shares(spans)
     assert (found.recompute, found.busy, found.bubble) == (0.5, 0.5, 0)
-
-
-@pytest.mark.parametrize("time", [0, 1e-9])
-def test_anything_has_shares(time):
-    assert shares([computation(A, 0, time, (0, "F", 0))])[0].recompute == 0

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from torchgpipe.skip import Namespace, pop, skippable, stash
-from torchgpipe.skip.tracker import SkipTracker, current_skip_tracker, skips, use_skip_tracker
+from torchgpipe.skip.tracker import SkipTracker, skips, use_skip_tracker
 
 
 @skippable(stash=["x"])
@@ -39,13 +39,6 @@ def layer(body, **declared):
             return body(input)
 
     return skippable(**declared)(Layer)()
-
-
-def test_unwrapped():
-    model = nn.Sequential(Stash(), nn.Tanh(), Add())
-    x = torch.rand(3, 2)
-    assert torch.equal(model(x), model[0].linear(x).tanh() + x)
-    assert current_skip_tracker().values == {}
 
 
 def test_is_the_same_class():
@@ -190,21 +183,6 @@ def test_old_style_super():
         assert isinstance(skippable(stash=[name])(Old)().linear, nn.Linear)
 
 
-def test_isolate():
-    one, two = Namespace(), Namespace()
-    x = torch.rand(3, 2)
-    model = nn.Sequential(
-        Stash().isolate(one), Stash().isolate(two), Stash(), Add().isolate(one), Add(), Add()
-    )
-    model[5].isolate(two, only=["x"])
-    a = model[0].linear(x)
-    b = model[1].linear(a)
-    expected = model[2].linear(b) + x + b + a
-    assert torch.allclose(model(x), expected)
-    assert skips(model[0]) == ([(one, "x")], [])
-    assert skips(model[4]) == ([], [(None, "x")])
-
-
 def test_isolate_leaves_the_class_and_the_other_names_alone():
     both = layer(lambda x: x, stash=["a"], pop=["b"])
     ns = Namespace()
@@ -216,10 +194,6 @@ def test_isolate_leaves_the_class_and_the_other_names_alone():
     assert skips(both) == ([(other, "a")], [(ns, "b")])
     with pytest.raises(ValueError, match=r"name: 'c', declared: \['a', 'b'\]"):
         both.isolate(ns, only=["c"])
-
-
-def test_plain_forward():
-    assert layer(lambda x: x + 1)(1) == 2
 
 
 @pytest.mark.parametrize("argument", ["stash", "pop"])
@@ -286,18 +260,6 @@ def test_other_values(value):
         run(yielding(value))
 
 
-@pytest.mark.parametrize("error", [KeyError("x"), KeyboardInterrupt()], ids=repr)
-def test_layer_that_raises(error):
-    def body(x):
-        yield stash("s", x)
-        raise error
-
-    with pytest.raises(type(error)) as caught:
-        run(body, stash=["s"])
-    assert caught.value is error
-    assert caught.traceback[-1].name == "body"
-
-
 def test_generator_at_fault_leaves_what_it_entered():
     def body(x):
         with torch.no_grad():
@@ -309,26 +271,3 @@ def test_generator_at_fault_leaves_what_it_entered():
     # The exception, which is still there, holds the generator.
     assert caught.value is not None
     assert torch.is_grad_enabled()
-
-
-def test_stash_after_pop_is_sent_nothing():
-    sent = []
-
-    def body(x):
-        sent.append((yield pop("p")))
-        sent.append((yield stash("s", x)))
-        return x
-
-    run(body, stash=["s"], pop=["p"])
-    assert [x is None for x in sent] == [False, True]
-
-
-def test_layer_may_catch_what_is_raised_within():
-    def body(x):
-        try:
-            raise KeyError
-        except KeyError:
-            y = yield pop("p")
-        return x + y
-
-    assert run(body, pop=["p"]).item() == 2

@@ -34,23 +34,6 @@ def test_between_partitions():
     assert found.pairs == [(0, 1), (0, 2)]
 
 
-def test_skips_between_the_same_partitions_and_within_one():
-    found = layout(layer(["a", "b"]), layer(pop=["a", "b"]), balance=[1, 1])
-    assert found.pairs == [(0, 1)]
-    assert layout(layer(["a"]), layer(pop=["a"]), balance=[2]).pairs == []
-
-
-def test_from_a_later_partition():
-    found = layout(nn.ReLU(), layer(["a"]), nn.ReLU(), layer(pop=["a"]), balance=[1, 1, 1, 1])
-    assert found.stashed == [{}, {A: 3}, {}, {}]
-    assert found.popped == [{}, {}, {}, {A: 1}]
-
-
-def test_within_a_partition():
-    found = layout(layer(["a"]), layer(pop=["a"]), nn.ReLU(), balance=[2, 1])
-    assert found.stashed == found.popped == [{}, {}]
-
-
 def test_layers_within_layers():
     nested = nn.Sequential(nn.Sequential(layer(["a"])), nn.ReLU())
     found = layout(nested, layer(pop=["a"]), balance=[1, 1])
@@ -108,17 +91,6 @@ def test_every_fault_is_listed(layers, faults):
     first, *lines = str(caught.value).split("\n")
     assert f"faults: {len(faults)}" in first
     assert lines == [f"- {fault}" for fault in faults]
-
-
-def test_fault_names_the_namespace():
-    ns = Namespace()
-    with pytest.raises(TypeError, match="'a' in <Namespace"):
-        verify_skippables(nn.Sequential(layer(["a"]).isolate(ns), layer(pop=["a"])))
-
-
-def test_wrapper_verifies():
-    with pytest.raises(TypeError, match="must be stashed by one layer"):
-        GPipe(nn.Sequential(layer(["a"])), [1], devices=["cpu"])
 
 
 def closed(name="a"):

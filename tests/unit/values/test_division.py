@@ -21,12 +21,6 @@ def parts(value, chunks):
     return [*split(value, division_of(value, chunks))]
 
 
-def test_split_takes_rows_and_passes_the_rest_whole():
-    found = parts({"x": X, "whole": NoChunk(Y), "n": 3}, 3)
-    assert [part["x"].tolist() for part in found] == [[0, 1], [2], [3]]
-    assert all(part["whole"] is Y and part["n"] == 3 for part in found)
-
-
 def test_one_tensor_in_two_places_stays_one_after_a_split():
     for a, b in parts((X, X), 2):
         assert a is b

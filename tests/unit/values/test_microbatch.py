@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from torchgpipe.values.marks import NoChunk
 from torchgpipe.values.microbatch import Batch, PackedSkip, gather, scatter
-from torchgpipe.values.structure import Arguments, flatten
+from torchgpipe.values.structure import flatten
 
 rows = st.integers(0, 40)
 chunks = st.integers(1, 12)
@@ -21,11 +21,6 @@ def beside(value, skips, shared=()):
     return Batch(value).with_skips(
         {key: PackedSkip(*flatten(x)) for key, x in skips.items()}, shared
     )
-
-
-def skips_of(batch):
-    """Skips of a micro-batch, put together."""
-    return {key: x.structure.unflatten(x.tensors) for key, x in batch.skips.items()}
 
 
 @given(rows, chunks)
@@ -46,40 +41,6 @@ def test_gather_is_the_inverse_of_scatter(rows, chunks, shapes):
         assert torch.equal(x, y)
 
 
-def test_five_in_four():
-    assert [len(batch[0]) for batch in scatter(torch.empty(5), 4)] == [2, 1, 1, 1]
-
-
-def test_empty_batch():
-    (batch,) = scatter((torch.empty(0, 3), torch.empty(0)), chunks=4)
-    assert [tuple(x.shape) for x in gather([batch])] == [(0, 3), (0,)]
-
-
-def test_gathering_one_copies_nothing():
-    x = torch.rand(3)
-    assert gather([Batch(x)]) is x
-
-
-def test_scatter_shares_memory():
-    x = torch.zeros(4, 2)
-    assert [batch[0].data_ptr() for batch in scatter(x, 2)] == [x.data_ptr(), x[2:].data_ptr()]
-
-
-def test_micro_batch_may_be_changed_in_place():
-    x = torch.ones(4, requires_grad=True)
-    batches = scatter(x * 1, 2)
-    for batch in batches:
-        batch[0].mul_(2)
-    gather(batches).sum().backward()
-    assert x.grad.tolist() == [2] * 4
-
-
-def test_gradients_pass():
-    x = torch.rand(5, 2, requires_grad=True)
-    (gather(scatter(x, 3)) * 2).sum().backward()
-    assert torch.equal(x.grad, torch.full((5, 2), 2.0))
-
-
 def test_different_numbers_of_rows_are_an_error():
     with pytest.raises(ValueError, match=r"same size in dim.*'\[0\]': \(4, 2\), '\[1\]': \(3,\)"):
         scatter((torch.empty(4, 2), torch.empty(3)), 2)
@@ -92,12 +53,6 @@ def test_nothing_to_split_is_an_error(value):
     (batch,) = scatter(value, 1)
     expected = value.value if isinstance(value, NoChunk) else value
     assert batch.value is expected or batch.value == expected == {}
-
-
-def test_tensors_without_a_dimension_are_stacked():
-    losses = [torch.tensor(float(i)) for i in range(3)]
-    assert gather(list(map(Batch, losses))).tolist() == [0, 1, 2]
-    assert gather([Batch(losses[1])]).tolist() == [1]
 
 
 @pytest.mark.parametrize("shapes", [[(2, 3), (2, 4)], [(2,), ()], [(2,), (2, 1)]])
@@ -126,19 +81,6 @@ def test_what_goes_whole_is_one_view_of_the_callers():
     first, second = scatter((torch.rand(4), scalar := x.sum().detach().requires_grad_()), 2)
     assert first.value[1] is second.value[1]
     assert first.value[1]._base is scalar
-
-
-def test_parts():
-    x, y = torch.rand(2), torch.rand(3)
-    batch = beside(x, {"a": y, "b": None, "c": x})
-    assert batch.tensors == (x, y)
-    assert skips_of(batch) == {"a": y, "b": None, "c": x}
-    assert batch.map(lambda y: [y * 0], ["a"]).skips["a"].tensors[0].tolist() == [0, 0, 0]
-    assert batch.map(pytest.fail, ["b"]) is batch
-    twice = batch.map(lambda x: [x + x], [None, "c"])
-    assert (twice.value,) == twice.skips["c"].tensors
-    assert batch.value is x
-    assert batch.with_skips({}).skips == {}
 
 
 def test_shared_memory():
@@ -196,24 +138,6 @@ def test_outputs_that_cannot_tell_whether_they_differ():
     assert gather([Batch((X, array))] * 2)[1] is array
     with pytest.raises(ValueError, match=r"no tensors must be equal.*output: \[1\]"):
         gather([Batch((X, Array())), Batch((X, Array()))])
-
-
-def test_batch():
-    a, b = torch.zeros(1), torch.ones(1, requires_grad=True)
-    alone, both = Batch(a), Batch((a, b))
-    assert alone.value is a
-    assert both.value == (a, b)
-    assert (alone.atomic, both.atomic) == (True, False)
-    assert (len(alone), len(both)) == (1, 2)
-    assert both[1] is b
-    assert list(both) == [a, b]
-    assert (alone.requires_grad, both.requires_grad) == (False, True)
-    assert alone.call(lambda x: (x, x)).atomic is False
-    arguments = Batch(Arguments((a,), {"b": b}))
-    assert arguments.call(lambda x, b: x + b).value == 1
-    assert alone.replace([b]).value is b
-    assert both.replace([b, a]).value == (b, a)
-    assert repr(alone) == "Batch(tensor([0.]))"
 
 
 def test_outputs_of_a_device_that_autocast_does_not_know():

@@ -6,7 +6,6 @@ from torch import nn
 
 from tests.support.helpers import CPUS
 from torchgpipe import GPipe, MappedGPipe, ScheduledLoss
-from torchgpipe.engine import step
 from torchgpipe.values.order import Order
 
 #: Functions of rows whose results have all rows of one view in front of those of the next.
@@ -140,56 +139,6 @@ def test_nobody_watches_layers_that_return_as_many_rows_or_are_compiled():
     assert modes == [0] * 4
     assert order.known
     assert other.known
-
-
-@pytest.mark.parametrize("outputs", [False, True])
-def test_nobody_watches_layers_whose_outputs_nobody_joins(outputs, monkeypatch):
-    """A schedule without outputs returns the loss alone."""
-    made = []
-    monkeypatch.setattr(step, "Order", lambda *args: made.append(Order(*args)) or made[-1])
-    model = GPipe(nn.Sequential(nn.Linear(4, 4)), [1], devices=["cpu"], chunks=2)
-    training = ScheduledLoss(model, lambda y: y.mean(), "1f1b", outputs=outputs)
-    training(torch.rand(4, 4))
-    assert len(made) == outputs
-
-
-def test_the_second_micro_batch_tells_something_behind_layers_that_return_more_rows_alone():
-    x, layer = torch.rand(4, 2), nn.Linear(2, 2)
-    before = Order(layer)
-    growing = Order(layer, before)
-    after = Order(layer, growing)
-    for order, result in ((before, x), (growing, x.repeat(2, 1)), (after, x.repeat(2, 1))):
-        given = (x if order is not after else x.repeat(2, 1),)
-        with order.begin(given):
-            assert torch._C._len_torch_function_stack() == 0
-        order.end(given, (result,))
-    assert [order.known for order in (before, growing, after)] == [True, False, False]
-    with growing.begin((x,)):
-        result = x.repeat(2, 1)
-    growing.end((x,), (result,))
-    with after.begin((result,)):
-        assert torch._C._len_torch_function_stack() == 1
-        output = layer(result)
-    after.end((result,), (output,))
-    assert growing.blocks == after.blocks == {0}
-    assert growing.known
-    assert after.known
-
-
-def test_layers_that_begin_behind_known_rows_in_blocks():
-    """The layers before may have computed the second micro-batch by then."""
-    x, layer = torch.rand(4, 2), nn.Linear(2, 2)
-    growing = Order(layer)
-    after = Order(layer, growing)
-    for _ in range(2):
-        with growing.begin((x,)):
-            result = x.repeat(2, 1)
-        growing.end((x,), (result,))
-    for _ in range(2):
-        with after.begin((result,)):
-            output = layer(result)
-        after.end((result,), (output,))
-    assert after.blocks == {0}
 
 
 @pytest.mark.parametrize("kind", KINDS)

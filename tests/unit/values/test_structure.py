@@ -5,7 +5,7 @@ import torch
 
 from tests.support.structures import Custom, Point, Registered
 from torchgpipe import NoChunk
-from torchgpipe.values.structure import ALONE, TUPLE, Arguments, arguments, flatten, names
+from torchgpipe.values.structure import Arguments, arguments, flatten, names
 
 X, Y = torch.arange(4.0), torch.arange(8.0).view(4, 2)
 
@@ -29,20 +29,6 @@ def test_unflatten_is_the_inverse_of_flatten(name):
     again = structure.unflatten(tensors)
     assert type(again) is type(VALUES[name])
     assert all(a is b for (_, a), (_, b) in zip(names(again), names(VALUES[name])))
-
-
-def test_usual_structures_are_shared():
-    assert flatten(X) == ((X,), ALONE)
-    assert flatten((X, Y))[1] is TUPLE
-    assert flatten([X])[1] is not TUPLE
-
-
-def test_containers_are_new():
-    value = [X, {"y": Y}]
-    tensors, structure = flatten(value)
-    first, second = structure.unflatten(tensors), structure.unflatten(tensors)
-    first[1].clear()
-    assert second[1]["y"] is value[1]["y"] is Y
 
 
 def test_names_are_paths():
