@@ -1,6 +1,5 @@
 """Exceptions of a layer's own backward name partition, micro-batch and layer."""
 
-import gc
 import weakref
 
 import pytest
@@ -11,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 from tests.contract.layers import Pop
 from tests.support.helpers import note_of
 from torchgpipe import GPipe, MappedGPipe
-from torchgpipe.ambient import notes as backward
 from torchgpipe.skip import skippable, stash
 
 
@@ -76,43 +74,6 @@ def test_note_within_a_checkpoint_of_pytorch(mode, wrap):
         model(torch.rand(4, 4)).sum().backward()
 
 
-@pytest.mark.parametrize("wrap", [made, mapped])
-def test_plain_layers_are_visited_once(wrap):
-    if wrap is mapped:
-        model = MappedGPipe(made().module, {str(k): "cpu" for k in range(4)}, chunks=2)
-    else:
-        model = made()
-    model(torch.rand(4, 4)).sum().backward()
-    found = [backward.is_worth_a_visit(x) for x in getattr(model, "partitions", model.module)]
-    assert found == ([False, True] if wrap is made else [False, False, True, False])
-
-
-def test_freed_at_once(mode):
-    model = made(mode)
-    gc.collect()
-    gc.disable()
-    try:
-        for run in range(2):
-            output = model(torch.rand(4, 4)).sum()
-            if run:
-                output.backward()
-            del output
-            assert model[2].nodes
-            assert not any(node() for node in model[2].nodes)
-    finally:
-        gc.enable()
-
-
-def test_two_backwards_note_once():
-    model = made(chunks=1)
-    model[2].fail = error = ValueError("x")
-    output = model(torch.rand(4, 4)).sum()
-    for _ in range(2):
-        with pytest.raises(ValueError, match="x"):
-            output.backward(retain_graph=True)
-    assert note_of(error) == NOTE.replace("micro-batch 1", "micro-batch 0")
-
-
 def test_functions_of_the_caller_have_no_note():
     model = made(chunks=1)
     error = ValueError("x")
@@ -121,23 +82,6 @@ def test_functions_of_the_caller_have_no_note():
         model(x).sum().backward()
     assert not getattr(error, "__notes__", ())
     assert error.__cause__ is None
-
-
-class Scale(nn.Module):
-    def forward(self, x):
-        return x.tanh() * 2
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute")
-@pytest.mark.parametrize("whole", [False, True])
-def test_compiled(whole):
-    """A compiled layer is one function of Python; a compiled partition names no layer."""
-    layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), Scale())
-    model = GPipe(layers, [2, 2], devices=["cpu", "cpu"], chunks=2)
-    (model.partitions[1] if whole else model[3]).compile(backend="aot_eager")
-    model(torch.rand(4, 4)).sum().backward()
-    model(torch.rand(4, 4)).sum().backward()
-    assert backward.is_worth_a_visit(model.partitions[1])
 
 
 def test_graph_of_another_micro_batch():

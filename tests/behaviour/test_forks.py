@@ -51,12 +51,6 @@ def test_child_forked_within_a_layer(wrap):
     assert found == [step(other)] * model.chunks
 
 
-def test_child_of_a_child(wrap):
-    model = wrap(layers())
-    expected = step(model)
-    assert in_child(lambda: [step(model), in_child(partial(step, model))]) == [expected] * 2
-
-
 def test_backward_in_a_child_of_what_was_computed_before(wrap):
     model = wrap(layers(), checkpoint="always")
     output = model(torch.ones(4, WIDTH))

@@ -1,10 +1,8 @@
 """Stages that are graphs see whatever changes between their steps, or within one."""
 
 import copy
-import functools
 import gc
 import weakref
-from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -86,27 +84,6 @@ def test_gradients_of_some_outputs_after_weights_were_replaced():
     assert old() is None
 
 
-@functools.lru_cache
-def table(size):
-    """Make something once, and keep it."""
-    return torch.arange(size, dtype=torch.float32)
-
-
-def test_layers_that_keep_something_for_each_size():
-    class Cached(nn.Module):
-        def forward(self, x):
-            return x + table(len(x) * 6).view(-1, 6)
-
-    x = torch.rand(7, 6)
-    case = Case([nn.Linear(6, 6), Cached(), nn.Linear(6, 6), nn.Linear(6, 6)], x, x, 3)
-    training = training_of(case, case.layers, "1f1b", ["cpu"] * 4, "never", stages="graph")
-    table.cache_clear()
-    with pytest.warns(UserWarning, match="not among its parameters"):
-        # The last micro-batch has as many rows as the one before, the first one has more.
-        training(x, x)
-    assert type(table(12)) is type(table(18)) is torch.Tensor
-
-
 class Asking(nn.Module):
     """A layer that computes something else where it is checkpointed."""
 
@@ -133,18 +110,6 @@ def test_layers_that_ask_whether_they_are_checkpointed():
     assert_graphs(training)
     for a, b in zip(*found):
         assert torch.equal(a, b)
-
-
-def test_outputs_that_are_wanted_later():
-    case = Case([nn.Linear(6, 6) for _ in range(4)], torch.rand(8, 6), torch.rand(8, 6))
-    training = training_of(case, case.layers, "1f1b", ["cpu"] * 4, "never", stages="graph")
-    training(case.input, case.target)
-    training.outputs = True
-    for _ in range(2):
-        loss, output = training(case.input, case.target)
-        torch.testing.assert_close(F.mse_loss(output, case.target), loss.detach())
-    training.outputs = False
-    assert isinstance(training(case.input, case.target), torch.Tensor)
 
 
 def test_ways_to_compute_that_are_chosen_later():
@@ -199,9 +164,7 @@ class Writing(nn.Module):
 
     def forward(self, x):
         x = self.layer(x)
-        if isinstance(self.notes, deque):
-            self.notes[0] = x.detach()
-        elif isinstance(self.notes, dict):
+        if isinstance(self.notes, dict):
             self.notes["deep"]["last"] = x.detach()
         else:
             self.notes.last = x.detach()
@@ -222,7 +185,6 @@ def slotted():
 NOTES = {
     "object": (lambda: SimpleNamespace(last=torch.zeros(1)), lambda x: x.last),
     "slots": (slotted, lambda x: x.last),
-    "deque": (lambda: deque([torch.zeros(1)]), lambda x: x[0]),
     "dict": (lambda: {"deep": {"last": torch.zeros(1)}}, lambda x: x["deep"]["last"]),
 }
 

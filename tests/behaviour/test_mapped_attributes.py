@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.helpers import plain
 from torchgpipe import MappedGPipe, is_recomputing
-from torchgpipe.mapped.containers import Contents
 
 M = 3
 
@@ -156,20 +155,6 @@ def test_what_is_within_an_attribute(kind, way):
     assert (x == 0) == (way == "emptied")
     if kind == "list" and way == "kept":
         assert len(box) == 2 * M
-
-
-def test_nothing_is_looked_into_that_has_not_changed_in_the_first_step(monkeypatch):
-    """Under one micro-batch the first step tells nothing."""
-    looked = []
-    of = Contents.of
-    monkeypatch.setattr(Contents, "of", lambda x: looked.append(type(x)) or of(x))
-    block = nn.Linear(4, 4)
-    block.box, block.other = {}, [1]
-    pipe = MappedGPipe(nn.Sequential(block), places("0"), chunks=M, checkpoint="always")
-    for rows, expected in ((1, True), (M, True), (M, False), (1, False)):
-        looked.clear()
-        pipe(torch.rand(rows, 4)).sum().backward()
-        assert ({dict, list} <= {*looked}) == expected
 
 
 def test_block_that_is_called_several_times():

@@ -80,33 +80,3 @@ def test_accelerate():
             optimizer.step()
             optimizer.zero_grad()
     same(training, plainly(layers, 2))
-
-
-@pytest.mark.filterwarnings("ignore")  # Of Lightning's own.
-def test_lightning(tmp_path):
-    lightning = pytest.importorskip("lightning", exc_type=MISSING)
-
-    class Module(lightning.LightningModule):
-        def __init__(self, training):
-            super().__init__()
-            self.scheduled = training
-
-        def training_step(self, batch, index):
-            return self.scheduled(*batch)
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    training, layers = make()
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        max_epochs=3,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
-    data = torch.utils.data.TensorDataset(X, Y)
-    trainer.fit(Module(training), torch.utils.data.DataLoader(data, batch_size=6))
-    same(training, plainly(layers, 3))

@@ -3,7 +3,6 @@
 With two processes they are in ``tests/examples/test_data_parallel.py``.
 """
 
-import copy
 from functools import partial
 
 import pytest
@@ -38,27 +37,6 @@ def sharded(module, mesh, mode="except_last", **how):
     for layer in module:
         fully_shard(layer, mesh=mesh, **how)
     return GPipe(module, [2, 2], devices=["cpu"] * 2, chunks=3, checkpoint=mode)
-
-
-@pytest.mark.parametrize("keeps", [True, False])
-def test_steps(mode, keeps, mesh):
-    """An evaluation before a step leaves whole parameters in the layers if FSDP2 keeps them."""
-    if mode != "never" and not GATHERS_AGAIN:
-        pytest.skip("FSDP2 of PyTorch 2.9 does not gather what runs again in backward")
-    plain = layers()
-    model = sharded(copy.deepcopy(plain), mesh, mode, reshard_after_forward=not keeps)
-    optimizers = [torch.optim.SGD(x.parameters(), 0.1, momentum=0.9) for x in (plain, model)]
-    for _ in range(3):
-        x = torch.randn(7, 3).double()
-        with torch.no_grad():
-            torch.testing.assert_close(model(x), plain(x))
-        for each, optimizer in zip((plain, model), optimizers):
-            optimizer.zero_grad()
-            each(x).square().sum().backward()
-        for one, other in zip(plain.parameters(), model.parameters()):
-            torch.testing.assert_close(other.grad.full_tensor(), one.grad)
-        for optimizer in optimizers:
-            optimizer.step()
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

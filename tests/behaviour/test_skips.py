@@ -9,7 +9,7 @@ from torch import nn
 from tests.contract.layers import Pop, Stash
 from tests.support.helpers import CPUS, nodes, note_of, plain, run_pipeline
 from torchgpipe import GPipe
-from torchgpipe.skip import Namespace, pop, skippable, stash
+from torchgpipe.skip import skippable, stash
 
 WIDTH = 3
 
@@ -57,27 +57,6 @@ def test_blocks_that_stash_and_pop_within_themselves(balance, mode):
     plain(reference, x, 3).sum().backward()
     for p, q in zip(reference.parameters(), model.parameters()):
         assert torch.allclose(p.grad, q.grad, atol=1e-6)
-
-
-def test_layers_of_one_class():
-    """Layers of a U-Net are so: the skip stashed last is popped first."""
-    spaces = [Namespace() for _ in range(3)]
-
-    @skippable(stash=["x"])
-    class Down(nn.Module):
-        def forward(self, input):
-            yield stash("x", input)
-            return input * 2
-
-    @skippable(pop=["x"])
-    class Up(nn.Module):
-        def forward(self, input):
-            return input + (yield pop("x"))
-
-    layers = [Down().isolate(ns) for ns in spaces] + [Up().isolate(ns) for ns in reversed(spaces)]
-    x = torch.rand(4, 1)
-    model = GPipe(nn.Sequential(*layers), [1] * 6, devices=["cpu"] * 6, chunks=2)
-    assert torch.allclose(model(x), 15 * x)
 
 
 @pytest.mark.parametrize("mode", ["never", "always"])

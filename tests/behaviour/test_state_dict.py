@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contract.state import Versioned
 from torchgpipe import GPipe
 
 
@@ -108,19 +107,6 @@ def test_layer_called_partitions_with_layers_of_the_same_names():
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), source.parameters()))
 
 
-@pytest.mark.parametrize("balance", [[1, 2], [2, 1], [3]])
-def test_layers_learn_the_version_of_what_they_load(balance):
-    def layers():
-        return nn.Sequential(Versioned(1, 1), nn.ReLU(), nn.Sequential(Versioned(1, 1)))
-
-    state = GPipe(layers(), balance, devices=["cpu"] * 3).state_dict()
-    keys = list(state._metadata)
-    model = GPipe(layers(), [1, 1, 1], devices=["cpu"] * 3)
-    assert model.load_state_dict(state) == ([], [])
-    assert (model[0].loaded, model[2][0].loaded) == (7, 7)
-    assert list(state._metadata) == keys
-
-
 def linears():
     return nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
 
@@ -145,19 +131,6 @@ def test_keys_of_compiled_layers():
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_prefix_of_a_wrapper(plain):
-    """DistributedDataParallel saves keys with a prefix."""
-    source = linears() if plain else GPipe(linears(), [1, 2], devices=["cpu"] * 2)
-    state = nn.ModuleDict({"module": source}).state_dict()
-    model = GPipe(linears(), [2, 1], devices=["cpu"] * 2)
-    with pytest.raises(RuntimeError, match=r'Unexpected key.*"module\.'):
-        model.load_state_dict(state)
-    nn.modules.utils.consume_prefix_in_state_dict_if_present(state, "module.")
-    assert model.load_state_dict(state) == ([], [])
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), source.parameters()))
-
-
-@pytest.mark.parametrize("plain", [False, True])
 def test_a_wrapper_twice_in_a_parent_and_one_within_another(plain):
     def parent(seed, balance):
         torch.manual_seed(seed)
@@ -172,10 +145,3 @@ def test_a_wrapper_twice_in_a_parent_and_one_within_another(plain):
     source, target = parent(0, None if plain else [1, 2]), parent(1, [2, 1])
     assert target.load_state_dict(source.state_dict()) == ([], [])
     assert all(torch.equal(a, b) for a, b in zip(target.parameters(), source.parameters()))
-
-
-def test_partitions_have_the_plain_names():
-    """A file for each partition is therefore a part of the plain model's file."""
-    model = wrapped([1, 3])
-    keys = [list(partition.state_dict()) for partition in model.partitions]
-    assert keys[0] + keys[1] == list(layers().state_dict())

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import MODES, Apply
+from tests.support.helpers import Apply
 from tests.support.long_runs import (
     WAYS,
     Piped,
@@ -42,12 +42,6 @@ def layers(between=None):
     return nn.Sequential(
         nn.Linear(WIDTH, WIDTH), nn.Tanh(), between or nn.Tanh(), nn.Linear(WIDTH, 2)
     ).double()
-
-
-def square(between=None):
-    """Layers whose output is as wide as their input."""
-    between = between or nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), between, nn.Tanh()).double()
 
 
 def batch():
@@ -145,23 +139,6 @@ def test_wrapper_within_a_wrapper(ways, outer, inner):
     model = around(module, [2, 2], checkpoint=outer, **options)
     for _ in range(2):
         torch.testing.assert_close(found(model, input), right)
-
-
-@pytest.mark.parametrize("way", NESTED)
-def test_wrappers_within_wrappers_in_several_threads(way):
-    wrap = partial(NESTED[way], balance=[2, 2], chunks=2, devices=["cpu"] * 2)
-
-    def train(module, input, right):
-        for mode in MODES:
-            inmost = wrap(copy.deepcopy(module[2][2]), checkpoint=mode)
-            between = wrap(nn.Sequential(*copy.deepcopy(module[2][:2]), inmost, nn.Tanh()))
-            model = wrap(nn.Sequential(*copy.deepcopy(module[:2]), between, module[3]))
-            for _ in range(3):
-                torch.testing.assert_close(found(model, input), right)
-
-    modules = [layers(square(square())) for _ in range(2)]
-    inputs = [batch() for _ in modules]
-    run_in_threads([partial(train, m, x, expected(m, x)) for m, x in zip(modules, inputs)])
 
 
 def test_threads_end_with_a_wrapper_that_is_dropped():

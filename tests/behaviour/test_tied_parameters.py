@@ -1,7 +1,6 @@
 """Tied parameters, and modules used several times, train as without a wrapper."""
 
 import copy
-import io
 import pickle
 import re
 
@@ -187,43 +186,6 @@ def test_a_parameter_on_two_devices_is_at_home_on_the_first_one():
 
 
 # Saved, loaded and copied.
-
-
-@pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("source", ["own", "plain", "other balance"])
-@pytest.mark.parametrize("make", [language_model, with_a_norm])
-def test_loading(make, source, assign, device, input):
-    """The file has all names, and tied parameters are tied after loading."""
-    trained = divided(make(), device, cuts="two")
-    train(trained, trained, input)
-    other = {
-        "own": lambda: trained,
-        "plain": lambda: trained.module,
-        "other balance": lambda: divided(copy.deepcopy(trained.module), device, cuts="each"),
-    }[source]()
-    stored = io.BytesIO()
-    torch.save(other.state_dict(), stored)
-    stored.seek(0)
-    state = torch.load(stored)
-    assert len(state) == len(tensors(make()))
-
-    reference, model = make().to(device), divided(make(), device, cuts="two")
-    reference.load_state_dict(trained.module.state_dict(), assign=assign)
-    assert model.load_state_dict(state, assign=assign) == ([], [])
-    if assign:
-        # Loading replaces each tensor by the file's tensor of that name, which unties some.
-        assert [len(names) for names in ties(model)] == [len(names) for names in ties(reference)]
-    else:
-        assert ties(model) == ties(make())
-    model.eval(), trained.eval()
-    assert torch.equal(model(input), trained(input))
-
-
-@pytest.mark.parametrize("make", MODELS)
-def test_own_keys_are_those_of_the_plain_module(make, device):
-    model = divided(make(), device, cuts="two")
-    assert list(model.module.state_dict()) == list(make().state_dict())
-    assert [name.split(".", 2)[2] for name in model.state_dict()] == list(make().state_dict())
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])

@@ -1,10 +1,8 @@
 """The tutorial runs as its pages stand, prints what they show, and trains in two processes."""
 
-import os
 import re
 import runpy
 import signal
-import subprocess
 import sys
 from contextlib import redirect_stdout
 from functools import partial
@@ -17,7 +15,6 @@ import torch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tests.support.fresh import METHOD, preload
-from tests.support.size import soak
 from torchgpipe._torch.dynamo import VERSION
 from torchgpipe.planner.blocks import timed
 from torchgpipe.planner.problem import problem_of
@@ -102,27 +99,3 @@ def test_two_processes(script):
     )
     found = elastic_launch(config, in_process)(script)
     assert [found[rank] for rank in range(2)] == shown()
-
-
-@needs_runtime
-@soak
-def test_two_processes_under_torchrun(script):
-    text = (ROOT / "docs/tutorial.rst").read_text("utf-8")
-    (options,) = re.findall(r"\$ torchrun (.*)", text)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *options.split()],
-        cwd=script.parent,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        out, errors = process.communicate(timeout=TIMEOUT)
-    finally:
-        # It ends its processes, too.
-        process.terminate()
-        process.wait()
-    assert process.returncode == 0, errors
-    # Two processes may print at the same time.
-    assert sorted(re.findall(r"process \d of \d: loss \d\.\d{4}", out)) == shown()

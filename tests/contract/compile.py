@@ -58,9 +58,9 @@ def compiled_layers(make):
 @promise("Layers may be compiled in place, also after wrapping.", modes=True, eager=True)
 def compiled_in_place(make):
     with compiling() as backend:
-        layers = nn.Sequential(*[Block() for _ in range(4)])
+        layers = nn.Sequential(*[Block() for _ in range(2)])
         model = make(layers)
-        trained(model, layers)
+        trained(model, layers, (8,))
         for layer in model.layers:
             layer.compile(backend=backend)
         trained(model, layers)

@@ -15,13 +15,13 @@ LOCAL = [run for run in RUNS if run != "Pipe"]
 def cases(runs):
     """The promises with each run, and with each mode where that matters.
 
-    Of two schedules a promise takes one, and of the modes, by turns. One of four promises takes
-    graphs, which take long to trace, and those that graphs keep otherwise. A soak takes all.
+    Of two schedules a promise takes one, and of the modes, by turns. One of eight promises takes
+    graphs, which take long to trace, and so do those that graphs keep otherwise. A soak takes all.
     """
     found = []
     for number, (name, promise) in enumerate(PROMISES.items()):
         other = "1f1b" if number % 2 else "zbh1"
-        graphs = number % 4 == 0 or promise.eager or GRAPHS in promise.otherwise
+        graphs = number % 8 == 0 or promise.eager or GRAPHS in promise.otherwise
         for k, run in enumerate(runs):
             if not SOAK and run.startswith(f"ScheduledLoss {other}"):
                 continue

@@ -1,9 +1,6 @@
 """A pipeline over several processes: the example."""
 
-import os
 import signal
-import subprocess
-import sys
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -64,28 +61,6 @@ def test_example_alone(schedule, capsys):
     assert "processes: 1" in capsys.readouterr().out
 
 
-def test_a_loss_that_does_not_fall_is_noticed(capsys):
-    assert across_processes.main(["--epochs", "1"]) == 1
-    assert "Not as it should be" in capsys.readouterr().out
-
-
-def test_a_difference_is_noticed(monkeypatch, capsys):
-    """Other random numbers than in one process are noticed."""
-    over_processes = across_processes.over_processes
-
-    def shifted(*args):
-        seed = torch.manual_seed
-        monkeypatch.setattr(torch, "manual_seed", lambda number: seed(number + 1))
-        try:
-            return over_processes(*args)
-        finally:
-            monkeypatch.setattr(torch, "manual_seed", seed)
-
-    monkeypatch.setattr(across_processes, "over_processes", shifted)
-    assert across_processes.main(SHORT) == 1
-    assert "Not as it should be" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(("count", "expected"), [(2, "cuda:1"), (1, "cpu"), (0, "cpu")])
 def test_each_process_has_its_own_device(count, expected, monkeypatch):
     chosen = []
@@ -97,24 +72,3 @@ def test_each_process_has_its_own_device(count, expected, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert across_processes.place() == torch.device(expected)
     assert chosen == ([1] if count == 2 else [])
-
-
-@soak
-def test_example_under_torchrun():
-    program = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    process = subprocess.Popen(
-        [*program, "--nproc-per-node", "2", "-m", "examples.across_processes", *SHORT],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        out, errors = process.communicate(timeout=TIMEOUT)
-    finally:
-        # It ends its processes, too.
-        process.terminate()
-        process.wait()
-    assert process.returncode == 0, errors
-    assert "processes: 2" in out

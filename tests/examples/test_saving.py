@@ -1,7 +1,6 @@
 """A training stops and goes on elsewhere, with all that the example saves, and with less."""
 
 import argparse
-import copy
 
 import pytest
 import torch
@@ -46,8 +45,6 @@ def whole(points):
 def test_example(capsys):
     assert saving.main(["--epochs", "3"]) == 0
     assert "Not as it should be" not in capsys.readouterr().out
-    assert saving.main(["--epochs", "1"]) == 1, "one epoch is not enough to halve the loss"
-    assert "Not as it should be" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("target", BALANCES, ids=str)
@@ -68,20 +65,6 @@ def test_goes_on_bit_for_bit(way, target, whole, points, tmp_path):
     for key in ("scaler", "schedule", "epoch"):
         assert after.rest()[key] == reference.rest()[key]
     assert after.scaler.get_scale() > 2.0**16, "it has grown"
-
-
-@pytest.mark.parametrize("lost", ["generators", "schedule", "epoch", "optimizer"])
-def test_what_is_not_saved_shows(lost, whole, points, tmp_path):
-    """Losses differ without the state, so the test above needs what is saved."""
-    before = saving.Training([3, 3, 2, 2], options(), seed=0)
-    losses = before.run(2, *points)
-    saving.save_one_file(tmp_path, before)
-    after = saving.Training([5, 5], options(), seed=1)
-    fresh = copy.deepcopy(after.rest()) | {"optimizer": after.optimizer.state_dict()}
-    state = torch.load(tmp_path / "training.pt")
-    torch.save(state | {lost: fresh[lost]}, tmp_path / "training.pt")
-    saving.load_one_file(tmp_path, after)
-    assert losses + after.run(4, *points) != whole[1]
 
 
 def test_the_plain_model_goes_on(points, tmp_path):

@@ -9,7 +9,7 @@ from torchgpipe import GPipe
 
 pytest.importorskip("accelerate", exc_type=MISSING)
 
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from examples import with_accelerate
@@ -38,12 +38,6 @@ def test_main(options, capsys):
     assert "As in a plain loop" in capsys.readouterr().out
 
 
-def test_main_where_they_differ(monkeypatch, capsys):
-    monkeypatch.setattr(Accelerator, "clip_grad_norm_", lambda *args: None)
-    assert with_accelerate.main(["--epochs", "2"]) == 1
-    assert "Not as it should be" in capsys.readouterr().out
-
-
 def test_model_stays_where_it_is(accelerator):
     # A device that all others can be moved to, but not back.
     wrapped = model(1, 1, devices=["meta", "cpu"])
@@ -65,31 +59,6 @@ def test_without_the_map(accelerator, monkeypatch):
     monkeypatch.delattr(GPipe, "hf_device_map")
     with pytest.raises(TypeError, match="cannot be moved"):
         accelerator.prepare(model(1, 1))
-
-
-class Parallel(nn.Module):
-    """A stand-in for DistributedDataParallel that records its arguments."""
-
-    def __init__(self, module, device_ids=None, **_):
-        super().__init__()
-        self.module, self.device_ids = module, device_ids
-
-
-def test_several_processes(accelerator, monkeypatch):
-    """Processes are simulated: Accelerate believes that each has a GPU."""
-    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.MULTI_GPU)
-    monkeypatch.setattr(Accelerator, "multi_device", True)
-    monkeypatch.delenv("ACCELERATE_BYPASS_DEVICE_MAP", raising=False)
-    wrapped = model(1, 1)
-    with pytest.raises(ValueError, match="in any distributed mode"):
-        accelerator.prepare(wrapped)
-    monkeypatch.setenv("ACCELERATE_BYPASS_DEVICE_MAP", "true")
-    # Without a process group, whose threads may be in the way when it is destroyed here.
-    monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", Parallel)
-    parallel = accelerator.prepare(wrapped)
-    assert isinstance(parallel, Parallel)
-    assert parallel.module is wrapped
-    assert parallel.device_ids is None
 
 
 def test_state_of_tied_weights(accelerator, tmp_path):

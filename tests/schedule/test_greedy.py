@@ -106,8 +106,3 @@ def test_the_unit_of_memory_makes_no_difference(unit):
     assert validate(made, capacity, costs) == []
     made = greedy((0, 1), 4, oldest("FB"), costs=costs, capacity=unit)
     assert made == greedy((0, 1), 4, oldest("FB"), capacity=1)
-
-
-def test_a_placement_may_be_any_iterable():
-    assert greedy(iter((0, 1)), 2, oldest("BF")) == greedy((0, 1), 2, oldest("BF"))
-    assert bounds(iter((0, 1)), 2) == bounds((0, 1), 2)

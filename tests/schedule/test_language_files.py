@@ -11,10 +11,7 @@ from torchgpipe.schedule import (
     dualpipe_v,
     fill_drain,
     named,
-    one_f_one_b,
-    parse,
     read_csv,
-    simulate,
     validate,
     write_csv,
 )
@@ -51,13 +48,6 @@ def of_torch(name, placement, chunks):
     return getattr(theirs, name)(first, chunks, loss_fn=lambda output, target: output)
 
 
-def read_order(order, placement, chunks):
-    """Read the order of a class that writes no files."""
-    lines = [" ".join(str(x) for x in order[rank] if x is not None) for rank in sorted(order)]
-    text = "\n".join(" ".join(x for x in line.split() if "REDUCE" not in x) for line in lines)
-    return parse(text, placement, chunks)
-
-
 @pytest.mark.parametrize(("workers", "rounds"), [(1, 2), (2, 2), (3, 2), (4, 3)])
 @pytest.mark.parametrize("name", CLASSES)
 def test_their_schedules_are_ours(name, workers, rounds, tmp_path):
@@ -81,25 +71,6 @@ def test_they_load_ours(name, tmp_path):
     schedule._load_csv(tmp_path / "ours.csv", format="compute_only")
     words = [[str(x) for x in schedule.pipeline_order[rank]] for rank in range(3)]
     assert "\n".join(map(" ".join, words)).replace("OVERLAP_F_B", "") == ours.text
-
-
-def test_fill_drain_in_the_other_order():
-    order = of_torch("ScheduleGPipe", range(4), 8)._get_pipeline_order()
-    found = read_order(order, range(4), 8)
-    assert validate(found) == []
-    theirs, ours = simulate(found), simulate(fill_drain(4, 8))
-    assert (theirs.makespan, theirs.peak) == (ours.makespan, ours.peak)
-
-
-def test_1f1b_has_a_wrong_order_on_its_last_rank():
-    """The printed order lacks micro-batch 0, and has a micro-batch that does not exist."""
-    order = of_torch("Schedule1F1B", range(4), 8)._get_pipeline_order()
-    found = read_order(order, range(4), 8)
-    assert found.program[:3] == one_f_one_b(4, 8).program[:3]
-    assert validate(found)[:2] == [
-        "out of range: 3F8 (worker 3, instruction 15); micro-batches are 0 to 7",
-        "missing: 3F0 on worker 3",
-    ]
 
 
 @examples

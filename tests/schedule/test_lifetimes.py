@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from tests.schedule.cases import BUILT_IN, examples, schedules
-from torchgpipe.schedule import Costs, Lifetime, Overlap, named, parse
+from torchgpipe.schedule import Costs, Lifetime, Overlap, parse
 from torchgpipe.schedule.costs import Table
 
 
@@ -31,11 +31,6 @@ def test_an_instruction_does_not_write_over_what_it_reads():
     assert [x.slot for x in found.all] == [0, 0]
 
 
-def test_one_f_one_b():
-    found = named("1f1b", 4, 8).lifetimes()
-    assert [x.slots for x in found] == [{(w, "activation"): 4 - w} for w in range(4)]
-
-
 def test_forward_alone_keeps_nothing():
     for text in ("0F0 0F1", "0F0 0R0 0F1"):
         assert parse(text, [0], 2).lifetimes() == (((), {}),)
@@ -53,11 +48,6 @@ def test_what_has_no_backward_is_kept_until_the_end():
         (1, "pending", 3, 4),
         (2, "activation", 4, 4),
     ]
-
-
-def test_stages_share_no_slots():
-    (found,) = parse("0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1", [0, 0], 2).lifetimes()
-    assert found.slots == {(0, "activation"): 1, (1, "activation"): 1}
 
 
 def test_slots_of_an_overlap():

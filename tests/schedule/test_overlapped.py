@@ -135,11 +135,6 @@ def test_random(case, kinds, seed):
             assert verify(one, [*kinds]) == by_walking(one, kinds)
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_many_micro_batches(name):
-    verify(BUILT_IN[name](16, 32), KINDS)
-
-
 OPS = st.builds(Op, st.integers(0, 2), st.sampled_from("FBIWR"), st.integers(0, 1))
 LINES = st.lists(st.one_of(OPS, st.builds(Overlap, OPS, OPS)), max_size=6)
 

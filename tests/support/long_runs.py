@@ -16,7 +16,7 @@ from torchgpipe.engine.workers import Workers
 from torchgpipe.partition.split import split_module
 
 #: How many steps a long run takes.
-STEPS = some(1000, 30)
+STEPS = some(1000, 15)
 
 #: After so many steps a run has all that it will ever have.
 WARM = 10

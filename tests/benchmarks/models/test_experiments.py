@@ -25,9 +25,10 @@ def test_scaled_models_have_as_many_layers(name):
     assert of_last[1] / of_all[1] < 0.2
 
 
-@pytest.mark.parametrize("experiment", EVERY)
-def test_there_are_no_more_micro_batches_than_samples(experiment):
-    small = scaled(experiment, 16, 64, 8)
-    assert (small.m is None) == (experiment.m is None)
-    assert (small.m or 1) <= small.batch <= experiment.batch
-    assert (small.name, small.n, small.mode) == (experiment.name, experiment.n, experiment.mode)
+def test_there_are_no_more_micro_batches_than_samples():
+    for experiment in EVERY:
+        small = scaled(experiment, 16, 64, 8)
+        assert (small.m is None) == (experiment.m is None)
+        assert (small.m or 1) <= small.batch <= experiment.batch
+        kept = [(x.name, x.n, x.mode) for x in (small, experiment)]
+        assert kept[0] == kept[1]

@@ -1,6 +1,5 @@
 """Results become JSON, Markdown and pictures."""
 
-import builtins
 import json
 
 import pytest
@@ -59,20 +58,6 @@ def test_pictures_are_the_same_each_time(publish):
     picture.unlink()
     assert main(["render", str(published)]) == 0
     assert picture.read_bytes() == first
-
-
-def test_without_matplotlib(publish, monkeypatch, capsys):
-    original = builtins.__import__
-
-    def missing(name, *arguments, **options):
-        if "picture" in (arguments[2] or ()):
-            raise ImportError(name)
-        return original(name, *arguments, **options)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
-    published = publish(CHARTS)
-    assert f"python -m benchmarks render {published}" in capsys.readouterr().out
-    assert not published.with_suffix(".png").exists()
 
 
 def test_tables_of_a_page(publish, tmp_path):

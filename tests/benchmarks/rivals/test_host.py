@@ -24,11 +24,3 @@ def test_gradients(model, balance, mode):
     pairs = zip(found.layers.parameters(), found.pipeline.parameters(), strict=True)
     for plain, pipelined in pairs:
         torch.testing.assert_close(pipelined.grad, plain.grad)
-
-
-def test_inference_has_no_gradients():
-    found = host(None, [1, 1], "inference")
-    figures = found.measure(seconds=0, least=1)
-    assert all(x.grad is None for x in found.parameters)
-    assert figures.keys() == {"plain", "pipeline"}
-    assert all(x["min"] > 0 for x in figures.values())

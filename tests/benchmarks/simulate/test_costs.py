@@ -3,7 +3,6 @@
 from math import inf
 
 import pytest
-import torch
 from torch import nn
 
 from benchmarks.models.skips import Stash
@@ -67,16 +66,6 @@ def test_traffic(count):
     assert found.backward[1:] == [24 * IMAGE, 0, 24 * IMAGE]
 
 
-def test_a_layer_of_several(count):
-    def several():
-        return nn.Sequential(nn.Conv2d(3, 3, 1, bias=False), nn.Conv2d(3, 3, 1, bias=False))
-
-    found = count(several, convolution(3, 3))
-    one = 2 * BATCH * SIZE * SIZE * 9
-    assert found.forward == [2 * one, 9 * one]
-    assert found.backward == [3 * one, 18 * one]
-
-
 def test_bytes(count):
     found = count(convolution(3, 8), nn.ReLU, lambda: nn.BatchNorm2d(8), nn.Tanh)
     assert found.parameters == [4 * 3 * 8 * 9, 0, 4 * (8 + 8), 0]
@@ -95,13 +84,6 @@ def test_skips(count):
         convolution(3, 8), lambda: Stash().isolate(outer), both, lambda: Add().isolate(outer)
     )
     assert found.skips == [(1, 3, 8 * IMAGE)]
-
-
-def test_nothing_is_left(count):
-    before = torch.get_default_device()
-    for _ in range(2):
-        assert count(Stash, nn.Tanh, convolution(3, 3), Add).skips == [(0, 3, 3 * IMAGE)]
-    assert torch.get_default_device() == before
 
 
 def test_balance():

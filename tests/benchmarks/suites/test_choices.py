@@ -1,6 +1,5 @@
 """The summary of the planner's choices, and the settings that they are compared with."""
 
-from benchmarks.simulate.choices import beside, maps_of
 from benchmarks.suites.choices import summarise
 
 SETTING = {"schedule": "one_f_one_b", "chunks": 8, "balance": [3, 3], "modes": "never"}
@@ -30,12 +29,3 @@ def test_counts():
     assert table.rows[3][7] is None
     assert table.rows[0][9:13] == ["9.0e+03", "3", "98.0", "0"]
     assert table.rows[1][9:13] == [None] * 4
-
-
-def test_maps_beside():
-    assert {*beside([2, 1, 3])} == {(1, 2, 3), (2, 2, 2)}
-
-
-def test_maps():
-    assert [*maps_of(4, 2)] == [(1, 3), (2, 2), (3, 1)]
-    assert len(maps_of(15, 4)) == 364

@@ -3,10 +3,9 @@
 import json
 
 import pytest
-import torch
 
 from benchmarks.__main__ import main
-from benchmarks.suites.host_bound import bound, parsed, shown, spread, summarise
+from benchmarks.suites.host_bound import bound, shown
 
 pytestmark = pytest.mark.usefixtures("prompt")
 
@@ -32,14 +31,6 @@ def test_from_the_bound_on_devices_never_wait_for_the_host(m, n):
         assert makespan(m, n, host, device) == host + (m + n - 1) * device
 
 
-@pytest.mark.parametrize("n", [2, 4, 8])
-def test_below_the_bound_devices_wait_for_the_host(n):
-    m, host = 64, 0.25
-    device = 0.9 * n * host
-    assert makespan(m, n, host, device) > host + (m + n - 1) * device
-    assert makespan(m, n, host, device / 2) == pytest.approx(m * n * host, rel=0.1)
-
-
 def test_host_bound(tmp_path, capsys):
     path = tmp_path / "host.json"
     few = ["--n", "2", "--m", "2", "--seconds", "0", "--steps", "1", "--devices", "cpu"]
@@ -56,33 +47,3 @@ def test_host_bound(tmp_path, capsys):
         least = bound(row["n"], row["rivals"]["ours"])
         assert f"| {shown(least)} |".replace(" ", "") in text.replace(" ", "")
     assert list(result["left_out"]) == ["none on cpu"]
-
-
-def test_default_models_have_all_modes():
-    options = parsed([])
-    assert options.rivals == ["ours"]
-    assert options.modes == ("inference", "never", "except_last", "always")
-    assert {"tiny layers", "gpt", "unet", "resnet101", "amoebanetd"} == {*options.models}
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_no_gpu(capsys):
-    with pytest.raises(SystemExit):
-        parsed(["--devices", "cuda"])
-    assert "there must be a GPU that CUDA knows (devices: cuda)" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("bounds", "text"),
-    [([], None), ([0.123], "0.12"), ([45.6, 1.26], "1.3 to 46"), ([3, 1, 2], "1 to 3")],
-)
-def test_spread(bounds, text):
-    assert spread(bounds) == text
-
-
-def test_without_ours():
-    row = {"model": "gpt", "n": 2, "mode": "never", "device": "cpu"}
-    found = {"pipeline": {"min": 3000.0}, "plain": {"min": 1000.0}}
-    summary = summarise({"m": 8, "rows": [{**row, "rivals": {"0.0.7": found}}]})
-    assert summary.tables[0].rows == [["gpt", 2, None]]
-    assert summary.more[0].rows == [["gpt", 2, "never", "cpu", "0.0.7", "3000", "1000", "6"]]

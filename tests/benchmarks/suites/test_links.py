@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from benchmarks.__main__ import main
 from benchmarks.suites import links
 
@@ -27,12 +25,3 @@ def test_links(tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "A message has 64 MiB" in printed
     assert "| not run" in printed
-
-
-def test_settings():
-    assert links.parsed([]).settings == [(8, 32), (64, 256), (64, 128), (512, 1024)]
-
-
-@pytest.mark.parametrize(("ratio", "text"), [(1, "+0.0%"), (1.05, "+5.0%"), (3.21, "x3.2")])
-def test_percent(ratio, text):
-    assert links.percent(ratio) == text

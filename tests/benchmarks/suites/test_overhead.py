@@ -6,7 +6,6 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.report.machine import ROOT
-from benchmarks.suites.overhead import parsed, settings
 from tests.support.size import soak
 
 pytestmark = pytest.mark.usefixtures("prompt")
@@ -46,9 +45,3 @@ def test_overhead(measured, tmp_path, others):
         for found in row["rivals"].values():
             assert f"{found['overhead_min']:.1f}" in line
     assert "Not run: none: this is no checkout" in printed
-
-
-def test_default_settings():
-    found = settings(parsed([]))
-    assert len(found) == 4 * 3 * (1 + 3 + 3)
-    assert {x["mode"] for x in found if x["kind"] == "inference"} == {"never"}

@@ -32,28 +32,3 @@ def test_schedules(tmp_path, monkeypatch, capsys):
     lines = [line.strip("| ").split() for line in capsys.readouterr().out.splitlines()]
     assert [line[4] for line in lines if line[:3] == ["2", "|", "4"]] == [*CONTENDERS]
     assert [line[4] for line in lines if line[:3] == ["4", "|", "4"]] == known
-
-
-def test_a_layer_that_sleeps_has_one_backward_which_has_no_halves():
-    *_, sleeping = schedules.settings(schedules.parser().parse_args([]))
-    known = [name for name in schedules.CONTENDERS if schedules.takes_part(name, sleeping)]
-    assert known == ["ours-fill_drain", "ours-1f1b", "torch-fill_drain", "torch-1f1b"]
-
-
-def test_gpus_do_not_sleep():
-    options = schedules.parser().parse_args(["--device", "cuda"])
-    models = [setting["model"]["name"] for setting in schedules.settings(options)]
-    assert models == ["gpt", "gpt"]
-
-
-def test_a_contender_that_fails_is_left_out():
-    class Failing:
-        rival = type("Rival", (), {"name": "plain"})
-
-        def make(self, subject, **arguments):
-            raise schedules.UnavailableError("ValueError: no room")
-
-    (setting, *_) = schedules.settings(schedules.parser().parse_args([]))
-    row = schedules.measure([Failing()], setting, rounds=2)
-    assert row["seconds"] == {}
-    assert row["failed"] == {"plain": "ValueError: no room"}

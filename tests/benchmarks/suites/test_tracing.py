@@ -4,7 +4,7 @@ import json
 
 from benchmarks.__main__ import main
 from benchmarks.suites import tracing
-from benchmarks.suites.tracing import CONTENDERS, figures, summarise
+from benchmarks.suites.tracing import CONTENDERS
 
 
 def test_tracing(tmp_path, monkeypatch, capsys):
@@ -18,21 +18,3 @@ def test_tracing(tmp_path, monkeypatch, capsys):
         least, middle = row["without"]
         assert 0 < least <= middle
     assert "What a trace costs" in capsys.readouterr().out
-
-
-def test_ratios():
-    seconds = {"without": [1.0, 2.0, 4.0], "within": [1.5, 2.0, 8.0], "after": [1.0, 2.0, 4.0]}
-    row = {"model": "gpt", "wrapper": "GPipe", "mode": "never", "m": 1000, **figures(seconds)}
-    (table,) = summarise({"rows": [row]}).tables
-    assert table.rows == [
-        [
-            "gpt",
-            "GPipe",
-            "never",
-            1000,
-            "1000.00 (2000.00)",
-            "1.500 (1.500)",
-            "1.000 (1.000)",
-            "250",
-        ]
-    ]

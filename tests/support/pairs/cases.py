@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 from torch import distributed, multiprocessing
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from tests.behaviour.test_sharding import GATHERS_AGAIN
 from tests.support.fresh import METHOD, preload
@@ -28,17 +27,12 @@ from tests.support.pairs.models import (
 from tests.support.pairs.parallel import (
     SETTINGS,
     batch_norm,
-    clipped,
     communicating,
     failing,
-    forking_loader,
-    hooked,
     parallel,
     random_numbers,
-    uneven_batches,
     uneven_shards,
     unused_by_default,
-    within_parent,
 )
 from tests.support.pairs.shards import sharded, tensor_parallel
 from tests.support.size import rotated, some
@@ -74,9 +68,6 @@ CASES = dict(
                     unused_by_default,
                     communicating,
                     uneven_shards,
-                    uneven_batches,
-                    clipped,
-                    within_parent,
                 ],
                 MODES,
             )
@@ -85,14 +76,7 @@ CASES = dict(
             _named(batch_norm, mode=mode, deferred=deferred)
             for mode, deferred in rotated(MODES, [False, True])
         ],
-        *[
-            _named(hooked, mode=mode, hook=hook)
-            for mode, hook in rotated(
-                MODES, [default_hooks.allreduce_hook, default_hooks.fp16_compress_hook]
-            )
-        ],
         _named(failing, mode="always"),
-        _named(forking_loader, mode="always"),
         _named(tensor_parallel, mode="always"),
         _named(sharded, mode="always", what="all"),
         *[

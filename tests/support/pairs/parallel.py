@@ -6,10 +6,7 @@ import datetime
 import pytest
 import torch
 from torch import distributed, nn
-from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing import assert_close
-from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.support.helpers import wrap
 from tests.support.pairs.models import (
@@ -25,7 +22,6 @@ from tests.support.pairs.models import (
     norms,
     part,
     plain,
-    skips,
     train,
     unused,
 )
@@ -128,54 +124,6 @@ def uneven_shards(rank, mode):
     assert_gradients(model, reference)
 
 
-def uneven_batches(rank, mode):
-    """A process without batches takes part in the gradients of others, within Join."""
-    model = DistributedDataParallel(wrap(plain().double(), PLACES, mode))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with Join([model]):
-        for _ in range(1 + 2 * rank):
-            optimizer.zero_grad()
-            loss(model(part(batch(), rank))).backward()
-            optimizer.step()
-    for parameter in model.parameters():
-        others = [torch.empty_like(parameter) for _ in range(RANKS)]
-        distributed.all_gather(others, parameter.detach())
-        assert torch.equal(*others)
-
-
-def hooked(rank, mode, hook):
-    """Hooks of the communication see the same gradients as around the plain model."""
-    layers = plain()
-    reference = copy.deepcopy(layers)
-    model = DistributedDataParallel(wrap(layers, PLACES, mode), bucket_cap_mb=TINY)
-    model.register_comm_hook(None, hook)
-    for _ in range(STEPS):
-        model.zero_grad()
-        reference.zero_grad()
-        x = batch().float()
-        loss(model(part(x, rank))).backward()
-        loss(reference(x)).backward()
-        assert_gradients(model, reference, rtol=1e-2, atol=1e-4)
-
-
-def clipped(rank, mode):
-    layers = plain().double()
-    reference = copy.deepcopy(layers)
-    model = DistributedDataParallel(wrap(layers, PLACES, mode))
-    x = batch()
-    loss(model(part(x, rank))).backward()
-    loss(reference(x)).backward()
-    norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.01) for m in (model, reference)]
-    assert_close(*norms)
-    assert_gradients(model, reference)
-
-
-def within_parent(rank, mode):
-    parent = nn.Sequential(nn.Linear(4, 4), wrap(skips(), PLACES, mode), nn.Linear(4, 1)).double()
-    reference = copy.deepcopy(parent)
-    train(rank, DistributedDataParallel(parent, bucket_cap_mb=TINY), reference)
-
-
 class Fails(nn.Module):
     fails = False
 
@@ -205,20 +153,3 @@ def failing(rank, mode):
             loss(one(x)).backward()
     layers[3].fails = False
     train(rank, DistributedDataParallel(model), reference)
-
-
-def forking_loader(rank, mode):
-    layers = plain().double()
-    reference = copy.deepcopy(layers)
-    model = DistributedDataParallel(wrap(layers, PLACES, mode))
-    data = batch(24)
-    samplers = [DistributedSampler(data, RANKS, rank), DistributedSampler(data, 1, 0)]
-    how = [{"num_workers": 1, "multiprocessing_context": "fork"}, {}]
-    sizes = [8 // RANKS, 8]
-    loaders = [DataLoader(data, n, sampler=s, **h) for n, s, h in zip(sizes, samplers, how)]
-    for own, whole in zip(*loaders):
-        model.zero_grad()
-        reference.zero_grad()
-        loss(model(own)).backward()
-        loss(reference(whole)).backward()
-        assert_gradients(model, reference)
