@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.support.helpers import assert_no_races
-from tests.virtual.stages import Stage, limit, verify_steps
+from tests.virtual.stages import ONE_MODE, Stage, limit, verify_steps
 from tests.virtual.test_mapped import Chain, mapped
 from torchgpipe import GPipe, MappedGPipe
 from torchgpipe.skip import pop, skippable, stash
@@ -89,6 +89,7 @@ KINDS = [Residual, InPlace, Hourglass, Masked, Labelled, AttentionResiduals]
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ONE_MODE)
 def test_gradients_and_makespan(devices, kind, mode):
     n, m = 4, 8
     torch.manual_seed(0)
@@ -211,6 +212,7 @@ class Applied(Chain):
         (First, "returns a gradient on virtual:0 for a tensor on virtual:1 (function: First"),
     ],
 )
+@pytest.mark.parametrize("mode", ONE_MODE)
 def test_functions_whose_backward_combines_devices(devices, mode, function, message):
     pipe = mapped(Applied(function), devices[:2], mode, 2)
     x = torch.rand(4, 4, device=devices[0])
@@ -224,6 +226,7 @@ def test_functions_whose_backward_combines_devices(devices, mode, function, mess
 
 
 @pytest.mark.parametrize("function", [Product, First, Apart])
+@pytest.mark.parametrize("mode", ONE_MODE)
 def test_functions_whose_backward_goes_with_their_devices(devices, mode, function):
     near = function is not Apart
     plain = Applied(function, near)
@@ -257,6 +260,7 @@ def reading(k, n):
     return Reading()
 
 
+@pytest.mark.parametrize("mode", ONE_MODE)
 def test_blocks_that_read_all_outputs_before_them_as_skips(devices, mode):
     n, m = 4, 8
     torch.manual_seed(0)
