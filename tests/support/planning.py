@@ -129,17 +129,6 @@ class Up(Timed):
         return super().forward(input + skip)
 
 
-def skipping_layers(seed, count, width):
-    """Random layers, of which the first pass skips to the last, as in a U-Net."""
-    draw = random.Random(seed)
-    layers = [*random_layers(seed, count, width)]
-    for k in range(draw.choice([1, 2, count // 2])):
-        space = Namespace()
-        for j, end in ((k, Down), (count - 1 - k, Up)):
-            layers[j] = end(layers[j].layer, layers[j].per_row, layers[j].constant).isolate(space)
-    return nn.Sequential(*layers)
-
-
 @skippable(stash=["features"])
 class Keep(nn.Module):
     """Layer that stashes its input, and passes it on."""

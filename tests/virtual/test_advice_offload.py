@@ -35,8 +35,3 @@ def test_slow_links(devices):
     assert advice.change == {"checkpoint": "never"}
     assert advice.reason.startswith("copies of cells to the host, and back, take")
     assert "more activations are kept" in advice.caution
-
-
-def test_other_changes(devices):
-    advice = traced(devices, "offload", "1f1b", 1e7, [3, 1]).advice
-    assert "checkpoint" not in advice.change

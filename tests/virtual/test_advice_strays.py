@@ -1,7 +1,6 @@
 """Advice on layers that copy between devices by themselves: without the copy, it is as it says."""
 
 import math
-import threading
 
 import pytest
 import torch
@@ -11,10 +10,8 @@ from torch.nn import functional as F
 from tests.support.planning import Timed
 from tests.support.size import some
 from torchgpipe import GPipe, ScheduledLoss, trace
-from torchgpipe.devices.recorder import Recorder
 from torchgpipe.devices.streams import has_streams
 from torchgpipe.engine import workers
-from torchgpipe.planner.observed import Strays
 from torchgpipe.testing import observe
 
 ROWS = 32
@@ -59,8 +56,8 @@ def traced(devices, schedule, reading, mode="never", host=0.0):
 CASES = [("1f1b", 6, 2), ("1f1b", 2, 0), ("1f1b", 7, 1), ("zbh1", 6, 2)]
 
 
-@pytest.mark.parametrize("mode", ["never", "always"])
-@pytest.mark.parametrize(("schedule", "layer", "place"), some(CASES, CASES[:2]))
+@pytest.mark.parametrize("mode", some(["never", "always"], ["never"]))
+@pytest.mark.parametrize(("schedule", "layer", "place"), some(CASES, CASES[:1]))
 def test_a_stray_copy_is_named(devices, schedule, layer, place, mode):
     before = traced(devices, schedule, {layer: place}, mode)
     after = traced(devices, schedule, {layer: layer // 2}, mode)
@@ -77,45 +74,8 @@ def test_a_stray_copy_is_named(devices, schedule, layer, place, mode):
     assert after.advice is None or not after.advice.remedy
 
 
-def test_several_layers(devices):
-    before = traced(devices, "1f1b", {2: 0, 6: 2})
-    after = traced(devices, "1f1b", {2: 1, 6: 3})
-    assert before.advice.reason.startswith("layers 2, 6 copy between devices")
-    assert before.advice.gain == pytest.approx(1 - after.makespan / before.makespan, abs=0.05)
-
-
 def test_a_host_that_is_late(devices):
     """A stream without work is where the host is, at both times, which is no copy."""
     assert not traced(devices, "1f1b", {}, host=0.02).advice.remedy
     advice = traced(devices, "1f1b", {6: 2}, host=0.02).advice
     assert advice.reason.startswith("layer 6 copies")
-
-
-def test_a_copy_that_costs_little(devices):
-    """Under GPipe's order devices go in step, so there is something better to change."""
-    advice = traced(devices, None, {6: 2}).advice
-    assert set(advice.change) == {"chunks"}
-    assert not advice.remedy
-
-
-def test_what_several_threads_issue(devices):
-    """Other threads may have work between two times of a stream."""
-    strays = Strays(devices[:2], Recorder(devices[:2]))
-
-    def layer(k):
-        with observe(bandwidth=SLOW):
-            strays.before(k, devices[1])
-            torch.zeros(1, 4, device=devices[0]).to(devices[1])
-            strays.after(k)
-
-    layer(0)
-    for k in range(2, 5):
-        strays.before(k, devices[1])
-        strays.after(k)
-    assert [x.layer for x in strays.found()] == [0]
-    thread = threading.Thread(target=layer, args=(1,))
-    thread.start()
-    thread.join()
-    assert strays.found() == []
-    strays.clear()
-    assert strays.found() == []

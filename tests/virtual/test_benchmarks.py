@@ -1,42 +1,50 @@
 """Benchmarks run on virtual accelerators, in processes of their own."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from benchmarks import __main__ as command
 from benchmarks.models.experiments import Experiment, unet
-from benchmarks.suites import bubbles, offload, one_gpu, speed
-from benchmarks.suites.overhead import main
-from benchmarks.suites.tables import virtual_speed
+from benchmarks.suites import ablation, bubbles, one_gpu, speed
 from examples import schedules
 from tests.support.size import soak
-from torchgpipe.engine import workers
 
 pytestmark = pytest.mark.usefixtures("prompt")
 
 
-@soak
-def test_overhead(tmp_path):
-    path = tmp_path / "overhead.json"
-    size = ["--n", "2", "--m", "2", "--rounds", "1", "--seconds", "0.001"]
-    main([*size, "--device", "virtual", "--rivals", "ours", "--output", str(path)])
-    result = json.loads(path.read_text("utf-8"))
-    assert result["machine"]["device"] == "virtual"
-    assert not result["left_out"]
-    assert [list(row["rivals"]) for row in result["rows"]] == [["ours"]] * 7
+#: By the name of a benchmark: the options of its least size. The first six run in a soak alone.
+LEAST = {
+    "offload": ["--ratios", "1.5", "--schedules", "1f1b"],
+    "overhead": ["--n", "2", "--m", "2", "--rounds", "1", "--seconds", "0", "--rivals", "ours"],
+    "host_bound": ["--n", "2", "--m", "2", "--seconds", "0", "--steps", "1", "--models"],
+    "ablation": ["--modes", "never", "--steps", "1", "--ours-alone"],
+    "transparency": ["--n", "8", "--batch", "256", "--epochs", "1", "--seeds", "1"],
+    "instructions": ["--n", "2", "--m", "2", "--modes", "always", "--seconds", "0"],
+    "parts": ["--n", "2", "--m", "2", "--steps", "1", "--modes", "never"],
+    "varying": ["--n", "2", "--m", "2", "--modes", "never", "--rivals", "ours", "--mean", "0.001"],
+}
+LEAST["overhead"] += ["--device", "virtual"]
+LEAST["host_bound"] += ["tiny layers", "--devices", "virtual"]
+LEAST["instructions"] += ["--device", "virtual"]
+LEAST["parts"] += ["--device", "virtual"]
+LEAST["varying"] += ["--kinds", "uniform", "--seeds", "1"]
 
 
-@soak
-def test_host_bound(tmp_path):
-    path = tmp_path / "host.json"
-    few = ["--n", "2", "--m", "2", "--seconds", "0", "--steps", "1", "--devices", "virtual"]
-    command.main(["host_bound", *few, "--models", "tiny layers", "--output", str(path)])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=soak) if k < 6 else name for k, name in enumerate(LEAST)]
+)
+def test_least_size(name, devices, tmp_path, monkeypatch):
+    small = replace(ablation.ABLATION, model=unet(1, 16), size=64)
+    monkeypatch.setattr(ablation, "ABLATION", small)
+    monkeypatch.setattr(bubbles.testing, "load", lambda count=8: devices[:count])
+    path = tmp_path / f"{name}.json"
+    assert not command.main([name, *LEAST[name], "--output", str(path)])
     result = json.loads(path.read_text("utf-8"))
-    assert not result["left_out"]
-    modes = [row["mode"] for row in result["rows"]]
-    assert modes == ["inference", "never", "except_last", "always"]
-    assert all(row["rivals"]["ours"]["pipeline"]["min"] > 0 for row in result["rows"])
+    assert result["rows"]
+    assert not result.get("left_out")
+    assert path.with_suffix(".md").read_text("utf-8")
 
 
 def test_one_gpu(tmp_path):
@@ -61,53 +69,6 @@ def test_speed(tmp_path, monkeypatch):
     assert "**Virtual time**" in path.with_suffix(".md").read_text("utf-8")
 
 
-def test_tables_of_virtual_speed():
-    row = {"experiment": "unet/x", "n": 2, "m": 3, "mode": "never", "batch": 6, "plain_ms": 100.0}
-    row |= {"limit_ms": 50.0, "free_limit_ms": 40.0, "published": None}
-    ours = {"ms": [50.0] * 3, "free_ms": [40.0] * 3, "busy": [0.5] * 3}
-    theirs = {"ms": [60.0, 60.0, 100.0], "free_ms": [40.0] * 3, "busy": [0.25] * 3}
-    row["rivals"] = {"ours": ours, "0.0.7": theirs}
-    result = {"rivals": {"ours": "", "0.0.7": "", "x": ""}, "rows": [row], "rounds": 3}
-    summary = virtual_speed.summarise(result)
-    cells = ["60.0", "120.0", "120.0", "100.0", None, "1.200", "2.00", "-"]
-    assert summary.tables[0].rows[0][4:] == cells
-    over = ["1.000 (1.000)", "1.000 (1.000)", "50.0%", "1.200 (2.000)", "1.000 (1.000)", "25.0%"]
-    assert summary.more[0].rows[0][4:] == [*over, None, None, None]
-
-
-def test_speed_of_nobody(capsys):
-    with pytest.raises(SystemExit):
-        command.main(["speed", "--device", "virtual", "--rivals", "accumulation"])
-    assert "name ours or 0.0.7" in capsys.readouterr().err
-
-
-def test_parts(tmp_path, monkeypatch):
-    # On a busy machine cells seem to block, and the profiler does not see the workers' threads.
-    monkeypatch.setattr(workers, "perf_counter", workers.thread_time)
-    path = tmp_path / "parts.json"
-    few = ["--n", "2", "--m", "2", "--steps", "3", "--modes", "never"]
-    command.main(["parts", "--device", "virtual", *few, "--output", str(path)])
-    (row,) = json.loads(path.read_text("utf-8"))["rows"]
-    # Nothing comes from one device to another on the CPU.
-    assert row["shares"]["autograd functions"] > 0
-    assert "Virtual accelerators" in path.with_suffix(".md").read_text("utf-8")
-
-
-@soak
-def test_offload(devices, tmp_path, monkeypatch):
-    monkeypatch.setattr(offload.testing, "load", lambda count: devices[:count])
-    path = tmp_path / "offload.json"
-    command.main(["offload", "--ratios", "1.5", "--schedules", "1f1b", "--output", str(path)])
-    rows = {row["mode"]: row for row in json.loads(path.read_text("utf-8"))["rows"]}
-    assert {*rows} == {*offload.MODES, offload.OWN}
-    told = [row for row in rows.values() if "simulated" in row]
-    assert len(told) == 4
-    for row in told:
-        assert row["time"] == pytest.approx(row["simulated"]["time"])
-        assert row["host"] == row["simulated"]["host"]
-    assert max(rows["offload"]["peaks"]) < max(rows["never"]["peaks"])
-
-
 @soak
 def test_bubbles(devices, tmp_path, monkeypatch):
     for place in (schedules, bubbles.testing):
@@ -122,18 +83,6 @@ def test_bubbles(devices, tmp_path, monkeypatch):
     # A plain step of the eight blocks' products takes 768 ms, and four devices share it.
     ideal = 3 * 8 * schedules.BLOCKS * 4 / schedules.WORKERS
     assert all(row["ms"] * (1 - row["bubble"]) <= ideal for row in rows)
-
-
-@pytest.mark.parametrize("device", ["virtual", "cpu"])
-def test_instructions(device, tmp_path):
-    path = tmp_path / "instructions.json"
-    few = ["--n", "2", "--m", "2", "--modes", "always", "--seconds", "0", "--device", device]
-    command.main(["instructions", *few, "--output", str(path)])
-    for row in json.loads(path.read_text("utf-8"))["rows"]:
-        assert row["instructions"] == {"fill_drain": 3, "1f1b": 3, "zbh1": 4}
-        assert [*row["cells"]] == ["GPipe", *row["instructions"]]
-        assert all(cell["min"] > 0 for cell in row["cells"].values())
-    assert f"({device}, n=2)" in path.with_suffix(".md").read_text("utf-8")
 
 
 def test_mapped(tmp_path, monkeypatch):

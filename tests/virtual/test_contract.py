@@ -15,8 +15,8 @@ OF_DEVICES = {name for name, promise in PROMISES.items() if promise.devices}
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "run", "mode"),
-    # Every eighth one without a soak, so that a promise takes one of four wrappers, or none.
-    [x for x in cases(LOCAL) if x.values[0] in OF_DEVICES][:: some(1, 11)],
+    # Every eighth one without a soak, so that each second promise takes one of the wrappers.
+    [x for x in cases(LOCAL) if x.values[0] in OF_DEVICES][:: some(1, 8)],
 )
 def test_promise(name, run, mode, devices):
     if name.startswith("memory:"):

@@ -89,18 +89,6 @@ def test_a_script_whose_stages_are_graphs(tmp_path, devices):
     main(["--devices", "2", str(path)])
 
 
-def test_a_script_that_asks_for_costs_before_its_first_step(tmp_path, devices):
-    path = tmp_path / "script.py"
-    path.write_text(OF_GRAPHS.replace("# costs", "training.costs(*values)"), "utf-8")
-    with (
-        pytest.warns(UserWarning, match="must be traceable"),
-        pytest.raises(
-            RuntimeError, match=r"no stage becomes a graph before .*; ask for costs\(\) aft"
-        ),
-    ):
-        main(["--devices", "2", str(path)])
-
-
 def test_a_script_that_observes(tmp_path, devices):
     path = tmp_path / "script.py"
     path.write_text("from torchgpipe.testing import observe\nwith observe(): pass", "utf-8")

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.models.experiments import MEMORY, SPEED, amoebanetd, build
-from benchmarks.suites import dry_run, large
+from benchmarks.suites import dry_run
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "dry_run.rst"
 
@@ -38,28 +37,3 @@ def test_tables(devices, tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "Predicted and not measured" in printed
     assert "speed 2 of 2" in printed or "speed 1 of 1" in printed
-
-
-def test_settings():
-    found = dry_run.settings(["memory", "speed"], 8)
-    assert len(found) == sum(len(x) for kind in (MEMORY, SPEED) for x in kind.values())
-    assert all(len(balance) == x.n for _, _, x, balance, _ in found if balance)
-    assert [x[2].name for x in dry_run.settings(["memory"], 1)] == ["baseline", "pipeline-1"] * 2
-
-
-@pytest.mark.parametrize("place", range(9))
-def test_cells_of_an_amoebanet(place):
-    layers = build(amoebanetd(18, 8))
-    cells = dry_run.BALANCES["speed"]["amoebanetd"][place]
-    balance = dry_run.layers_of(layers, cells)
-    assert sum(balance) == len(layers)
-    names = [name for name, _ in layers.named_children()]
-    assert names[sum(balance[:1])].endswith(("_stash", "_current"))
-
-
-def test_settings_of_large_models():
-    for x in large.SETTINGS:
-        if x.balance:
-            assert len(x.balance) == x.n
-            assert sum(x.balance) == large.LLAMA[x.model][2]
-    assert {x.schedule for x in large.SETTINGS} == {"", "1f1b", "zbh1", "zbv", "dualpipev"}

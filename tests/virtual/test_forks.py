@@ -1,15 +1,12 @@
 """Forked children: accelerators compute there, and backward raises an error that says why."""
 
-import copy
 import os
 from functools import partial
 
 import pytest
-import torch
-from torch.utils.data import DataLoader
 
-from tests.support.forks import WIDTH, ChildError, Pausing, forward, in_child, layers, step
-from tests.support.helpers import MODES
+from tests.support.forks import ChildError, Pausing, forward, in_child, layers, step
+from tests.virtual.stages import ONE_MODE
 from torchgpipe import GPipe
 
 pytestmark = [
@@ -27,7 +24,7 @@ def wrap(request, devices, monkeypatch):
     return partial(GPipe, balance=[2, 2], chunks=2, devices=devices[:2])
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ONE_MODE)
 def test_wrapper_in_a_child(wrap, mode):
     model = wrap(layers(), checkpoint=mode)
     use = partial(forward, model, model.devices[0])
@@ -35,7 +32,7 @@ def test_wrapper_in_a_child(wrap, mode):
         assert in_child(use) == use()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ONE_MODE)
 def test_backward_in_a_child(wrap, mode):
     """The threads of autograd, one for each accelerator, do not survive a fork."""
     model = wrap(layers(), checkpoint=mode)
@@ -56,18 +53,3 @@ def test_child_forked_while_a_thread_is_in_a_step(wrap, when):
     with pausing.within_a_step_of(paused, paused.devices[0]):
         assert in_child(use) == expected
     assert use() == expected
-
-
-def test_loader_with_forked_workers_beside_a_wrapper(wrap):
-    module = layers()
-    # One, as these tests run on one core.
-    options = {"num_workers": 1, "multiprocessing_context": "fork", "timeout": 30}
-    losses = []
-    for given in ({}, options):
-        model = wrap(copy.deepcopy(module))
-        losses.append([])
-        for x in DataLoader(torch.ones(16, WIDTH).cumsum(0) / 16, batch_size=8, **given):
-            loss = model(x.to(model.devices[0])).square().sum()
-            loss.backward()
-            losses[-1].append(loss.item())
-    assert losses[0] == losses[1]

@@ -50,11 +50,3 @@ def test_report(tmp_path):
     # A step on virtual accelerators takes the very time that a dry run predicts.
     assert "equal layers" in text
     assert "+0.0%" in text
-
-
-def test_tests_as_a_part(tmp_path, monkeypatch):
-    tests = ["pytest", "tests/gpu/__init__.py", "--quiet", "--version"]
-    monkeypatch.setitem(gpu.PARTS, "promises", gpu.PARTS["promises"]._replace(virtual=tests))
-    options = ["--device", "virtual", "--folder", str(tmp_path), "--parts", "promises"]
-    assert gpu.main(options) == 0
-    assert "pytest" in (tmp_path / "report.md").read_text("utf-8").splitlines()[-1]

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tests.support.graphs import Stage, kept, peak
+from tests.virtual.stages import squares
 from torchgpipe import GPipe, ScheduledLoss
 from torchgpipe.engine.loop import Executor
 from torchgpipe.engine.workers import Workers
@@ -14,10 +15,6 @@ from torchgpipe.schedule import validate
 from torchgpipe.schedule.costs import Table
 
 WIDTH, ROWS = 64, 4
-
-
-def squares(output, target):
-    return ((output - target) ** 2).mean()
 
 
 STAGES = {

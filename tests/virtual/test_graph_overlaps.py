@@ -8,16 +8,13 @@ from tests.support.graphs import Exchange
 from tests.support.helpers import assert_no_races, wrap
 from tests.support.schedules import V
 from tests.support.size import some
+from tests.virtual.stages import squares
 from torchgpipe import ScheduledLoss
 from torchgpipe.schedule import named
 from torchgpipe.testing import Busy, observe
 
 SEEDS = range(some(20, 2))
 WIDTH = 4
-
-
-def squares(output, target):
-    return ((output - target) ** 2).mean()
 
 
 def stage(share):

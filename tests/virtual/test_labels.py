@@ -13,12 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.helpers import MODES, assert_no_races
-from tests.virtual.stages import Popping, Stashing
-from tests.virtual.test_graph_overlaps import pairs, training_of
 from torchgpipe import GPipe, MappedGPipe, ScheduledLoss, trace
 from torchgpipe.ambient import labels
-from torchgpipe.skip import Namespace
-from torchgpipe.testing import Busy, observe
+from torchgpipe.testing import observe
 
 COSTS = {"addmm": 2.0, "mm": 1.0, "tanh": 0.5, "tanh_backward": 0.5}
 M = 4
@@ -154,16 +151,6 @@ def test_nothing_is_left_behind(devices, kind):
     assert seen.spans == []
 
 
-def test_a_graph_is_not_kept(devices):
-    model = gpipe(devices)
-    with observe():
-        output = model(torch.rand(2 * M, 4, device=devices[0]))
-        before = torch.accelerator.memory_allocated(devices[1])
-        del output
-        gc.collect()
-        assert torch.accelerator.memory_allocated(devices[1]) < before
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_timeline_is_that_of_a_trace(devices, kind):
     model, step = wrapped(devices, kind, "never")
@@ -198,23 +185,6 @@ def test_pictures(devices, tmp_path):
     assert "0 to 1 3 copy to virtual:1" in names
     start = "0R2 first (Linear) addmm on stream 0 of virtual:0 from "
     assert any(str(x).startswith(start) for x in seen.spans)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["gpipe", "zbh1"])
-def test_skips(devices, kind, mode):
-    skip = Namespace()
-    stack = [Stashing().isolate(skip), Busy(features=4), Popping().isolate(skip)]
-    model = GPipe(nn.Sequential(*stack), [1] * 3, devices=devices[:3], chunks=M, checkpoint=mode)
-    x = torch.rand(M, 4, device=devices[0], requires_grad=True)
-    run = model if kind == "gpipe" else ScheduledLoss(model, lambda y: y.mean(), kind)
-    with observe(bandwidth=links(devices)) as seen:
-        run(x).sum().backward()
-    copies = {(x.stage, x.target) for x in seen.spans if x.kind == "copy"}
-    assert copies == {(0, 1), (1, 2), (0, 2), (1, 0), (2, 1), (2, 0)}
-    busy = {(x.kind, x.name[0], x.layer) for x in seen.spans if x.kind != "copy"}
-    assert {("F", "F", "0"), ("F", "F", "1"), ("F", "F", "2")} <= busy
-    assert {x.layer_type for x in seen.spans if x.layer == "1"} == {"Busy"}
 
 
 def test_names_of_a_device_map(devices):
@@ -256,29 +226,6 @@ def test_a_plain_model_has_operators(devices):
     assert seen.timeline.spans == []
 
 
-def test_a_partition_alone_is_no_cell(devices):
-    model = gpipe(devices)
-    with observe(costs=COSTS) as seen:
-        model.partitions[0](torch.rand(2, 4, device=devices[0])).sum().backward()
-    assert {x.title for x in seen.spans} == {*COSTS}
-
-
-def test_work_around_a_step_is_no_cell(devices):
-    model = gpipe(devices)
-    x = torch.rand(2 * M, 4, device=devices[0])
-    costs = {"mse_loss": 1.0, "mse_loss_backward": 1.0, "add": 1.0, "cat": 1.0}
-    optimizer = torch.optim.SGD(model.parameters(), foreach=False)
-    with observe(costs=costs) as seen:
-        loss = nn.functional.mse_loss(model(x), torch.zeros(2 * M, 4, device=devices[2]))
-        loss.backward()
-        before = len(seen.spans)
-        optimizer.step()
-    outside = [x for x in seen.spans if not x.kind]
-    assert {"mse_loss", "mse_loss_backward", "cat"} <= {x.name for x in outside}
-    assert len(seen.spans) > before
-    assert not any(x.kind for x in seen.spans[before:])
-
-
 @pytest.mark.parametrize("kind", ["gpipe", "mapped"])
 def test_sums_of_gradients(devices, kind):
     """An operator that adds gradients up belongs to the layer whose gradient it is."""
@@ -307,14 +254,6 @@ def test_a_checkpoint_within_a_layer(devices):
     assert found == {("F", 0, "0"), ("F", 1, "1"), ("B", 0, "0"), ("B", 1, "1")}
 
 
-def test_a_model_within_another(devices):
-    inner = GPipe(nn.Sequential(OrderedDict(inner=nn.Linear(4, 4))), [1], devices=devices[:1])
-    stack = nn.Sequential(nn.Linear(4, 4), inner, nn.Linear(4, 4))
-    with observe(costs={"addmm": 1.0}) as seen, torch.no_grad():
-        GPipe(stack, [3], devices=devices[:1])(torch.rand(4, 4, device=devices[0]))
-    assert [x.layer for x in seen.spans] == ["0", "inner", "2"]
-
-
 def test_graphs_have_cells_and_no_layers(devices):
     stack = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
     model = GPipe(stack, [1] * 3, devices=devices[:3], chunks=M, checkpoint="never")
@@ -326,21 +265,6 @@ def test_graphs_have_cells_and_no_layers(devices):
     assert {x.kind for x in seen.spans} == {"F", "I", "W"}
     assert {x.cell for x in seen.spans} >= {f"{j}F{i}" for j in range(3) for i in range(M)}
     assert {x.layer for x in seen.spans} == {""}
-
-
-def test_both_cells_of_an_overlap(devices):
-    """Two cells whose operators are issued in turns."""
-    training = training_of(devices[:2], pairs(2, M), M)
-    x, y = (torch.rand(M, 4, device=device) for device in devices[:2])
-    for _ in range(2):
-        training(x, y)
-    with observe() as seen:
-        training(x, y)
-    found = Counter((x.kind, x.stage, x.microbatch) for x in seen.spans)
-    for kind in "FB":
-        for j in range(2):
-            (count,) = {found[kind, j, i] for i in range(M)}
-            assert count >= 3
 
 
 def test_micro_batches_in_several_threads(devices):

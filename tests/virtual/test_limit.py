@@ -12,6 +12,7 @@ from benchmarks.simulate.critical import step_path
 from tests.support.helpers import MODES, assert_no_races, wrap
 from tests.support.size import some
 from tests.virtual.stages import (
+    ONE_MODE,
     SEEDS,
     WIDER,
     Lagging,
@@ -65,14 +66,6 @@ def test_the_limits_that_the_readme_draws():
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("n", [1, 2, 3, 5])
-@pytest.mark.parametrize("m", [1, 2, 7])
-def test_the_limit_of_equal_stages(n, m, mode):
-    again = {"never": 0, "except_last": m - 1, "always": m}[mode]
-    assert limit(mode, n, m, F=3, R=2, B=7) == (m + n - 1) * (3 + 7) + again * 2
-
-
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("n", "m", "place"), PLACES)
 def test_partitions_that_share_devices_overlap(devices, n, m, mode, place):
     model = wrap(
@@ -88,18 +81,11 @@ def test_partitions_that_share_devices_overlap(devices, n, m, mode, place):
 def test_the_callers_streams_may_be_others_in_each_step(devices, n):
     """The caller's streams come from the same pool, and slow ours down in no step."""
     model = wrap(
-        [Stage() for _ in range(4)], [devices[0]] * 4 if n == 1 else devices[:4], "never", chunks=8
+        [Stage() for _ in range(4)], [devices[0]] * 4 if n == 1 else devices[:4], "never", chunks=4
     )
     for _ in range(33):
         with own_streams(devices):
-            assert makespans(model, rows=1, steps=1) == [limit("never", 4, 8)]
-
-
-def test_partitions_that_share_layers_do_not_overlap(devices):
-    stages = [Stage() for _ in range(3)]
-    model = wrap([*stages[:2], stages[0], stages[2]], [devices[0]] * 4, "never", 4)
-    (found,) = makespans(model, steps=1)
-    assert limit("never", 4, 4) < found < limit("never", 1, 16)
+            assert makespans(model, rows=1, steps=1) == [limit("never", 4, 4)]
 
 
 @pytest.mark.parametrize("mode", some(MODES, ["always"]))
@@ -110,8 +96,9 @@ def test_more_micro_batches_than_streams(devices, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("j", [0, 1])
-@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize(
+    ("requires_grad", "j"), some([*product([False, True], [0, 1])], [(False, 0), (True, 1)])
+)
 def test_a_host_that_is_slow_takes_no_time(devices, mode, requires_grad, j):
     """The next partition gets ahead of a slow one by as many micro-batches as copy streams."""
     stages = [Stage(), Stage(), Stage()]
@@ -122,14 +109,14 @@ def test_a_host_that_is_slow_takes_no_time(devices, mode, requires_grad, j):
     assert found == [limit(mode, 3, 16)] * 2
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ONE_MODE)
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_few_copy_streams_do(devices, mode, requires_grad):
     with patch.object(StreamPool, "COPIES", 4):
-        model = wrap([Stage() for _ in range(4)], devices[:4], mode, 32)
+        model = wrap([Stage() for _ in range(4)], devices[:4], mode, 16)
         for seed in SEEDS[::2]:
             found = makespans(model, seed=seed, rows=1, requires_grad=requires_grad)
-            assert found == [limit(mode, 4, 32)] * 2
+            assert found == [limit(mode, 4, 16)] * 2
 
 
 #: Times that add up without rounding.
@@ -153,7 +140,7 @@ def pipelines(draw):
     return forward, each(TIMES), each(TIMES), copies, skip
 
 
-@settings(max_examples=some(40 * len(SEEDS) // 3, 15))
+@settings(max_examples=some(40 * len(SEEDS) // 3, 8))
 @given(pipelines(), st.sampled_from(MODES), st.integers(1, 9), st.booleans())
 def test_unequal_stages_and_copies_take_as_long_as_the_ideal(devices, pipeline, mode, m, grad):
     forward, recompute, backward, copies, skip = pipeline
@@ -180,7 +167,7 @@ def test_unequal_stages_and_copies_take_as_long_as_the_ideal(devices, pipeline, 
     assert found == [expected] * 2
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ONE_MODE)
 @pytest.mark.parametrize(("n", "m"), some([(3, 4), (4, 8), (8, 16)], [(3, 4), (8, 8)]))
 def test_a_skip_past_all_partitions_takes_no_time(devices, n, m, mode):
     model = wrap(
@@ -191,7 +178,7 @@ def test_a_skip_past_all_partitions_takes_no_time(devices, n, m, mode):
         assert found == [limit(mode, n, m)] * 2, f"jitter {seed}"
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ONE_MODE)
 def test_a_skip_that_arrives_just_in_time_takes_no_time(devices, mode):
     # 2 rows of 20 numbers of 4 bytes, in the time of two forwards.
     links = {(0, 3): 80, (3, 0): 80}

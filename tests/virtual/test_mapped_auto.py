@@ -39,12 +39,6 @@ def test_makespan(devices):
     assert seen.makespan == 2 * limit("never", 4, 8)
 
 
-def test_a_model_on_the_cpu_is_measured_there(devices):
-    pipe = MappedGPipe(Chain(8), "auto", sample=torch.rand(1, 4), chunks=2)
-    assert {x.device for x in pipe.parameters()} == {*devices[:4]}
-    pipe(torch.rand(2, 4)).sum().backward()
-
-
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("name", [*ARCHITECTURES][: some(len(ARCHITECTURES), 2)])
 def test_architectures(devices, name, count):

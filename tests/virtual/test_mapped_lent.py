@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.helpers import assert_no_races
-from tests.virtual.stages import Stage, limit, verify_steps
+from tests.virtual.stages import ONE_MODE, Stage, limit, verify_steps
 from tests.virtual.test_mapped import SEEDS, Chain
 from torchgpipe import MappedGPipe, _torch
 from torchgpipe.testing import observe
@@ -77,6 +77,7 @@ def wrapped(plain, devices, n, m, mode, **options):
 @pytest.mark.parametrize(
     ("kind", "cost"), [("tied", 1), ("shared", 2), ("home after", 1), ("again", 1)]
 )
+@pytest.mark.parametrize("mode", ONE_MODE)
 def test_gradients_and_makespan(devices, kind, cost, mode):
     n, m = 4, 8
     torch.manual_seed(0)
@@ -196,10 +197,3 @@ def test_a_buffer_that_a_module_elsewhere_would_change(devices):
     ):
         pipe(torch.rand(4, 4))
     pipe.eval()(torch.rand(4, 4))
-
-
-def test_a_weight_that_is_moved_is_an_error_as_ever(devices):
-    pipe = wrapped(Tied(2), devices, 2, 2, "never")
-    pipe.module.layers[0].weight = nn.Parameter(torch.rand(4, 4))
-    with pytest.raises(RuntimeError, match=r"layers.0: virtual:0, weight: cpu"):
-        pipe(torch.rand(4, 4))

@@ -5,13 +5,14 @@ import pytest
 from tests.behaviour.test_mapped_peft import IGNORED, adapted, compare, names
 from tests.support.helpers import MODES, assert_no_races
 from tests.support.packed import PackedLinear, PackedWeight
+from tests.virtual.stages import ONE_MODE
 from torchgpipe import MappedGPipe
 from torchgpipe.testing import observe
 
 pytestmark = IGNORED
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ONE_MODE)
 @pytest.mark.parametrize("layers", [None, [2]], ids=["all layers", "last layer"])
 def test_gradients(devices, mode, layers):
     with observe() as seen:
@@ -19,7 +20,7 @@ def test_gradients(devices, mode, layers):
     assert_no_races(seen)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ONE_MODE)
 def test_embeddings_that_require_grad(devices, mode):
     with observe() as seen:
         compare(devices[:3], mode, [2], inputs_too=True)
@@ -38,7 +39,7 @@ def test_devices_in_front_of_the_adapters_compute_nothing_in_backward(devices, m
     assert {stream.device for stream in seen.busy} == busy
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ONE_MODE)
 def test_packed_weights(devices, mode):
     """Packed weights come to their devices with all that belongs to them."""
     with observe() as seen:

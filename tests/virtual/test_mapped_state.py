@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.support.helpers import assert_no_races
 from tests.support.size import some
-from tests.virtual.stages import limit
+from tests.virtual.stages import ONE_MODE, limit
 from tests.virtual.test_mapped import Chain, makespans
 from torchgpipe import MappedGPipe
 from torchgpipe.testing import observe
@@ -170,6 +170,7 @@ class Counting(Chain):
         return x + self.mean
 
 
+@pytest.mark.parametrize("mode", ONE_MODE)
 def test_changes_that_nothing_in_front_reads_hold_nobody_up(devices, mode):
     names = {"": devices[0], **{f"layers.{k}": devices[k] for k in range(4)}}
     pipe = MappedGPipe(Counting(4), names, chunks=8, checkpoint=mode)

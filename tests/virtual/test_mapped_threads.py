@@ -11,8 +11,8 @@ from torch import nn
 
 from tests.behaviour.test_mapped_architectures import NAMES, compare
 from tests.support.helpers import MODES, assert_no_races
-from tests.support.size import SOAK, some
-from tests.virtual.stages import Stage, limit, own_streams
+from tests.support.size import some
+from tests.virtual.stages import ONE_MODE, Stage, limit, own_streams
 from torchgpipe import MappedGPipe
 from torchgpipe.ambient.random_numbers import get_state
 from torchgpipe.testing import observe
@@ -78,14 +78,13 @@ def test_one_thread_takes_the_time_of_one_device(devices):
     assert seen.makespan == 4 * 8
 
 
-def steps(pipe, x, count=2, dtype=torch.float32):
-    """The outputs and the gradients of some steps."""
+def steps(pipe, x):
+    """The outputs and the gradients of two steps."""
     found = []
-    for _ in range(count):
+    for _ in range(2):
         pipe.zero_grad()
-        with torch.autocast(x.device.type, dtype, enabled=dtype is not torch.float32):
-            y = pipe(x)
-        y.float().square().mean().backward()
+        y = pipe(x)
+        y.square().mean().backward()
         found += [y.detach().cpu(), *(p.grad.cpu() for p in pipe.parameters())]
     return found
 
@@ -104,7 +103,7 @@ class Sleepy(nn.Module):
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ONE_MODE)
 def test_the_numbers_are_those_of_one_thread(devices, mode, rounds):
     """Random numbers, and with them outputs and gradients, do not depend on the threads."""
     plain = Chain(3, Sleepy, rounds)
@@ -121,18 +120,7 @@ def test_the_numbers_are_those_of_one_thread(devices, mode, rounds):
         torch.testing.assert_close(own, other, rtol=1e-5 * (rounds > 1), atol=1e-7 * (rounds > 1))
 
 
-def test_autocast(devices):
-    plain = Chain(3, Sleepy, 2).eval()
-    x = torch.rand(6, 4, device=devices[0])
-    found = [
-        steps(mapped(copy.deepcopy(plain), devices[:3], "never", 6, threads), x, 3, torch.bfloat16)
-        for threads in (1, 3)
-    ]
-    for own, other in zip(*found, strict=True):
-        torch.testing.assert_close(own, other)
-
-
-@pytest.mark.parametrize("name", NAMES if SOAK else ["bart", "gemma2", "mixtral"])
+@pytest.mark.parametrize("name", some(NAMES, ["gemma2"]))
 def test_architectures(devices, name):
     for seed in (None, *SEEDS)[: some(21, 1)]:
         with observe(jitter=seed) as seen:
@@ -157,29 +145,6 @@ class Failing(Where):
         if self.fails is not None and x[0, 0].item() == self.fails:
             raise ValueError("no")
         return x
-
-
-class Slow(Failing):
-    """A layer whose first micro-batches take long, and fail late."""
-
-    def forward(self, x):
-        if self.fails is not None and x[0, 0].item() < self.fails:
-            time.sleep(0.02)
-            if self.fails == 3 and x[0, 0].item() == 1:
-                raise KeyError("first")
-        return super().forward(x)
-
-
-def test_the_error_is_that_of_the_first_micro_batch_that_fails(devices):
-    pipe = mapped(Chain(3, Failing), devices[:3], m=6, threads=3)
-    pipe.module.layers[1].forward = Slow().forward
-    x = torch.arange(6.0).unsqueeze(1).expand(6, 4).to(devices[0])
-    Failing.fails = 3
-    try:
-        with pytest.raises(KeyError, match="first"):
-            pipe(x)
-    finally:
-        Failing.fails = None
 
 
 def test_a_failure_ends_all_threads(devices):

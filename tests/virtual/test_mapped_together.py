@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.support.helpers import assert_no_races, note_of
-from tests.virtual.stages import Stage, limit, verify_steps
+from tests.virtual.stages import ONE_MODE, Stage, limit, verify_steps
 from tests.virtual.test_mapped import Chain, mapped
 from torchgpipe import GPipe, MappedGPipe
 from torchgpipe.skip import pop, skippable, stash
@@ -90,6 +90,7 @@ KINDS = [Residual, InPlace, Hourglass, Masked, Labelled, AttentionResiduals]
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ONE_MODE)
 def test_gradients_and_makespan(devices, kind, mode):
     n, m = 4, 8
     torch.manual_seed(0)
@@ -210,6 +211,7 @@ class Applied(Chain):
 @pytest.mark.parametrize(
     ("function", "labels"), [(Product, False), (Product, True), (First, False)]
 )
+@pytest.mark.parametrize("mode", ONE_MODE)
 def test_functions_whose_backward_combines_devices(devices, mode, function, labels):
     pipe = mapped(Applied(function, labels=labels), devices[:2], mode, 2)
     with pytest.raises(RuntimeError) as caught:
@@ -225,6 +227,7 @@ def test_functions_whose_backward_combines_devices(devices, mode, function, labe
 
 
 @pytest.mark.parametrize("function", [Product, First, Apart])
+@pytest.mark.parametrize("mode", ONE_MODE)
 def test_functions_whose_backward_goes_with_their_devices(devices, mode, function):
     near = function is not Apart
     plain = Applied(function, near)
@@ -258,6 +261,7 @@ def reading(k, n):
     return Reading()
 
 
+@pytest.mark.parametrize("mode", ONE_MODE)
 def test_blocks_that_read_all_outputs_before_them_as_skips(devices, mode):
     n, m = 4, 8
     torch.manual_seed(0)

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.changing_buffers import Average
 from tests.support.helpers import MODES, assert_no_races
+from tests.virtual.stages import ONE_MODE
 from torchgpipe import GPipe, MappedGPipe
 from torchgpipe.testing import observe
 
@@ -179,7 +180,7 @@ class Chain(Model):
         return self.d(self.c(self.b(self.a(x))))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ONE_MODE)
 def test_memory_is_that_of_gpipe(devices, mode):
     wide = 256
 

@@ -273,3 +273,32 @@ def test_gradients_that_nobody_needs_yet_stay_away(devices, j, monkeypatch):
     # The gradient that is used, what the layer makes of it, and two that are early. Or one is, and
     # a clone leaves for the partition before.
     assert more / ACTIVATION < 4.5
+
+
+@pytest.mark.parametrize(("chunks", "saves"), [(1, True), (2, False), (8, False)])
+def test_memory_of_steps_within_backward(chunks, saves, devices):
+    """Autograd adds up a parameter's gradients of all micro-batches before it hands them over."""
+    module = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(16)])
+    model = GPipe(module, [8, 8], devices=devices[:2], chunks=chunks)
+    weights = 8 * 64 * 64 * 4
+    x = torch.rand(8, 64, device=devices[0])
+
+    def peak():
+        before = torch.accelerator.memory_allocated(devices[0])
+        torch.accelerator.reset_peak_memory_stats(devices[0])
+        model(x).sum().backward()
+        model.zero_grad()
+        return (torch.accelerator.max_memory_allocated(devices[0]) - before) / weights
+
+    peak()
+    usual = peak()
+
+    def step(parameter):
+        with torch.no_grad():
+            parameter.sub_(parameter.grad, alpha=1e-3)
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    assert usual > 0.95
+    assert (peak() < usual / 2) == saves

@@ -9,12 +9,9 @@ import torch
 from torch import nn
 
 from benchmarks.models.experiments import MEMORY, Experiment, unet
-from benchmarks.report.markdown import markdown
 from benchmarks.rivals.library import Library
-from benchmarks.rivals.processes import UnavailableError
 from benchmarks.rivals.training import Training
-from benchmarks.suites.memory import GRID, cut, main, measure, settings, summarise
-from benchmarks.suites.memory import parser as options
+from benchmarks.suites.memory import GRID, main
 from torchgpipe import GPipe
 
 pytestmark = pytest.mark.usefixtures("prompt")
@@ -73,22 +70,6 @@ def test_partitions(mode, kept, devices, known):
     assert least < first["peak"] - known[0] < least + 2 * ACTIVATION
 
 
-def test_cut(known):
-    assert cut(Experiment("even", MODEL, SIZE, BATCH, 2, 2)) == [4, 4]
-
-
-def test_settings():
-    found = settings(options().parse_args([]))
-    experiments = [setting for family, setting, _ in found if family == "experiments"]
-    assert {x.name for x in experiments} == {"baseline", *[f"pipeline-{n}" for n in (1, 2, 4, 8)]}
-    assert {x.batch for x in experiments} == {8}
-    full = settings(options().parse_args(["--device", "cuda"]))
-    assert {x.batch for family, x, _ in full if family == "experiments"} == {32, 128}
-    for _, setting, rivals in found:
-        assert ("plain" in rivals) == (setting.m is None or setting in experiments)
-        assert ("ours" in rivals) == (setting.m is not None)
-
-
 def test_main(tmp_path, capsys, monkeypatch):
     experiments = [
         Experiment("baseline", unet(1, 64), 192, 32),
@@ -121,69 +102,3 @@ def test_main(tmp_path, capsys, monkeypatch):
     assert printed.strip() == path.with_suffix(".md").read_text("utf-8").strip()
     assert "virtual accelerators" in printed
     assert path.with_suffix(".png").exists()
-
-
-class Failing:
-    """A process in which nothing fits, or nothing works."""
-
-    def __init__(self, reason):
-        self.reason = reason
-
-    def make(self, name, **arguments):
-        raise UnavailableError(f"Traceback\n{self.reason}\nraised in partition 0, micro-batch 1")
-
-    def drop(self):
-        raise UnavailableError("it has ended")
-
-
-@pytest.mark.parametrize(
-    ("reason", "cell"),
-    [("torch.OutOfMemoryError: CUDA out of memory", "out of memory"), ("OSError: no", "not run")],
-)
-def test_what_fails_is_marked(reason, cell):
-    setting = Experiment("pipeline-1", MODEL, SIZE, BATCH, 1, 2)
-    rivals = {name: measure(Failing(reason), setting, [8]) for name in ("plain", "ours")}
-    assert rivals["ours"] in ({"error": cell}, {"error": cell, "reason": reason})
-    row = {"family": "experiments", "rivals": rivals, **vars(setting)}
-    result = {"device": "cuda", "scaled": False, "rivals": {"ours": None}, "rows": [row]}
-    (table,) = summarise(result).tables
-    assert markdown(table).count(f" {cell} ") == (5 if cell == "not run" else 4)
-
-
-def test_figures():
-    mebibyte = 2**20
-
-    def device(parameters, peak):
-        return {
-            "parameters": parameters * mebibyte,
-            "gradients": parameters * mebibyte,
-            "peak": peak * mebibyte,
-        }
-
-    rivals = {
-        "plain": {"devices": [device(3, 40)]},
-        "ours": {"devices": [device(1, 6), device(2, 9)]},
-        "0.0.7": {"devices": [device(1, 8), device(2, 12)]},
-    }
-    setting = Experiment("pipeline-2", MODEL, SIZE, BATCH, 2, 4)
-    row = {"family": "experiments", "rivals": rivals, **vars(setting)}
-    names = dict.fromkeys(["ours", "0.0.7"])
-    result = {"device": "cuda", "scaled": False, "rivals": names, "rows": [row]}
-    found = summarise(result)
-    ((line,),) = (table.rows for table in found.tables)
-    cells = dict(zip(found.tables[0].head, line))
-    assert cells == {
-        "setting": "pipeline-2",
-        "n": 2,
-        "m": 4,
-        "parameters": "3.00",
-        "activations plain": "34.00",
-        "activations ours": "5.00 (9.00)",
-        "activations 0.0.7": "8.00 (14.00)",
-        "peak plain": "40.00",
-        "peak ours": "9.00 (15.00)",
-        "peak 0.0.7": "12.00 (20.00)",
-        "ours / 0.0.7": "0.750 0.750",
-    }
-    (chart,) = found.charts
-    assert chart.series == {"plain": [40], "ours": [9], "0.0.7": [12]}

@@ -114,27 +114,6 @@ class Derivatives(nn.Module):
         return self.take(lambda y: (y * y).sin() * y)(x)
 
 
-def rows(function):
-    return torch.func.vmap(function)
-
-
-def tangents(function):
-    def computed(x):
-        y, tangent = torch.func.jvp(function, (x,), (torch.ones_like(x),))
-        return y * tangent
-
-    return computed
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-@pytest.mark.parametrize("take", [rows, tangents])
-def test_transforms_within_layers(devices, take):
-    expected, _ = step(devices, lambda: Derivatives(take), "never")
-    found, seen = step(devices, lambda: Derivatives(take), "offload")
-    assert all(map(torch.equal, found, expected))
-    assert seen.transfers[0, "cpu"].bytes > 0
-
-
 def test_transforms_that_take_no_hooks(devices):
     def gradients(function):
         return torch.func.grad(lambda x: function(x).sum())

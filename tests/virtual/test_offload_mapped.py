@@ -1,6 +1,7 @@
 """Cells of a device map whose saved tensors are in the memory of the host."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from tests.support.helpers import assert_no_races
 from tests.support.offload import Attention
+from tests.support.size import some
 from torchgpipe import MappedGPipe, Offload
 from torchgpipe.partition.keeping import offload_of
 from torchgpipe.testing import observe
@@ -58,8 +60,14 @@ LISTS = [
 ]
 
 
-@pytest.mark.parametrize("modes", LISTS, ids=["one", "two", "three", "four"])
-@pytest.mark.parametrize("places", [(0, 0, 1, 1), (0, 1, 1, 0)])
+PLACES = [(0, 0, 1, 1), (0, 1, 1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("places", "modes"),
+    some([*product(PLACES, LISTS)], [(PLACES[0], LISTS[0]), (PLACES[1], LISTS[2])]),
+    ids=lambda x: str(LISTS.index(x) if x in LISTS else x),
+)
 def test_a_mode_for_each_entry(devices, places, modes):
     expected, _ = trained(mapped(devices, "never", places), devices)
     model = mapped(devices, modes, places)
@@ -80,9 +88,14 @@ def test_an_entry_that_is_computed_again(devices):
     assert counts == [4 * M, 2 * M, 2 * M, 4 * M - 2]
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("mode", ["offload", Offload(share=0.4, ahead=2)], ids=str)
-@pytest.mark.parametrize("places", [(0, 0, 1, 1), (0, 1, 1, 0)])
+MODES = ["offload", Offload(share=0.4, ahead=2)]
+
+
+@pytest.mark.parametrize(
+    ("places", "mode", "threads"),
+    some([*product(PLACES, MODES, [1, 2])], [*zip(PLACES, MODES, [2, 1])]),
+    ids=str,
+)
 def test_gradients_are_the_same_bit_by_bit(devices, places, mode, threads):
     expected, never = trained(mapped(devices, "never", places), devices)
     highest = torch.accelerator.max_memory_allocated(devices[1])

@@ -15,8 +15,6 @@ from torchgpipe.testing import observe
 M = 6
 #: Operators of a block of attention: F = 6 and B = 12.
 COSTS = {"addmm": 1.0, "mm": 1.0, "bmm": 1.0}
-#: What a block saves, and what leaves of the first one, whose input is the caller's.
-BLOCK = 86016
 
 PLACES = {
     "1f1b": [0, 1, 2, 3],
@@ -39,46 +37,29 @@ def training(devices, mode, name, places):
 
 
 def trained(step, devices, *, jitter=None, **options):
-    """The gradients of the second of two steps, its time, and the peaks of the devices."""
+    """The gradients of the second of two steps, and what was observed in it."""
     for k in range(2):
         step.zero_grad()
         torch.manual_seed(k)
         x = torch.rand(2 * M, 16, 32, device=devices[0])
-        before = [torch.accelerator.memory_allocated(device) for device in devices]
-        for device in devices:
-            torch.accelerator.reset_peak_memory_stats(device)
         with observe(jitter=jitter, costs=COSTS, **options) as seen:
             step(x).backward()
     assert_no_races(seen)
-    peaks = [torch.accelerator.max_memory_allocated(x) - y for x, y in zip(devices, before)]
-    return [x.grad.cpu() for x in step.parameters()], seen, peaks
-
-
-@pytest.mark.parametrize("mode", ["offload", Offload(share=0.5, ahead=2)], ids=str)
-@pytest.mark.parametrize("name", some([*PLACES], [*PLACES][:4]))
-def test_gradients_are_the_same_bit_by_bit(devices, name, mode):
-    expected, never, _ = trained(training(devices, "never", name, PLACES[name]), devices)
-    step = training(devices, mode, name, PLACES[name])
-    for seed in [None, *SEEDS[:1]]:
-        found, seen, _ = trained(step, devices, jitter=seed)
-        assert all(map(torch.equal, found, expected))
-    assert seen.makespan == never.makespan
-    assert seen.transfers[0, "cpu"].bytes > 0
+    return [x.grad.cpu() for x in step.parameters()], seen
 
 
 @pytest.mark.parametrize(
-    ("ratio", "one", "two"), some([(1, 0, 0), (2, 1, 0), (3, 2, 1)], [(2, 1, 0)])
+    "mode", some(["offload", Offload(share=0.5, ahead=2)], ["offload"]), ids=str
 )
-def test_the_time_of_a_step(devices, ratio, one, two):
-    """Copies of up to F are hidden if cells come back one instruction ahead, of up to 2F by two."""
-    links = {x: BLOCK / (6 * ratio) for k in range(6) for x in ((k, "cpu"), ("cpu", k))}
-    places = [*range(6)]
-    _, never, peaks = trained(training(devices, "never", "1f1b", places), devices)
-    for ahead, late in ((1, one), (2, two)):
-        step = training(devices, Offload(ahead=ahead), "1f1b", places)
-        _, seen, lower = trained(step, devices, bandwidth=links)
-        assert (seen.makespan > never.makespan + 1e-6) == bool(late)
-        assert lower[0] < (3 + ahead) * BLOCK < 6 * BLOCK < peaks[0]
+@pytest.mark.parametrize("name", some([*PLACES], ["zbv"]))
+def test_gradients_are_the_same_bit_by_bit(devices, name, mode):
+    expected, never = trained(training(devices, "never", name, PLACES[name]), devices)
+    step = training(devices, mode, name, PLACES[name])
+    for seed in [None, *SEEDS[:1]]:
+        found, seen = trained(step, devices, jitter=seed)
+        assert all(map(torch.equal, found, expected))
+    assert seen.makespan == never.makespan
+    assert seen.transfers[0, "cpu"].bytes > 0
 
 
 def test_cells_that_leave(devices):
@@ -106,21 +87,3 @@ def test_stages_that_are_graphs_do_not_offload(devices):
     step.stages = "graph"
     with pytest.raises(ValueError, match=r"a stage that is a graph keeps all .*'offload'"):
         trained(step, devices)
-
-
-def test_a_forward_alone_sends_nothing(devices):
-    step = training(devices, "offload", "1f1b", [0, 1])
-    with observe() as seen, torch.no_grad():
-        step(torch.rand(2 * M, 16, 32, device=devices[0]))
-    assert not [link for link in seen.transfers if "cpu" in link]
-
-
-def test_what_a_schedule_has_let_go_of_is_an_error(devices):
-    step = training(devices, "offload", "zbh1", [0, 1, 2, 3])
-    found = []
-    step.model[0].up.register_forward_hook(lambda *args: found.append(args[-1]))
-    step(torch.rand(2 * M, 16, 32, device=devices[0])).backward()
-    assert len(found) == M
-    for x in found:
-        with pytest.raises(RuntimeError, match=r"was let go of once .*; use a|second time"):
-            x.sum().backward()

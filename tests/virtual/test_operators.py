@@ -16,23 +16,12 @@ FUNCTIONS = {
         IMAGE,
         lambda x: F.group_norm(x, 2, torch.arange(8.0).to(x), torch.arange(8.0).to(x)),
     ),
-    "group_norm of volumes": ((2, 8, 2, 3, 4), lambda x: F.group_norm(x, 4)),
-    "group_norm of sequences": ((2, 8, 5), lambda x: F.group_norm(x, 4)),
-    "layer_norm": (TEXT, lambda x: F.layer_norm(x, (5, 8))),
     "instance_norm": (IMAGE, F.instance_norm),
-    "batch_norm": (IMAGE, lambda x: F.batch_norm(x, None, None, training=True)),
-    "rms_norm": (TEXT, lambda x: F.rms_norm(x, (8,))),
     "pixel_shuffle": (IMAGE, lambda x: F.pixel_shuffle(x, 2)),
-    "pixel_unshuffle": (IMAGE, lambda x: F.pixel_unshuffle(x, 2)),
     "channel_shuffle": (IMAGE, lambda x: F.channel_shuffle(x, 2)),
     "interpolate": (IMAGE, lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear")),
-    "max_pool2d": (IMAGE, lambda x: F.max_pool2d(x, 2)),
-    "avg_pool2d": (IMAGE, lambda x: F.avg_pool2d(x, 2)),
     "adaptive_avg_pool2d": (IMAGE, lambda x: F.adaptive_avg_pool2d(x, 2)),
     "silu": (IMAGE, F.silu),
-    "mish": (IMAGE, F.mish),
-    "glu": (IMAGE, lambda x: F.glu(x, 1)),
-    "softmax": (IMAGE, lambda x: F.softmax(x, 1)),
     "attention": (IMAGE, lambda x: F.scaled_dot_product_attention(x, x, x)),
     "grid_sample": (
         IMAGE,
@@ -41,7 +30,6 @@ FUNCTIONS = {
     "unfold": (IMAGE, lambda x: F.unfold(x, 2)),
     "sum": (IMAGE, lambda x: (x.sum((1, 3)), x.amax(1), x.all(1).float(), x.any((0, 2)).float())),
     "linear": (TEXT, lambda x: F.linear(x, x[0])),
-    "einsum": (TEXT, lambda x: torch.einsum("bij,bkj->bik", x, x)),
     "svd": (TEXT, torch.linalg.svdvals),
 }
 
@@ -61,14 +49,8 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 #: Functions, dtypes that accelerators compute and the CPU does not, and what it computes instead.
 WIDER = {
-    "avg_pool3d": (lambda x: F.avg_pool3d(x.view(1, 2, 2, 4, 4), 2), HALVES, torch.float),
     "interpolate": (
         lambda x: F.interpolate(x.view(1, 1, 8, 8), 3, mode="bilinear", antialias=True),
-        HALVES,
-        torch.float,
-    ),
-    "multi_margin_loss": (
-        lambda x: F.multi_margin_loss(x.view(8, 8), torch.arange(8, device=x.device)),
         HALVES,
         torch.float,
     ),

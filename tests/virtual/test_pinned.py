@@ -27,18 +27,6 @@ def test_a_copy_back_must_wait_for_the_copy_out(devices):
     assert "read after write (16 bytes of pinned memory, 1 times)" in str(race)
 
 
-def test_a_buffer_must_wait_for_its_last_reader(devices):
-    x, y, buffer = one(devices[0]), one(devices[0]), pinned()
-    out, back = new_streams(devices[0], 2)
-    with observe() as seen:
-        with back:
-            x.copy_(buffer, non_blocking=True)
-        with out:
-            buffer.copy_(y, non_blocking=True)
-    (race,) = seen.races
-    assert (race.kind, race.device) == ("write after read", "cpu")
-
-
 def test_devices_share_a_buffer(devices):
     x, y, buffer = one(devices[0]), one(devices[1]), pinned()
     with observe() as seen:

@@ -1,11 +1,13 @@
-"""Memory of plans to the byte, where backward is split and gradients of skips are views."""
+"""Memory of plans to the byte, and copies, where backward is split and gradients are views."""
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.support.planning import Join, Keep, by_hand, run
+from tests.support.planning import Join, Keep, by_hand, run, unet
+from tests.support.size import some
+from torchgpipe import plan, trace
 from torchgpipe.planner.problem import problem_of
 from torchgpipe.planner.search import Search, search
 from torchgpipe.planner.trial import settings
@@ -67,7 +69,7 @@ def test_peaks(devices, problem, schedule, balance, modes):
         assert predicted == pytest.approx(memory[place], abs=LOSSES)
 
 
-@pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble_h1"])
+@pytest.mark.parametrize("schedule", some(["one_f_one_b", "zero_bubble_h1"], ["zero_bubble_h1"]))
 def test_large_gradients_are_added_in_place(devices, schedule):
     model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)])
     x, y = torch.rand(2, 8, 512)
@@ -79,3 +81,23 @@ def test_large_gradients_are_added_in_place(devices, schedule):
     _, memory = run(hand, model, x, y, devices[:2])
     for place, predicted in zip(devices, trial.memory):
         assert predicted == pytest.approx(memory[place], abs=LOSSES)
+
+
+@pytest.mark.parametrize(
+    "schedule", some(["one_f_one_b", "interleaved", "zero_bubble_h1"], ["zero_bubble_h1"])
+)
+def test_clones_of_what_leaves(devices, schedule):
+    """Clone on the stream that computes what leaves it, and no gradients that are views."""
+    model, x, y = unet(0, 8), *torch.rand(2, 16, 3, 16, 16)
+    costs = {"convolution": 5, "convolution_backward": 10, "copy_": 1}
+    links = {(0, 1): 1e9, (1, 0): 1e9}
+    options = {"devices": devices[:2], "loss": F.mse_loss, "targets": (y,), "chunks": [4]}
+    with observe(costs=costs, bandwidth=links):
+        plans = plan(model, x, **options, timeout=0)
+        candidate = next(c for c in plans.candidates if c.schedule == schedule)
+        training = candidate.wrap(model)
+        x = x.to(devices[0])
+        with trace(training) as timeline:
+            training(x, y).backward()
+    # Each loss is copied once more, so that nothing of its graph is kept.
+    assert candidate.time + 4 == pytest.approx(timeline.step().makespan)

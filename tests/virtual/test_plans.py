@@ -1,14 +1,12 @@
 """Plans on virtual accelerators: exact times, honest memory, and nothing by hand that is better."""
 
 import copy
-import importlib
 import itertools
 import pickle
 import random
 import re
 from functools import partial
 from itertools import pairwise
-from math import inf
 
 import pytest
 import torch
@@ -21,19 +19,12 @@ from tests.support.planning import (
     links,
     random_layers,
     run,
-    skipping_layers,
-    unet,
 )
 from tests.support.size import SOAK
 from torchgpipe import GPipe, ScheduledLoss, plan, trace
-from torchgpipe.planner.layers import measured, measured_links
+from torchgpipe.planner.layers import measured_links
 from torchgpipe.planner.problem import problem_of
-from torchgpipe.planner.search import Search, search
-from torchgpipe.planner.trial import settings
 from torchgpipe.testing import observe
-
-#: The module, which has the name of its function in the package.
-module = importlib.import_module("torchgpipe.plans")
 
 CHUNKS = [1, 2, 4, 8, 16]
 
@@ -68,34 +59,13 @@ def planned(layers, x, options, **more):
         return plan(layers, x, **options, **more)
 
 
-def limited(layers, x, options, share):
-    """Plan under a share of the memory that the fastest plan takes.
-
-    Returns:
-        The plans, the limit, and the problem that was searched.
-    """
-    problems, found = [], {}
-
-    def once(layers, *sizes, **more):
-        """Measure what both plans begin with once: virtual time does not vary."""
-        key = tuple(map(tuple, sizes[:2])), sizes[2]
-        if key not in found:
-            found[key] = measured(layers, *sizes, **more)
-        return [*found[key]]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "search", lambda *a: problems.append(a[0]) or search(*a))
-        patch.setattr("torchgpipe.planner.problem.measured", once)
-        limit = share * max(planned(layers, x, options).best.memory.values())
-        return planned(layers, x, options, memory=limit), limit, problems[-1]
-
-
 @pytest.mark.usefixtures("one_by_one")
 @pytest.mark.filterwarnings("ignore:GPipe trains without pipelining")
 @pytest.mark.parametrize("seed", range(40) if SOAK else [8])
 def test_prediction_is_what_is_measured(devices, seed):
     layers, x, y, options, share = random_case(seed, devices)
-    plans, limit, _ = limited(layers, x, options, share)
+    limit = share * max(planned(layers, x, options).best.memory.values())
+    plans = planned(layers, x, options, memory=limit)
     if not plans.candidates:
         with pytest.raises(ValueError, match="too much by"):
             assert plans.best
@@ -109,99 +79,11 @@ def test_prediction_is_what_is_measured(devices, seed):
     assert max(memory.values()) <= limit
 
 
-def skipping_case(kind, seed, devices):
-    """Layers with skips, input, target and the arguments of a plan."""
-    draw = random.Random(seed)
-    workers = draw.choice([2, 3, 4])
-    if kind == "linear":
-        width, rows = draw.choice([64, 128, 256]), draw.choice([256, 512])
-        layers, shape = skipping_layers(seed, draw.choice([6, 7, 8]), width), (rows, width)
-    else:
-        layers, shape = unet(seed, draw.choice([8, 16])), (draw.choice([32, 64]), 3, 16, 16)
-    x, y = torch.rand(shape), torch.rand(shape)
-    options = {"devices": devices[:workers], "timeout": 0, "chunks": [2, 4, 8]}
-    if seed % 3:
-        options |= {"loss": F.mse_loss, "targets": (y,)}
-    return layers, x, y, options, draw.uniform(0.6, 1.0)
-
-
-@pytest.mark.usefixtures("one_by_one")
-@pytest.mark.filterwarnings("ignore:GPipe trains without pipelining")
-@pytest.mark.parametrize("kind", ["linear", "convolutions"] if SOAK else ["linear"])
-@pytest.mark.parametrize("seed", range(24) if SOAK else [5])
-def test_prediction_with_skips(devices, kind, seed):
-    """Memory of skips where they wait, and the time of their copies, are part of a plan."""
-    layers, x, y, options, share = skipping_case(kind, seed, devices)
-    plans, limit, _ = limited(layers, x, options, share)
-    if not plans.candidates:
-        return
-    best = plans.best
-    time, memory = run(best.wrap, layers, x, y, options["devices"])
-    assert best.time == pytest.approx(time)
-    assert max(best.memory.values()) == pytest.approx(max(memory.values()), rel=0.07)
-    assert max(memory.values()) <= limit
-
-
-def sizes_and_settings(problem, devices, n):
-    """Each setting with each balance of ``n`` layers."""
-    for setting in settings(problem, CHUNKS):
-        count = len(setting.schedule.placement)
-        for cuts in itertools.combinations(range(1, n), count - 1):
-            yield setting, tuple([b - a for a, b in pairwise((0, *cuts, n))])
-
-
-@pytest.mark.skipif(not SOAK, reason="thousands of simulations")
-@pytest.mark.filterwarnings("ignore:GPipe trains without pipelining")
-@pytest.mark.parametrize("seed", range(20))
-def test_nothing_by_hand_is_better_without_limits(devices, seed, monkeypatch):
-    layers, x, _, options, _ = random_case(seed, devices)
-    problems = []
-    monkeypatch.setattr(module, "search", lambda *a: problems.append(a[0]) or search(*a))
-    best = planned(layers, x, options).best
-    (problem,) = problems
-    found, n = Search(problem), len(layers)
-    for setting, sizes in sizes_and_settings(problem, options["devices"], n):
-        never = ("never",) * len(sizes)
-        assert found.trial(setting, sizes, never).time > 0.97 * best.time
-
-
-def faster(problem, devices, n, time, memory):
-    """Yield trials by hand that take less than a time and a memory, as simulated."""
-    found = Search(problem)
-    for setting, sizes in sizes_and_settings(problem, devices, n):
-        if found.fastest(setting, sizes) >= time:
-            continue
-        for modes in itertools.product(["never", "except_last", "always"], repeat=len(sizes)):
-            trial = found.trial(setting, sizes, modes)
-            if trial.time < time and max(trial.memory) < memory:
-                yield trial
-
-
-@pytest.mark.skipif(not SOAK, reason="thousands of simulations")
-@pytest.mark.usefixtures("one_by_one")
-@pytest.mark.filterwarnings("ignore:GPipe trains without pipelining")
-@pytest.mark.parametrize("seed", range(27))
-def test_nothing_by_hand_is_better_under_limits(devices, seed):
-    """Nothing that a schedule runs in the memory is faster.
-
-    Whatever seems to be faster, and to need less than a tenth too much, is run.
-    """
-    layers, x, y, options, share = random_case(seed, devices)
-    plans, limit, problem = limited(layers, x, options, share)
-    time = 0.97 * plans.best.time if plans.candidates else inf
-    for trial in faster(problem, options["devices"], len(layers), time, 1.1 * limit):
-        places = [options["devices"][w] for w in trial.schedule.placement]
-        hand = by_hand(
-            [*trial.balance], places, trial.schedule.chunks, [*trial.modes], trial.setting.name
-        )
-        took, memory = run(hand, layers, x, y, options["devices"])
-        assert took > time or max(memory.values()) > limit, trial
-
-
 @pytest.fixture(scope="module")
 def case(devices):
     """Layers, input, target, and the arguments of plans, and these plans."""
     layers, x, y, options, _ = random_case(9, devices)
+    options["chunks"] = [4]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torchgpipe.planner.auto.problem_of", partial(problem_of, timeout=0))
         return layers, x, y, options, planned(layers, x, options)
@@ -262,40 +144,16 @@ def test_links(devices):
     assert found[devices[1], devices[0]].at(4e6) == pytest.approx(4)
 
 
-def test_layers_without_a_time(devices):
-    with pytest.raises(ValueError, match=r"layers must take time.*\['cpu'\] \* 1$"):
-        plan(nn.Sequential(nn.Linear(2, 2)), torch.rand(4, 2), devices=devices[:1], timeout=0)
-    with pytest.raises(TypeError, match=r"a sample is.*pass.*\(argument,\)"):
-        plan(nn.Sequential(nn.Linear(2, 2)), [torch.rand(4, 2)], devices=devices[:1])
-    with pytest.raises(ValueError, match="batch: 0"):
-        plan(nn.Sequential(nn.Linear(2, 2)), torch.rand(4, 2), devices=devices[:1], batch=0)
-
-
-@pytest.mark.filterwarnings("ignore:GPipe trains without pipelining")
-def test_by_hand_is_what_the_search_has_simulated(devices):
-    layers, x, y, options, _ = random_case(23, devices)
-    candidate = planned(layers, x, options).candidates[3]
-    hand = by_hand(
-        candidate.balance,
-        candidate.devices,
-        candidate.chunks,
-        candidate.checkpoint,
-        candidate.schedule,
-    )
-    time, _ = run(hand, layers, x, y, options["devices"])
-    assert candidate.time == pytest.approx(time)
-
-
 @pytest.mark.parametrize("auto", [False, True])
-def test_prediction_beside_measurement(devices, auto):
+def test_prediction_beside_measurement(case, auto):
     """A table of the model has both, after a trace."""
-    layers, x, y, options, _ = random_case(9, devices)
+    layers, x, y, options, plans = copy.deepcopy(case)
     with observe(bandwidth=links(range(8))):
         if auto:
             own = {"devices": options["devices"], "chunks": 4}
             model = GPipe(layers, "auto", sample=x, **own)
         else:
-            model = plan(layers, x, **options).best.wrap(layers)
+            model = plans.best.wrap(layers)
     gpipe = model if auto else model.model
     found = model.describe()
     assert found.measured is None

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.support.planning import links, random_layers
+from tests.support.size import some
 from torchgpipe import plan
 from torchgpipe.planner.search import search
 from torchgpipe.testing import observe
@@ -31,7 +32,7 @@ def planned(devices, loss=F.mse_loss, rows=ROWS, **options):
     return found
 
 
-@pytest.mark.parametrize("loss", [F.mse_loss, None])
+@pytest.mark.parametrize("loss", some([F.mse_loss, None], [None]))
 def test_proofs_stand_beside_predictions(devices, issuing, loss, monkeypatch):
     monkeypatch.setattr("torchgpipe.engine.workers.has_streams", lambda device: True)
     found = planned(devices, loss, prove=1)
@@ -44,7 +45,13 @@ def test_proofs_stand_beside_predictions(devices, issuing, loss, monkeypatch):
     assert "proven" not in str(planned(devices, loss))
 
 
-def test_what_was_run_decides(devices, monkeypatch):
+@pytest.fixture(scope="module")
+def best(devices):
+    """The best plan without a proof."""
+    return planned(devices).best
+
+
+def test_what_was_run_decides(devices, best, monkeypatch):
     """The fastest by prediction is slow here, and the next ones are run until one is fast."""
 
     def wrong(problem, chunks):
@@ -53,7 +60,6 @@ def test_what_was_run_decides(devices, monkeypatch):
         vars(slowest)["time"] = 1e-3
         return [slowest, *(x for x in found if x is not slowest)]
 
-    best = planned(devices).best
     monkeypatch.setattr(plans, "search", wrong)
     assert planned(devices).best.schedule != best.schedule
     found = planned(devices, prove=5)
@@ -62,9 +68,8 @@ def test_what_was_run_decides(devices, monkeypatch):
     assert sum(x.proof is not None for x in found.candidates) == 2
 
 
-def test_what_is_proven_may_fill_the_memory(devices):
+def test_what_is_proven_may_fill_the_memory(devices, best):
     """A limit that the fastest candidate just fits has no margin for it, but for a proof."""
-    best = planned(devices).best
     limit = 1.005 * max(best.memory.values())
     assert planned(devices, memory=limit).best.time > best.time
     proven = planned(devices, memory=limit, prove=3).best

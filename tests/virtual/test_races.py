@@ -115,28 +115,6 @@ def test_wait_that_comes_too_early(devices, order):
     assert [race.kind for race in seen.races] == ["read after write"]
 
 
-def test_wait_orders_one_way_only(devices):
-    x = one(devices[0])
-    s, t = new_streams(devices[0], 2)
-    with observe() as seen:
-        with t:
-            read(x)
-        t.wait_stream(s)
-        with s:
-            x.fill_(1)
-    assert [race.kind for race in seen.races] == ["write after read"]
-
-
-def test_reads_do_not_race(devices):
-    x = one(devices[0])
-    with observe() as seen:
-        for s in new_streams(devices[0], 3):
-            with s:
-                read(x)
-                x.neg()
-    assert_no_races(seen)
-
-
 def test_copy_between_devices_is_ordered_with_current_streams(devices):
     x = one(devices[0])
     with observe() as seen:
@@ -192,46 +170,6 @@ def test_bytes_of_a_storage(devices, first, second, races):
         with t:
             second(x)
     assert len(seen.races) == races
-
-
-def test_read_does_not_stand_for_the_write_before_it(devices):
-    x = one(devices[0])
-    s, t = new_streams(devices[0], 2)
-    with observe() as seen:
-        with s:
-            x.fill_(1)
-            read(x)
-        with t:
-            read(x)
-    assert [(race.kind, race.first.op) for race in seen.races] == [("read after write", "fill_")]
-
-
-def test_read_of_another_stream_does_not_stand_for_a_write(devices):
-    x = one(devices[0])
-    s, t, u = new_streams(devices[0], 3)
-    with observe() as seen:
-        with s:
-            x.fill_(1)
-        t.wait_stream(s)
-        with t:
-            read(x)
-        with u:
-            read(x)
-    assert [(race.kind, race.first.op) for race in seen.races] == [("read after write", "fill_")]
-
-
-def test_part_of_what_was_written_does_not_stand_for_the_rest(devices):
-    x = one(devices[0], 8)
-    s, t, u = new_streams(devices[0], 3)
-    with observe() as seen:
-        with s:
-            x.fill_(1)
-        t.wait_stream(s)
-        with t:
-            x[:4].fill_(1)
-        with u:
-            read(x[4:])
-    assert [race.first.stream for race in seen.races] == [place(s)]
 
 
 def test_repeated_races_are_counted(devices):

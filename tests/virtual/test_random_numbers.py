@@ -23,16 +23,7 @@ from torchgpipe.testing import observe
 CPU = torch.device("cpu")
 
 #: Devices of partitions, by their indices.
-PLACES = [
-    [0, 1],
-    [3, 1],
-    [0, 1, 2, 3],
-    [3, 2, 1, 0],
-    [0, 0],
-    [0, 1, 0, 1],
-    [1, 0, 0],
-    [0, 1, 2, 3, 4, 5, 6, 7],
-]
+PLACES = [[3, 1], [3, 2, 1, 0], [0, 1, 0, 1], [1, 0, 0], [0, 1, 2, 3, 4, 5, 6, 7]]
 
 #: Layers that draw.
 DRAWING = {
@@ -86,7 +77,7 @@ def same(found, expected):
 
 @pytest.mark.parametrize(
     ("place", "chunks"),
-    [*product(PLACES, [3]), *product(some(PLACES, PLACES[::3]), [1])],
+    [*product(PLACES, [3]), *product(some(PLACES, PLACES[::4]), [1])],
     ids=str,
 )
 def test_same_on_any_devices(devices, place, chunks):
@@ -170,19 +161,12 @@ def test_each_type_of_device_has_numbers_of_its_own(devices, place, chunks):
             assert_no_races(seen)
 
 
-def draws_nothing():
-    return nn.Sequential(*[LAYERS["linear"]() for _ in range(8)])
-
-
-@pytest.mark.parametrize("make", [made, draws_nothing])
-def test_wrappers_in_several_threads(devices, make):
+def test_wrappers_in_several_threads(devices):
     """Wrappers use the same devices in opposite order, and all steps end."""
     errors = []
     places = [[d if d == "cpu" else devices[d] for d in x] for x in ([0, 1], [1, 0], [0, "cpu"])]
     # A recomputation is not kept apart from what other threads draw on an accelerator.
-    mode = "never" if make is made else "always"
-    models = [wrap(make(), place, mode) for place in [*places, places[-1][::-1]]]
-    before = {device: get_state(device) for device in [CPU, *devices]}
+    models = [wrap(made(), place, "never") for place in [*places, places[-1][::-1]]]
 
     def train(model):
         x = torch.ones(6, WIDTH, device=model.devices[0], dtype=torch.double)
@@ -194,8 +178,6 @@ def test_wrappers_in_several_threads(devices, make):
 
     run_in_threads([partial(train, model) for model in models])
     assert errors == []
-    if make is draws_nothing:
-        assert all(torch.equal(state, get_state(device)) for device, state in before.items())
 
 
 def run_in_threads(functions):
@@ -226,36 +208,6 @@ def test_training_of_another_wrapper_within_a_layer(devices):
     run_in_threads([lambda: model(torch.rand(4, WIDTH, requires_grad=True)).sum().backward()])
 
 
-@pytest.mark.parametrize("place", [[0, "cpu"], ["cpu", 0], [1, 0]], ids=str)
-def test_backward_of_another_wrapper_within_a_layer(devices, place):
-    """Backward recomputes layers that draw on the CPU, in the midst of the caller's step there."""
-    other = GPipe(made()[:4], [2, 2], devices=["cpu", "cpu"], chunks=2, checkpoint="always")
-
-    def gradient(x):
-        with torch.enable_grad():
-            given = x.detach().cpu().requires_grad_()
-            return x + torch.autograd.grad(other(given).sum(), given)[0].to(x.device)
-
-    found = []
-    places = [d if d == "cpu" else devices[d] for d in place]
-    for mode in MODES:
-        module = made()
-        module[-1] = Apply(gradient)
-        # With more, a CPU partition would draw from the CPU's generator beside the layer.
-        model = wrap(module, places, mode, 1)
-        x = torch.ones(4, WIDTH, device=model.devices[0], dtype=torch.double)
-
-        def train(model=model, x=x):
-            torch.manual_seed(1)
-            output = model(x)
-            gradients = torch.autograd.grad(output.square().sum(), [*model.parameters()])
-            found.append([x.detach().cpu() for x in (output, *gradients)])
-
-        run_in_threads([train])
-    assert all(same(other, found[0]) for other in found[1:])
-    assert len(found) == len(MODES)
-
-
 def squares(x, y):
     return (x - y).square().mean()
 
@@ -277,7 +229,7 @@ class Drawing(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_h1", "fill_drain"])
-@pytest.mark.parametrize("place", [["own", None], [None, "own"], [None, None], ["CPU", "own"]])
+@pytest.mark.parametrize("place", [["own", None], ["CPU", "own"]])
 @pytest.mark.parametrize("is_first", [True, False])
 def test_stages_on_an_accelerator_and_the_cpu(devices, is_first, place, schedule):
     places = [devices[0], CPU][:: 1 if is_first else -1]

@@ -9,6 +9,7 @@ from torch import nn
 from tests.support.helpers import MODES, Scale, assert_no_races, wrap
 from tests.support.schedules import workers_of
 from tests.support.size import SOAK
+from tests.virtual.stages import squares
 from torchgpipe import GPipe, ScheduledLoss
 from torchgpipe.schedule import Costs, one_f_one_b, simulate
 from torchgpipe.testing import observe
@@ -21,10 +22,6 @@ BESIDES = 6
 
 NAMES = ("fill_drain", "1f1b", "zbh1", "zbh2", "zbv")
 NAMES += ("v_half", "v_min", "interleaved", "dualpipe_v") if SOAK else ()
-
-
-def squares(output, target):
-    return ((output - target) ** 2).mean()
 
 
 def peaks(training, devices):

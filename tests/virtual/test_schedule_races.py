@@ -8,17 +8,13 @@ from tests.support.changing_buffers import Average
 from tests.support.helpers import MODES, assert_no_races, wrap
 from tests.support.schedules import workers_of
 from tests.support.size import some
-from tests.virtual.stages import own_streams
+from tests.virtual.stages import ONE_MODE, own_streams, squares
 from torchgpipe import ScheduledLoss
 from torchgpipe.schedule import parse
 from torchgpipe.testing import Busy, observe
 
 SEEDS = range(some(20, 2))
 WIDTH = 64
-
-
-def squares(output, target):
-    return ((output - target) ** 2).mean()
 
 
 def stage():
@@ -59,24 +55,24 @@ def test_workers_of_one_device(devices, mode):
     train(training_of("1f1b", [devices[0]] * 3, mode, outputs=True))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ONE_MODE)
 def test_workers_of_one_device_and_streams_of_the_caller(devices, mode):
     train(training_of("zbh1", [devices[0]] * 3, mode), own=True)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ONE_MODE)
 def test_workers_of_one_device_that_share_a_layer_with_state(devices, mode):
     shared = nn.Sequential(nn.BatchNorm1d(WIDTH), Average("replaced", WIDTH))
     layers = iter([stage(), shared, stage(), shared])
     train(training_of("1f1b", [devices[0]] * 4, mode, lambda: next(layers)))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ONE_MODE)
 def test_a_v(devices, mode):
     train(training_of("zbv", [devices[w] for w in workers_of("zbv")], mode, outputs=True))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ONE_MODE)
 def test_overlaps(devices, mode):
     train(training_of("dualpipe_v", [devices[w] for w in workers_of("dualpipe_v")], mode))
 
@@ -87,12 +83,7 @@ def test_overlaps_in_the_other_order(devices):
     train(training_of(parse(line, [0, 0], 4), [devices[0]] * 2, "never"))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_streams_of_the_caller(devices, mode):
-    train(training_of("1f1b", devices[:3], mode), own=True)
-
-
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ONE_MODE)
 def test_targets_from_another_device(devices, mode):
     train(training_of("1f1b", devices[:3], mode), target_on=0)
 

@@ -14,7 +14,6 @@ from tests.support.size import some
 from tests.virtual.test_offload import unused
 from torchgpipe import MappedGPipe, ScheduledLoss
 from torchgpipe.devices.streams import current_stream
-from torchgpipe.recompute import offload
 from torchgpipe.schedule import parse
 from torchgpipe.testing import observe
 
@@ -81,10 +80,9 @@ def trained(make, devices, mode, *, jitter=None, steps=1, **options):
     return [x.grad.cpu() for x in model.parameters()], peak, seen
 
 
-@pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("make", [of_gpipe, of_schedule, of_map])
-def test_results_leave_and_come_back(devices, make, n):
-    places = devices[:n]
+def test_results_leave_and_come_back(devices, make):
+    places = devices[:2]
     expected, _, never = trained(make, places, "never")
     _, most, saved = trained(make, places, SAVED)
     found, least, seen = trained(make, places, SENT)
@@ -97,22 +95,6 @@ def test_results_leave_and_come_back(devices, make, n):
     assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("make", [of_gpipe, of_schedule, of_map])
-def test_a_policy_that_sends_nothing_costs_nothing_for_that(devices, make, monkeypatch):
-    made = []
-
-    class Noted(offload.Offloaded):
-        def __init__(self, *args):
-            made.append(args)
-            super().__init__(*args)
-
-    monkeypatch.setattr(offload, "Offloaded", Noted)
-    trained(make, devices[:2], SAVED)
-    assert not made
-    trained(make, devices[:2], SENT)
-    assert made
-
-
 @pytest.mark.parametrize("name", some(["1f1b", "zbh1", "zbv"], ["zbv"]))
 def test_schedules(devices, name):
     """A cell comes back before its recomputation, which PyTorch's policy keeps short."""
@@ -120,7 +102,7 @@ def test_schedules(devices, name):
     make = partial(of_schedule, name=name)
     expected, *_ = trained(make, places, "never")
     _, most, _ = trained(make, places, SAVED)
-    for mode in (SENT, [SENT, SAVED, "offload", SENT]):
+    for mode in some((SENT, [SENT, SAVED, "offload", SENT]), ([SENT, SAVED, "offload", SENT],)):
         found, peak, seen = trained(make, places, mode, jitter=0)
         assert all(map(torch.equal, found, expected))
         assert seen.transfers[0, "cpu"].bytes > 0

@@ -1,6 +1,5 @@
 """Skips go straight from device to device; devices in between see no copy and no byte."""
 
-import copy
 from collections import Counter
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 from torch import nn
 
 from tests.support.helpers import MODES, assert_no_races, wrap
-from tests.virtual.stages import SEEDS
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.testing import observe
 
@@ -90,41 +88,3 @@ def test_gradients_leave_in_the_order_in_which_they_are_needed(devices, mode):
         model(torch.rand(ROWS * m, WIDTH, device=devices[0])).sum().backward()
     targets = [int(span.name[-1]) for span in seen.spans]
     assert targets == [2, 1, 0, 2] * m
-
-
-@skippable(stash=["near", "far"])
-class StashSame(nn.Module):
-    def forward(self, x):
-        yield stash("near", x)
-        yield stash("far", x)
-        return x
-
-
-def adding(name):
-    @skippable(pop=[name])
-    class Add(nn.Module):
-        def forward(self, x):
-            return x.sin() * (yield pop(name))
-
-    return Add()
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("place", [[0, 1, 2], [0, 0, 1], [0, 1, 0], [0, 0, 0]])
-def test_one_tensor_that_leaves_for_several_partitions(devices, mode, place):
-    m = 5
-    first = nn.Sequential(nn.Linear(WIDTH, WIDTH), StashSame())
-    layers = [first, adding("near"), adding("far")]
-    model = wrap(layers, [devices[j] for j in place], mode, m)
-    x = torch.rand(ROWS * m, WIDTH)
-    y = copy.deepcopy(first[0]).cpu()(x)
-    expected = (y.sin() * y).sin() * y
-    reference = torch.autograd.grad(expected.sum(), y)[0].T @ x
-    for seed in SEEDS:
-        model.zero_grad()
-        with observe(jitter=seed) as seen:
-            output = model(x.to(devices[place[0]]))
-            output.sum().backward()
-        assert_no_races(seen)
-        assert torch.allclose(output.cpu(), expected)
-        assert torch.allclose(first[0].weight.grad.cpu(), reference)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.support.helpers import MODES, wrap
-from tests.virtual.stages import SEEDS, Stage, limit, makespans, own_streams
+from tests.virtual.stages import ONE_MODE, SEEDS, Stage, limit, makespans, own_streams
 from torchgpipe import NoChunk
 
 
@@ -35,8 +35,8 @@ class Called:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize(("n", "m"), [(2, 4), (4, 8)])
-def test_dicts_take_no_more_time(devices, n, m, requires_grad, mode):
+def test_dicts_take_no_more_time(devices, requires_grad, mode):
+    n, m = 4, 8
     model = wrap([DictStage() for _ in range(n)], devices[:n], mode, m)
     for seed in SEEDS[requires_grad::2]:
         with own_streams(devices, wanted=seed % 2 == 1):
@@ -56,7 +56,7 @@ class FrozenStage(nn.Module):
         return value | {"x": self.stage(value["x"])}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ONE_MODE)
 def test_frozen_stages_before_what_is_trained_take_no_time_in_backward(devices, mode):
     model = wrap(
         [FrozenStage(), FrozenStage(), DictStage(), DictStage()], devices[:4], mode, chunks=8

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.support.helpers import MODES, assert_no_races, wrap
-from tests.support.long_runs import run_in_threads, verify_nothing_stays
+from tests.support.long_runs import run_in_threads
 from torchgpipe.testing import observe
 
 WIDTH = 4
@@ -58,7 +58,7 @@ def batch(device="cpu"):
 @pytest.mark.parametrize("places", [[(0, 1)] * 3, [(0, 1), (1, 2), (2, 0)]], ids=str)
 def test_wrappers_in_several_threads(devices, mode, places):
     def train(model, input, right):
-        for _ in range(5):
+        for _ in range(3):
             torch.testing.assert_close(found(model, input), right)
 
     places = [[devices[k] for k in place] for place in places]
@@ -69,8 +69,7 @@ def test_wrappers_in_several_threads(devices, mode, places):
 
 
 @pytest.mark.usefixtures("issuer")
-@pytest.mark.parametrize("inner", ["never", "always"])
-@pytest.mark.parametrize("outer", ["never", "always"])
+@pytest.mark.parametrize(("outer", "inner"), [("never", "always"), ("always", "never")])
 @pytest.mark.parametrize("place", [(2, 3), (1, 0), (1, "cpu")], ids=str)
 def test_wrapper_within_a_layer(devices, place, outer, inner):
     """The inner wrapper is on other devices, on the same ones, or on the calling layer's."""
@@ -98,25 +97,3 @@ def test_wrapper_as_a_layer_on_the_same_device(devices, outer, inner):
     with observe(jitter=0) as seen:
         torch.testing.assert_close(found(model, input), right)
     assert_no_races(seen)
-
-
-@pytest.mark.parametrize("place", [(2, 3), (1, 2), (0, 1)], ids=str)
-def test_wrapper_as_a_layer_on_other_devices(devices, place):
-    """A wrapper cannot move to the device of a partition of another one, so it is an error."""
-    module, place = layers(), [devices[k] for k in place]
-    module[2] = wrap(layers(), place)
-    with pytest.raises(TypeError, match="must stay on their devices"):
-        wrap(module, devices[:2])
-
-
-def test_wrappers_that_come_and_go_leave_nothing_behind(devices):
-    def live(k):
-        model = wrap(layers(), devices[:2], MODES[k % len(MODES)])
-        output = model(batch(devices[0]))
-        if k % 4:
-            output.sum().backward()
-
-    verify_nothing_stays(
-        live,
-        allocated=lambda: sum(torch.accelerator.memory_allocated(device) for device in devices),
-    )

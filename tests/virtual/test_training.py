@@ -1,4 +1,4 @@
-"""Dropout, recomputation and optimizers on virtual devices."""
+"""Dropout and recomputation on virtual devices."""
 
 import copy
 
@@ -30,7 +30,6 @@ def test_dropout(devices):
 @pytest.mark.parametrize(
     "layer",
     [
-        nn.Dropout(),
         nn.Dropout1d(),
         nn.AlphaDropout(),
         nn.LSTM(8, 8, 2, dropout=0.5),
@@ -51,45 +50,3 @@ def test_recomputation_draws_the_same(layer, use_reentrant, devices):
         found.append([output.detach(), leaf.grad, *[p.grad.clone() for p in layer.parameters()]])
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)
-
-
-CPUS = [torch.device("cpu")] * 2
-
-
-def train(optimizer, places, **options):
-    """Train a model for four steps, and return its parameters."""
-    torch.manual_seed(7)
-    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.BatchNorm1d(5), nn.Linear(5, 3))
-    model[:2].to(places[0])
-    model[2:].to(places[1])
-    steps = optimizer(model.parameters(), lr=0.01, **options)
-    for _ in range(4):
-        x = torch.randn(4, 6)
-        steps.zero_grad()
-        model[2:](model[:2](x.to(places[0])).to(places[1])).pow(2).mean().backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=options.get("foreach"))
-        steps.step()
-    return [norm.cpu(), *[x.cpu() for x in model.state_dict().values()]]
-
-
-@pytest.mark.parametrize("foreach", [False, True], ids=["", "foreach"])
-@pytest.mark.parametrize(
-    ("optimizer", "options"),
-    [
-        ("SGD", {"momentum": 0.9}),
-        ("Adam", {"weight_decay": 0.1}),
-        ("AdamW", {"amsgrad": True}),
-        ("RMSprop", {"momentum": 0.9}),
-        ("Adagrad", {}),
-    ],
-)
-def test_optimizer_of_two_devices(optimizer, options, foreach, devices):
-    options = {**options, "foreach": foreach}
-    mine = train(getattr(torch.optim, optimizer), devices[1:3], **options)
-    torch.testing.assert_close(mine, train(getattr(torch.optim, optimizer), CPUS, **options))
-
-
-@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "Adagrad"])
-def test_fused_optimizer_of_two_devices(optimizer, devices):
-    mine = train(getattr(torch.optim, optimizer), devices[1:3], fused=True)
-    torch.testing.assert_close(mine, train(getattr(torch.optim, optimizer), CPUS, fused=True))

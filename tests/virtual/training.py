@@ -94,13 +94,6 @@ def backward(output, **options):
         loss_of(output).backward(**options)
 
 
-def twice(model, value):
-    output = model(value)
-    backward(output, retain_graph=True)
-    backward(output)
-    return output
-
-
 def two_graphs(model, value, between=lambda gradient: gradient):
     a, b = model(value), model(value)
     backward(b)
@@ -126,26 +119,6 @@ def partially(model, value):
     """Use a loss of few rows, and of the first tensor alone."""
     output = model(value)
     backward(first(output)[1:2])
-    return output
-
-
-def only_gradients(model, value, **options):
-    output = model(value)
-    leaves = [x for x in [*tensors(value), *model.parameters()] if x.requires_grad]
-    if any(x.requires_grad for x in tensors(output)):
-        found = torch.autograd.grad(loss_of(output), leaves, allow_unused=True, **options)
-        for leaf, gradient in zip(leaves, found):
-            leaf.grad = gradient
-    return output
-
-
-def double(model, value):
-    """The gradient of the gradient for the input."""
-    output = model(value)
-    inputs = [x for x in tensors(value) if x.requires_grad]
-    if inputs and any(x.requires_grad for x in tensors(output)):
-        found = torch.autograd.grad(loss_of(output), inputs, create_graph=True, allow_unused=True)
-        backward(tuple(x for x in found if x is not None))
     return output
 
 
@@ -192,13 +165,10 @@ def evaluated(model, value):
 #: Ways to take a step with a model.
 WAYS = {
     "backward": plainly,
-    "backward twice": twice,
     "two graphs": two_graphs,
     "gradients scaled between": gradients_scaled,
     "gradients dropped between": gradients_dropped,
     "a partial loss": partially,
-    "autograd.grad": only_gradients,
-    "double backward": double,
     "weight decay": regularised,
     "output changed": changed_by_caller,
     "eval": evaluated,
