@@ -114,22 +114,21 @@ X = torch.ones(2)
 def test_first_difference_of_forms(one, other, texts):
     forms = [pack(Batch(value))[0] for value in (one, other)]
     assert not forms[0].is_like(forms[1])
-    found = forms[0].difference(forms[1])
-    assert found[0] != found[1]
+    found = next(pair for pair in zip(*[form.texts() for form in forms]) if len({*pair}) == 2)
     for text, part in zip(found, texts):
         assert part in text
 
 
 def test_difference_in_what_shares_memory():
     form, _ = pack(Batch(X))
-    assert "nothing" in form.difference(replace(form, shared=frozenset([VALUE])))[0]
+    assert form.texts() != replace(form, shared=frozenset([VALUE])).texts()
 
 
 def test_objects_that_print_alike():
     one, other, same = (pack(batch_of(X, Alike(k)))[0] for k in (1, 2, 1))
     assert one.is_like(same)
     assert not one.is_like(other)
-    assert "an object differs" in one.difference(other)[1]
+    assert one.texts() == other.texts()
 
 
 def test_ways_of_skips():

@@ -98,21 +98,12 @@ class Form:
             and all(x.structure.equals(y.structure, alike) for x, y in zip(self.parts, other.parts))
         )
 
-    def difference(self, other: Form) -> tuple[str, str]:
-        """Texts of both forms, which are not alike, that tell the first difference."""
-        for one, two in zip(self.parts, other.parts):
-            if repr(one) != repr(two):
-                return repr(one), repr(two)
-        if self.shared != other.shared:
-            return _sharing(self), _sharing(other)
-        for one, two in zip(self.parts, other.parts):
-            if one.places != two.places:
-                return (
-                    f"{one!r}, tensors by place {[*one.places]}",
-                    f"{two!r}, tensors by place {[*two.places]}",
-                )
-        texts = ", ".join(map(repr, self.parts))
-        return texts, f"{texts}, where an object differs that prints alike"
+    def texts(self) -> list[str]:
+        """A text for each part, which says what other parts it shares tensors or memory with."""
+        return [
+            f"{x!r}, tensors by place {[*x.places]}" + ", sharing memory" * (x.key in self.shared)
+            for x in self.parts
+        ]
 
 
 def alike(a: Any, b: Any) -> bool:
@@ -134,11 +125,6 @@ def _content(x: Any) -> bytes:
     file = BytesIO()
     _Pickler(file).dump(x)
     return file.getvalue()
-
-
-def _sharing(form: Form) -> str:
-    parts = [part for part in form.parts if part.key in form.shared]
-    return f"{', '.join(map(repr, parts)) or 'nothing'} that shares memory with other parts"
 
 
 def pack(batch: Batch) -> tuple[Form, list[Tensor]]:
@@ -229,7 +215,9 @@ class Forms:
             self.read(j, i, data)
             return data
         if not known.is_like(form):
-            announced, sent = known.difference(form)
+            # Where all texts are the same, an object differs that prints alike.
+            differing = (x for x in zip(known.texts(), form.texts()) if x[0] != x[1])
+            announced, sent = next(differing, (known.texts(), form.texts()))
             raise ValueError(
                 "what a stage sends to another process must have the same structure and shapes for "
                 "all micro-batches of as many rows, since it is announced once "

@@ -78,11 +78,7 @@ class Wrapper(Alone):
         self.training = module.training
 
     def _wrapped(self, name: str) -> None:
-        """Finish the construction of any wrapper, once its layers are on their devices.
-
-        Args:
-            name: the name of its class in warnings.
-        """
+        """Finish the construction of a class of wrappers, once the layers are on their devices."""
         self._traps = Traps(name)
         self._rechunked()
         self._prepare()

@@ -187,14 +187,7 @@ current = registered(Current())
 
 
 def in_turns(counts: Counter[Mapped], inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function in which modules take turns, as checkpoints of PyTorch do in backward.
-
-    Args:
-        counts: how often each was called before.
-        inner: the function.
-        *args: its arguments.
-        **kwargs: the same.
-    """
+    """Call a function in which modules take turns, as checkpoints of PyTorch do in backward."""
     outer, current.counts = current.counts, (own := Counter(counts))
     try:
         with repeating(lambda: partial(in_turns, Counter(own))):

@@ -93,12 +93,7 @@ class Wholes(NamedTuple):
                 yield path, inner
 
     def _is_divided(self, module: nn.Module, within: bool) -> bool:
-        """Whether a module is divided from the beginning, whatever it costs.
-
-        Args:
-            module: the module.
-            within: whether it is an entry of a list.
-        """
+        """Whether a module, perhaps within a list, is divided from the beginning at any cost."""
         if not is_called(module):
             return True
         if self._is_whole(module):
