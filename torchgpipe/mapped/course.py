@@ -128,7 +128,8 @@ class Course:
         if self.tail:
             self.tail.keep()
             self.tail = None
-        mapped = mapped.turn(current.counts)
+        if mapped.turns:
+            mapped = mapped.turn(current.counts)
         self._latest, self._noted = mapped, True
         # The wrapper may be within a layer of another one, to which code between modules belongs.
         outer, layer.name = layer.name, None

@@ -201,10 +201,9 @@ class Mapped:
         """The place of this call, of those of a module that has names on several devices.
 
         Args:
-            counts: how often each module was called, which this call adds to; None if none takes
-                turns.
+            counts: how often each was called, which this call adds to; None outside of steps.
         """
-        if not self.turns or counts is None:
+        if counts is None:
             return self
         counts[self] += 1
         # The first call counts for the first name, the second one for the second, and so on.
