@@ -26,7 +26,7 @@ from torchgpipe.engine.body import Body
 from torchgpipe.mapped.containers import handing_back, map_arguments, tensors_of
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.mapped.exchanged import Attributes, CallAttributes, RestoredAttributes
-from torchgpipe.mapped.foreign import watched
+from torchgpipe.mapped.foreign import may_meet, watched
 from torchgpipe.partition.placement import Lent
 from torchgpipe.recompute.layer_state import LayersState
 from torchgpipe.recompute.runs import is_recomputing
@@ -88,7 +88,8 @@ class Call(Interception):
                 # guard: weights that checkpoints of the model need again
                 lent = Lent(mapped.lent, lambda xs: [*near(xs).values()], self._lasting.lock)
                 inner = partial(lent.call, inner)
-            inner = watched(self._lasting.met, mapped, near, inner)
+            if may_meet(self._lasting.met, mapped):
+                inner = watched(self._lasting.met, mapped, near, inner)
             handing = handing_back(given, (args, kwargs)) if copies else nullcontext()
             with noted(f"raised in {mapped.place}"), handing:
                 return inner(*args, **kwargs)
@@ -236,7 +237,7 @@ class MappedBody(Body):
         attributes: its attributes; None in a step without recomputation.
     """
 
-    __slots__ = ("attributes", "changes_input", "checkpointed", "omits", "shared")
+    __slots__ = ("attributes", "changes_input", "checkpointed", "foreign", "omits", "shared")
 
     def __init__(
         self,
@@ -256,6 +257,8 @@ class MappedBody(Body):
         #: Whether outputs may be computed when somebody looks at them. Mode "except_last" keeps all
         #: of a micro-batch, and policies serve one recomputation.
         self.omits = False
+        #: Whether the module may meet tensors of other devices.
+        self.foreign = False
         #: Whether another visit of the device calls the module, too.
         self.shared = False
 

@@ -256,7 +256,7 @@ class Course:
                 run = partial(Exchanged(mappings, partial(self._items, cell), body.lock).call, run)
             if body.visited:
                 run = partial(run, note=note)
-            if len(step.devices) > 1:
+            if body.foreign:
                 run = watched(step.lasting.met, mapped, partial(cell.fetch, source=self._at), run)
             if step.recording is not None:
                 where = stage.compute, stage.number, stage.number, self.i

@@ -4,9 +4,8 @@ A network of adapters outside of the model, for one, scales all of them by one t
 a 0-dimensional tensor of the CPU on any device. Here a module takes a tensor of one element from
 any accelerator: it comes on lanes, as an argument does. Others are an error.
 
-A mode sees each function that the module calls, which takes a microsecond. So it watches the first
-call of each module, with gradients and without, and after that only modules that have met such a
-tensor.
+A mode sees each function that the module calls, which takes a microsecond. So it watches modules in
+their first step, with gradients and without, and after that only those that have met such a tensor.
 """
 
 from __future__ import annotations
@@ -85,22 +84,23 @@ class Foreign(TorchFunctionMode):
         return copy
 
 
+def may_meet(met: Met, mapped: Mapped) -> bool:
+    """Whether a module may meet foreign tensors, as far as its calls have shown."""
+    # Compiled code would be compiled anew for the mode.
+    known = met.get((mapped.name, torch.is_grad_enabled()), True)
+    return known and not any(map(is_compiled, mapped.module.modules()))
+
+
 def watched(met: Met, mapped: Mapped, bring: Bring, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Watch a call of a module, if it may meet foreign tensors.
+    """Make a function that computes a module bring foreign tensors.
 
     Args:
-        met: what is known of all modules, to which this call adds.
+        met: what is known of all modules, to which the call adds.
         mapped: the module.
         bring: brings them.
-        run: computes the module.
-
-    Returns:
-        A function to call in place of ``run``.
+        run: the function.
     """
     key = mapped.name, torch.is_grad_enabled()
-    # Compiled code would be compiled anew for the mode.
-    if not met.get(key, True) or any(map(is_compiled, mapped.module.modules())):
-        return run
     # The checkpoint must not hold what brings them, which holds the step.
     first, copies = [bring], list[Tensor]()
 

@@ -37,7 +37,7 @@ from torchgpipe.mapped.calls import MappedBody
 from torchgpipe.mapped.containers import Changes
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.mapped.exchanged import Attributes
-from torchgpipe.mapped.foreign import Met
+from torchgpipe.mapped.foreign import Met, may_meet
 from torchgpipe.mapped.on_demand import Omitted
 from torchgpipe.partition.keeping import (
     Keeping,
@@ -230,6 +230,7 @@ class MappedStep:
         body = MappedBody(module, inner, self.lasting.lock, state, attributes)
         body.checkpointed, body.omits = count, mode == "always"
         body.policy = policy_of(mode)
+        body.foreign = len(self.devices) > 1 and may_meet(self.lasting.met, mapped)
         body.offloading = self._offloading(stage, offload_of(mode))
         stage.bodies[module] = body
         if stage.visit:
