@@ -21,9 +21,8 @@ from pathlib import Path
 #: Mutants, and before them other tests on virtual accelerators, which would take too long beside
 #: the rest of these.
 MUTANTS = ["advice", "advice_maps", "advice_memory", "advice_offload", "advice_strays", "contract"]
-MUTANTS += ["exit", "graph_overlaps", "mapped_memory", "offload", "offload_schedules"]
-MUTANTS += ["plan_memory", "plans", "plans_of_layers", "plans_offload", "plans_proven"]
-MUTANTS += ["selective_offload", "mutated"]
+MUTANTS += ["exit", "graph_overlaps", "offload", "offload_schedules", "plan_memory", "plans"]
+MUTANTS += ["plans_of_layers", "plans_offload", "plans_proven", "selective_offload", "mutated"]
 MUTANTS = [f"tests/virtual/test_{name}.py" for name in MUTANTS]
 
 #: The paths that each process tests. The last one tests all that the others do not. The first one

@@ -85,6 +85,7 @@ def test_bubbles(devices, tmp_path, monkeypatch):
     assert all(row["ms"] * (1 - row["bubble"]) <= ideal for row in rows)
 
 
+@soak
 def test_mapped(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")

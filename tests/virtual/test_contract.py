@@ -28,7 +28,7 @@ def test_promise(name, run, mode, devices):
     assert_no_races(seen)
 
 
-@pytest.mark.parametrize("k", [[0, "cpu"], [0, 0]])
+@pytest.mark.parametrize("k", some([[0, "cpu"], [0, 0]], [[0, "cpu"]]))
 def test_beside_the_cpu_and_on_one_device_twice(k, devices):
     places = [x if x == "cpu" else devices[x] for x in k]
     for name in ("memory:loop", "errors:anywhere"):

@@ -7,7 +7,7 @@ from torch import nn
 from tests.support.graphs import Exchange
 from tests.support.helpers import assert_no_races, wrap
 from tests.support.schedules import V
-from tests.support.size import some
+from tests.support.size import soak, some
 from tests.virtual.stages import squares
 from torchgpipe import ScheduledLoss
 from torchgpipe.schedule import named
@@ -76,6 +76,7 @@ def test_forward_beside_backward(devices):
     assert hidden([devices[w] for w in V], "dualpipe_v", 32, 2) > 0.9
 
 
+@soak
 def test_without_overlaps_all_of_it_takes_time(devices):
     assert hidden(devices[:4], "1f1b", 16, 1) < 0
 
@@ -86,7 +87,7 @@ def test_host_that_stumbles(devices):
 
 
 @pytest.mark.filterwarnings("ignore:a stage must be traceable")
-@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("eager", some([False, True], [True]))
 def test_gradients(devices, eager):
     """Cells of one stage side by side, and of two stages, compute what each computes alone."""
     for where, schedule in (
