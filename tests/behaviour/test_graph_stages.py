@@ -97,7 +97,7 @@ def test_layers_that_leave_autocast():
     training = training_of(
         case, case.layers, "1f1b", ["cpu"] * 4, "never", stages="graph", outputs=True
     )
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         for _ in range(2):
             _, output = training.eval()(case.input, case.target)
     assert output.dtype == torch.float32

@@ -329,7 +329,7 @@ def signs(x):
 @pytest.mark.parametrize("where", ["around", "within"])
 @pytest.mark.parametrize("mode", ["never", "except_last", "always"])
 def test_stored_for_a_checkpoint_of_pytorch(mode, where, reentrant, value):
-    """Its recomputation would find what the last micro-batch has stored."""
+    """A recomputation of PyTorch's would find what the last micro-batch has stored."""
     model = Checkpointed(where, reentrant, value)
     pipe = MappedGPipe(model, {"first": "cpu", "block": "cpu"}, chunks=4, checkpoint=mode)
     with torch.no_grad():

@@ -18,7 +18,7 @@ Function: TypeAlias = Callable[..., Any]
 
 
 class Repeated(threading.local):
-    """What a thread has checkpoints call their functions by, from the inside out."""
+    """The ways in which checkpoints of a thread call their functions, from the inside out."""
 
     makers: tuple[Callable[[], Function], ...] = ()
 

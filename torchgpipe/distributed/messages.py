@@ -101,7 +101,9 @@ class Form:
     def texts(self) -> list[str]:
         """A text for each part, which says what other parts it shares tensors or memory with."""
         return [
-            f"{x!r}, tensors by place {[*x.places]}" + ", sharing memory" * (x.key in self.shared)
+            f"{x!r}"
+            + f", tensors by place {[*x.places]}" * (len({*x.places}) < len(x.places))
+            + ", sharing memory" * (x.key in self.shared)
             for x in self.parts
         ]
 

@@ -100,7 +100,7 @@ class Course:
         self._omits = False
 
     def calling(self, model: Callable[..., Any]) -> Callable[..., Any]:
-        """What calls the model, whose modules may have names on several devices."""
+        """The function that calls the model, whose modules may have names on several devices."""
         return partial(in_turns, Counter(), model) if self.step.lasting.in_turns else model
 
     def note(self, error: BaseException) -> None:

@@ -123,8 +123,8 @@ def division_of(value: Any, chunks: int) -> Division:
             f"takes the same rows of all (shapes: {shapes}); "
             "expand the smaller ones, or pass what every micro-batch shall get whole as "
             "torchgpipe.NoChunk(tensor), what has its rows in another dimension as "
-            "torchgpipe.Chunk(tensor, dim=1), several lists with an entry for each row with the "
-            "same length, and what is divided already as torchgpipe.Chunks([first, second])"
+            "torchgpipe.Chunk(tensor, dim=1), and what is divided already as "
+            "torchgpipe.Chunks([first, second])"
         )
     if not divisible and not given and chunks > 1:
         raise ValueError(

@@ -81,14 +81,16 @@ def test_threads_take_turns():
             task.result()
 
 
-@pytest.mark.parametrize("replaces", [False, True])
-def test_changes_would_be_lost(replaces):
+@pytest.mark.parametrize("way", ["in place", "data", "replaced"])
+def test_changes_would_be_lost(way):
     module = nn.Linear(2, 2, bias=False)
 
     def change():
         with torch.no_grad():
-            if replaces:
+            if way == "replaced":
                 module.weight = nn.Parameter(2 * module.weight)
+            elif way == "data":
+                module.weight.data = 2 * module.weight
             else:
                 module.weight.mul_(2)
 
