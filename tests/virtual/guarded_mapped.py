@@ -98,7 +98,7 @@ TESTS = {
     "lent again": (
         "virtual.test_mapped_lent",
         "test_a_layer_in_checkpoints_of_the_model",
-        {},
+        {"reentrant": False},
     ),
     "lent to threads": ("unit.partition.test_placement_lent", "test_threads_take_turns", {}),
     **{

@@ -158,21 +158,23 @@ class Meeting(nn.Linear):
 class Checkpointed(nn.Module):
     """One layer, which the model's own code calls within checkpoints of PyTorch."""
 
-    def __init__(self):
+    def __init__(self, reentrant):
         super().__init__()
+        self.reentrant = reentrant
         self.layers = nn.ModuleList([Meeting()] * 2)
         self.between = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
 
     def forward(self, x):
         for layer, between in zip(self.layers, self.between):
-            x = checkpoint(layer, between(x), use_reentrant=False)
+            x = checkpoint(layer, between(x), use_reentrant=self.reentrant)
         return x
 
 
-def test_a_layer_in_checkpoints_of_the_model(devices):
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_layer_in_checkpoints_of_the_model(devices, reentrant):
     """Each recomputation is on the device of its call, and has the copies there to itself."""
     torch.manual_seed(0)
-    plain, x = Checkpointed(), torch.rand(4, 4)
+    plain, x = Checkpointed(reentrant), torch.rand(4, 4)
     names = {f"{name}.{k}": devices[k] for name in ("between", "layers") for k in range(2)}
     pipe = MappedGPipe(copy.deepcopy(plain), names, chunks=4, checkpoint="never")
     plain(x).sum().backward()

@@ -296,3 +296,30 @@ def test_memory_of_a_lane_that_a_checkpoint_of_pytorch_reads(devices):
         with observe(jitter=seed) as seen:
             pipe(torch.rand(8, 6, device=devices[0])).sum().backward()
         assert_no_races(seen)
+
+
+class Changing(nn.Linear):
+    def forward(self, x, held, pair):
+        x.relu_()
+        pair[0].sin_()
+        return super().forward(x) + held[0] + pair[0]
+
+
+class Caller(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), Changing(4, 4)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.second(x.cos(), [x], (x * 2, 3))
+
+
+def test_arguments_that_change_in_place_beside_a_list(devices):
+    plain, x = Caller(), torch.rand(4, 4)
+    names = {"first": devices[0], "second": devices[1]}
+    pipe = MappedGPipe(copy.deepcopy(plain), names, chunks=2, checkpoint="never")
+    plain(x).sum().backward()
+    pipe(x.to(devices[0])).sum().backward()
+    for own, other in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad.cpu(), other.grad)

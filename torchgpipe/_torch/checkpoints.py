@@ -54,8 +54,9 @@ def _replace() -> None:
     forward = function.forward
 
     def first(ctx: Any, own: Function, *args: Any) -> Any:
+        again = _again(own)
         found = forward(ctx, own, *args)
-        ctx.run_function = _again(own)
+        ctx.run_function = again
         return found
 
     function.forward = staticmethod(first)

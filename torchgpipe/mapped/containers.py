@@ -101,7 +101,7 @@ def map_tensors(
     Args:
         function: what replaces a tensor: another one, or the same.
         value: the value.
-        copies: a list to which all containers but tuples are added that had to be copied.
+        copies: a list to which all containers but plain tuples are added that had to be copied.
         objects: as in :func:`tensors_of`.
     """
     kind = type(value)
@@ -161,7 +161,8 @@ class handing_back:
             return
         value, copy = (x if isinstance(x, CONTAINERS) else _container(x) for x in (value, copy))
         if value is not None:
-            self._found.append((value, copy))
+            if not isinstance(value, tuple):
+                self._found.append((value, copy))
             for x, y in zip(_elements(value), _elements(copy)):
                 self._own[id(y)] = y, _version(y), x
                 self._compare(x, y)

@@ -153,7 +153,7 @@ class Course:
                 try:
                     output = self._compute(mapped, cell, body, original, value, objects, copies)
                 except RuntimeError as error:
-                    explain(error, mapped)
+                    explain(error, mapped, self.step.lasting.met)
                     raise
                 if cell.stage.visit:
                     cell.made(output)

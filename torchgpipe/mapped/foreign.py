@@ -113,14 +113,17 @@ def watched(met: Met, mapped: Mapped, bring: Bring, run: Callable[..., Any]) -> 
     return call
 
 
-def explain(error: RuntimeError, mapped: Mapped) -> None:
+def explain(error: RuntimeError, mapped: Mapped, met: Met) -> None:
     """Explain an error about devices, if the module holds tensors of other devices.
 
     Raises:
         RuntimeError: it does.
     """
-    found = elsewhere_in(mapped.module, mapped.device) if is_about_devices(error) else []
-    if found:
+    if not is_about_devices(error):
+        return
+    # What a module uses since its first step, as adapters that were added, comes in the next one.
+    met[mapped.name, torch.is_grad_enabled()] = True
+    if found := elsewhere_in(mapped.module, mapped.device):
         raise RuntimeError(
             "modules of a device map must not hand tensors to modules on other devices through "
             f"lists, dicts or objects that they hold (module: {mapped.place}, found: "
