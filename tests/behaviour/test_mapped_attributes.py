@@ -349,3 +349,42 @@ def test_stored_beside_a_checkpoint_of_pytorch(mode):
     pipe(x).sum().backward()
     for own, other in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(own.grad, other.grad)
+
+
+class Normalized(nn.Module):
+    """Two blocks with one layer, whose hook sets its weight before each call."""
+
+    def __init__(self, where):
+        super().__init__()
+        core = nn.utils.weight_norm(nn.Linear(4, 4))
+        self.a, self.b, self.where = nn.Sequential(core), Within(core), where
+
+    def forward(self, x):
+        if self.where == "around":
+            return self.b.core(checkpoint(self.a, x, use_reentrant=False).sin())
+        return self.b(self.a(x).sin())
+
+
+class Within(nn.Module):
+    def __init__(self, core):
+        super().__init__()
+        self.core = core
+
+    def forward(self, x):
+        return checkpoint(self.core, x, use_reentrant=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("where", ["around", "within"])
+@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
+def test_set_by_a_call_within_a_checkpoint_of_pytorch(mode, where):
+    """Its recomputation sets it anew, though another block has set it in between."""
+    model, reference = Normalized(where), Normalized(where)
+    reference.load_state_dict(model.state_dict())
+    pipe = MappedGPipe(model, {"a": "cpu", "b": "cpu"}, chunks=4, checkpoint=mode)
+    x = torch.randn(8, 4)
+    for part in x.chunk(4):
+        reference(part).sum().backward()
+    pipe(x).sum().backward()
+    for own, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)

@@ -245,15 +245,16 @@ class Attributes:
         """
         self._left = self._unless(given.found)
         if self.learns and (self._given or self._deep):
-            values = given.found.by_key()
-            for k, name in (*self._given, *self._deep):
-                value = values.get((k, name))
+            found, left = given.found.by_key(), self._left.by_key()
+            for key in (*self._given, *self._deep):
+                # What the call itself sets, as hooks of weight norms do, its recomputation sets.
+                value = found.get(key) if found.get(key) is left.get(key) else None
                 if tensors_of((value, attributes_of(value))) and self._is_checkpointed(output):
                     raise RuntimeError(
                         "what a model stores on a module before it calls it must not be read in "
                         "torch.utils.checkpoint, whose recomputation in backward finds what the "
-                        f"last micro-batch has stored (module: {module}, attribute: {name}); pass "
-                        "it as an argument, or use this wrapper's checkpoints alone"
+                        f"last micro-batch has stored (module: {module}, attribute: {key[1]}); "
+                        "pass it as an argument, or use this wrapper's checkpoints alone"
                     )
 
     def _is_checkpointed(self, output: Any) -> bool:
