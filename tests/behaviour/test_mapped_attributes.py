@@ -334,7 +334,7 @@ def test_stored_for_a_checkpoint_of_pytorch(mode, where, reentrant, value):
     pipe = MappedGPipe(model, {"first": "cpu", "block": "cpu"}, chunks=4, checkpoint=mode)
     with torch.no_grad():
         pipe(torch.randn(8, 4))
-    with pytest.raises(RuntimeError, match=r"\(module: block, attribute: mask\); pass it as"):
+    with pytest.raises(RuntimeError, match=r"\(module: block, attribute: mask\); pass them as"):
         pipe(torch.randn(8, 4))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from operator import is_, itemgetter
 from traceback import walk_stack
 from typing import Any, NamedTuple, TypeAlias
@@ -249,12 +250,14 @@ class Attributes:
             for key in (*self._given, *self._deep):
                 # What the call itself sets, as hooks of weight norms do, its recomputation sets.
                 value = found.get(key) if found.get(key) is left.get(key) else None
-                if tensors_of((value, attributes_of(value))) and self._is_checkpointed(output):
+                within = Contents.of(value)
+                values = [value, *chain(*[x for _, x in within.found])] if within else [value]
+                if tensors_of(values) and self._is_checkpointed(output):
                     raise RuntimeError(
-                        "what a model stores on a module before it calls it must not be read in "
-                        "torch.utils.checkpoint, whose recomputation in backward finds what the "
-                        f"last micro-batch has stored (module: {module}, attribute: {key[1]}); "
-                        "pass it as an argument, or use this wrapper's checkpoints alone"
+                        "a model must not store tensors for each micro-batch on a module that "
+                        "computes in torch.utils.checkpoint, whose recomputation in backward finds "
+                        f"those of the last one (module: {module}, attribute: {key[1]}); pass "
+                        "them as arguments, or use this wrapper's checkpoints alone"
                     )
 
     def _is_checkpointed(self, output: Any) -> bool:

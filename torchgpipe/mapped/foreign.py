@@ -92,14 +92,7 @@ def may_meet(met: Met, mapped: Mapped) -> bool:
 
 
 def watched(met: Met, mapped: Mapped, bring: Bring, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function that computes a module bring foreign tensors.
-
-    Args:
-        met: what is known of all modules, to which the call adds.
-        mapped: the module.
-        bring: brings them.
-        run: the function.
-    """
+    """Make a function that computes a module bring foreign tensors, and note if it meets any."""
     key = mapped.name, torch.is_grad_enabled()
     # The checkpoint must not hold what brings them, which holds the step.
     first, copies = [bring], list[Tensor]()
