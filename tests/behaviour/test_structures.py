@@ -175,14 +175,27 @@ def containers(children):
 
 
 def test_lists_alone_that_could_be_containers():
-    layers = nn.Sequential(Partial(lambda both: torch.stack(both[0])), nn.Linear(2, 2))
+    layers = nn.Sequential(Partial(lambda both: torch.stack(both[0], 1)), nn.Linear(2, 2))
     images = [torch.rand(3, 2) for _ in range(4)]
     pipe = GPipe(layers, [2], devices=["cpu"], chunks=2)
-    with pytest.warns(UserWarning, match=r"\[0\], \[1\], entries: 4.*pass a tuple"):
-        torch.testing.assert_close(pipe((images, images)), layers((images, images)))
+    torch.testing.assert_close(pipe((images, images)), layers((images, images)))
+    layers = nn.Sequential(Partial(lambda both: torch.stack(both[0])), nn.Linear(2, 2))
+    pipe = GPipe(layers, [2], devices=["cpu"], chunks=2)
+    with pytest.warns(UserWarning, match=r"\[0\], entries: 4.*pass a tuple"):
+        torch.testing.assert_close(pipe((images, [*"abcd"])), layers((images, None)))
+
+
+def test_lists_with_an_entry_for_each_row_do_not_come_out():
+    images = [torch.rand(3, 2) for _ in range(5)]
+    value = images, [{"boxes": x} for x in images]
     pipe = GPipe(nn.Sequential(Partial(lambda both: both[0])), [1], devices=["cpu"], chunks=2)
-    with pytest.raises(ValueError, match=r"entries: 2, rows: \[2, 2\]\).*Chunks"):
-        pipe((images, [{"boxes": x} for x in images]))
+    with pytest.raises(ValueError, match=r"entries: 3, rows: \[3, 2\]\).*Chunks"):
+        pipe(value)
+    # Some levels of features, which have all rows.
+    for levels in (2, 3):
+        levelled = Partial(lambda both, n=levels: [torch.stack(both[0])] * n)
+        pipe = GPipe(nn.Sequential(levelled), [1], devices=["cpu"], chunks=2)
+        torch.testing.assert_close(pipe(value), levelled(value))
 
 
 @st.composite

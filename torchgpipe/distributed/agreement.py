@@ -51,11 +51,9 @@ class StepInputs(NamedTuple):
     rows: int = 0
 
     @property
-    def m(self) -> int:
-        """The number of micro-batches, negative if their shapes may differ; 0 if others know."""
-        if self.mini_batch is None:
-            return 0
-        return -self.mini_batch.m if self.mini_batch.division.is_varied else self.mini_batch.m
+    def division(self) -> Division:
+        """The division of the input; one without micro-batches if others know it."""
+        return Division([]) if self.mini_batch is None else self.mini_batch.division
 
     @property
     def batches(self) -> list[Batch]:
@@ -69,7 +67,7 @@ class StepInputs(NamedTuple):
         casts = [(x, torch.is_autocast_enabled(x), torch.get_autocast_dtype(x)) for x in kinds]
         inputs = [
             ([(tuple(x.shape), x.dtype, x.requires_grad) for x in batch], batch.others)
-            for batch in (batches if self.m < 0 else [*batches[:1], *batches[-1:]])
+            for batch in (batches if self.division.is_varied else [*batches[:1], *batches[-1:]])
         ]
         # Within inference mode nothing requires a gradient, whatever is enabled within that.
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
@@ -233,8 +231,8 @@ class Agreement:
         # Within a transform no message arrives, so each process says so for itself.
         verify_no_transform()
         with shared_failures(self._peers):
-            exchange = Exchange(self._peers, 6)
-            exchange.tell([0, 0, 0, 0, digest(name), 0])
+            exchange = Exchange(self._peers, 9)
+            exchange.tell([0, 0, 0, 0, digest(name), 0, 0, 0, 0])
             self._answers(None, name, exchange)
 
     def _answers(
@@ -280,12 +278,11 @@ class Agreement:
             error: what this process has found wrong, if anything.
         """
         self._flags = flags
-        quiet = int(flags == self._quiet)
+        (sizes, *marks), quiet = given.division, flags == self._quiet
         # Layers of this process decide on the form of what it sends, too.
         form = digest(repr((shapes, trainable, [x[0] for x in flags])))
-        exchange = Exchange(self._peers, 6)
-        numbers = [int(error is not None), given.m, given.rows, form, digest(settings), quiet]
-        exchange.tell(numbers)
+        exchange = Exchange(self._peers, 9)
+        exchange.tell([bool(error), len(sizes), given.rows, form, digest(settings), quiet, *marks])
         found: list[Agreed] = []
 
         def agree() -> Agreed:
@@ -314,7 +311,7 @@ class Agreement:
             raise self._known(differ)
         # guard: numbers travel until nothing draws
         with_numbers = not all(x[5] for x in found)
-        division = Division(divided(first[2], abs(first[1])), first[1] < 0)
+        division = Division(divided(first[2], first[1]), *map(bool, first[6:]))
         return Agreed(division, digest(repr([x[3] for x in found])), with_numbers)
 
     def end(self, mail: Mail, value: Tensor | None, divisor: Tensor | None) -> StepLoss | None:

@@ -3,9 +3,9 @@
 A tensor is split along dimension 0, unless it is marked. A list with one tensor per row, such as
 images of several sizes, or with one mapping of tensors per row, such as the objects in each image,
 is sliced as a list, and its tensors are not split. Where no tensor beside such lists tells how many
-rows there are, two lists of one length do. The entries of :class:`~torchgpipe.Chunks` go to one
-micro-batch each. All other objects, 0-dimensional tensors and values marked by
-:class:`~torchgpipe.NoChunk` go whole into every micro-batch.
+rows there are, two lists of one length do, unless all in them are tensors of one size. The entries
+of :class:`~torchgpipe.Chunks` go to one micro-batch each. All other objects, 0-dimensional tensors
+and values marked by :class:`~torchgpipe.NoChunk` go whole into every micro-batch.
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ def leaves_in(value: Any, rows: int | None = None) -> Callable[[Any], bool]:
     Args:
         value: the value.
         rows: the number of its rows; by default taken from the leaves that are not lists. If there
-            are none, two lists or more of one length have an entry for each row. Any other list is
-            a container then.
+            are none, two lists or more of one length have an entry for each row, unless all are
+            tensors with the same size in dimension 0. Any other list is a container then.
     """
     if isinstance(value, Tensor):
         return is_of_input
@@ -183,7 +183,9 @@ def leaves_in(value: Any, rows: int | None = None) -> Callable[[Any], bool]:
         rows = next((rows_in(x) for x in found if type(x) is not list and rows_in(x)), None)
     if rows is None:
         (length, *others), listed = lengths, [x for x in found if is_flat(x)]
-        if not others and sum(len(x) == length for x in listed) > 1:
+        entries = [entry for x in listed if len(x) == length for entry in x]
+        sizes = {rows_in(x) if isinstance(x, Tensor) else -1 for x in entries} - {None}
+        if not others and len(entries) > length and (-1 in sizes or len(sizes) > 1):
             rows, is_list = length, is_flat
         else:
             # A container beside the list may have a tensor.
@@ -255,9 +257,7 @@ def split(value: Any, division: Division, rows: int | None = None) -> Iterator[A
     starts = [*accumulate(sizes, initial=0)]
     if isinstance(value, Tensor) and value.dim() and is_dense(value):
         # No container to look into.
-        differentiated = _torch.forward_level() >= 0
-        for start, size in zip(starts, sizes):
-            yield _rows(value, 0, start, size, differentiated)
+        yield from (_rows(value, 0, start, size) for start, size in zip(starts, sizes))
         return
     leaves, spec = flatten_tree(value, leaves_in(value, rows))
     aliases: dict[int, Tensor] = {}
@@ -279,7 +279,7 @@ def split(value: Any, division: Division, rows: int | None = None) -> Iterator[A
         if isinstance(leaf, list):
             return leaf[starts[i] : starts[i + 1]]
         tensor, dim = (leaf.value, leaf.dim) if isinstance(leaf, Chunk) else (leaf, 0)
-        return _rows(tensor, dim, starts[i], sizes[i], _torch.forward_level() >= 0)
+        return _rows(tensor, dim, starts[i], sizes[i])
 
     # A tensor that occurs several times stays one object.
     own = {id(x): x for x in leaves if _is_divided(x)}
@@ -298,7 +298,7 @@ def _is_divided(leaf: Any) -> bool:
     return isinstance(leaf, Chunk | Chunks) or type(leaf) is list
 
 
-def _rows(tensor: Tensor, dim: int, start: int, size: int, differentiated: bool) -> Tensor:
+def _rows(tensor: Tensor, dim: int, start: int, size: int) -> Tensor:
     # Detached where no gradient is needed: torch.compile would compile a graph per base of a view.
     rows = tensor.narrow(dim, start, size)
-    return rows if rows.requires_grad or differentiated else rows.detach()
+    return rows if rows.requires_grad or _torch.forward_level() >= 0 else rows.detach()

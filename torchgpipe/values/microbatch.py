@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchgpipe import _torch
 from torchgpipe.devices.streams import device_types
-from torchgpipe.values.division import Division, division_of, is_list_of_rows, split
+from torchgpipe.values.division import Division, division_of, is_list_of_rows, rows_in, split
 from torchgpipe.values.marks import is_marked, unmarked
 from torchgpipe.values.order import verify_rows
 from torchgpipe.values.structure import (
@@ -292,14 +292,17 @@ def joined(outputs: Sequence[Batch], division: Division, blocks: Container[int] 
     """
     if division.is_ready:
         return [unmarked(x.value) for x in outputs]
-    found = names(outputs[0].value, is_list_of_rows) if division.is_listed and division.rows else ()
-    for name, leaf in found:
-        if is_list_of_rows(leaf) and len(leaf) == division.sizes[0]:
+    sizes = division.rows if division.is_listed else []
+    found = [dict(names(x.value, is_list_of_rows)) for x in outputs[: len(sizes)]]
+    for name in chain(*found[:1]):
+        leaves = [(x.get(name, ()), n) for x, n in zip(found, sizes)]
+        by_row = all(is_list_of_rows(leaf) and len(leaf) == n for leaf, n in leaves)
+        # Tensors that have all rows are features, by level.
+        if by_row and not all(rows_in(x) == n for leaf, n in leaves for x in leaf):
             raise ValueError(
-                "a list with an entry for each row is not joined, but the tensors in it, as in any "
-                f"container (output: {name}, entries: {len(leaf)}, rows: {list(division.sizes)}); "
-                "pass the lists of the input as torchgpipe.Chunks, for a list with the output of "
-                "each micro-batch, or have the model return a tuple of outputs"
+                "a list with an entry for each row is not joined, but the tensors in it (output: "
+                f"{name}, entries: {sizes[0]}, rows: {sizes}); pass the lists of the input as "
+                "torchgpipe.Chunks, for a list of outputs, or have the model return a tuple"
             )
     return gather(outputs, division.rows, blocks)
 

@@ -55,6 +55,7 @@ def test_list_with_an_entry_for_each_row_is_split_as_a_list(value):
     [
         [{"boxes": x} for x in IMAGES],
         [{"boxes": Y}, {}, None, {"id": 3}],
+        [Y[:1]] * 4,
         ["one", "two", "three", "four"],
         [1, 2, 3, 4],
         [None] * 4,
@@ -72,7 +73,11 @@ def test_two_lists_of_one_length_tell_the_rows(other):
 
 
 @pytest.mark.parametrize(
-    "value", [[X, X], (X, [X, X]), {"a": [Y] * 4}, (X, (X,) * 4), (X, [{"a": X}, {}, {}, {}])]
+    "value",
+    [
+        *([X, X], (X, [X, X]), {"a": [Y] * 4}, (X, (X,) * 4), (X, [{"a": X}, {}, {}, {}])),
+        *(([X] * 3, [Y] * 3), ([Y] * 5, [torch.tensor(2.0)] * 5)),
+    ],
 )
 def test_other_containers_of_tensors_are_split_within(value):
     found = parts(value, 2)
