@@ -236,7 +236,7 @@ class MappedBody(Body):
         attributes: its attributes; None in a step without recomputation.
     """
 
-    __slots__ = ("attributes", "changes_input", "checkpointed", "omits", "shared")
+    __slots__ = ("attributes", "changes_input", "checkpointed", "omits", "shared", "with_buffers")
 
     def __init__(
         self,
@@ -258,6 +258,8 @@ class MappedBody(Body):
         self.omits = False
         #: Whether another visit of the device calls the module, too.
         self.shared = False
+        #: Its layers that have buffers.
+        self.with_buffers: Sequence[nn.Module] = ()
 
     def run_alone(self, arguments: tuple[Any, Any], note: str = "") -> Any:
         """Run the module with its arguments as they are, where there is no recomputation.

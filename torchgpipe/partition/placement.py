@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchgpipe._torch.attributes import modules_of
 from torchgpipe._torch.checkpoints import repeating
 from torchgpipe.ambient.notes import contextmanager
-from torchgpipe.autograd.versions import version_of
+from torchgpipe.autograd.versions import address_of, version_of
 from torchgpipe.devices.streams import canonical_device
 
 __all__: list[str] = []
@@ -358,7 +358,7 @@ class Lent:
         with self._lock:
             own = [table[name] for table, name in self._places]
             copies = self._copies_of([x for x in own if x is not None])
-            versions = [(x, version_of(x)) for x in copies.values()]
+            versions = [(x, version_of(x), address_of(x)) for x in copies.values()]
             self._put([copies.get(id(x)) for x in own])
             try:
                 # A checkpoint of PyTorch within the module runs again when the copies are gone.
@@ -367,7 +367,7 @@ class Lent:
             finally:
                 found = [table.get(name) for table, name in self._places]
                 self._put(own)
-            same = {id(x) for x, version in versions if version_of(x) == version}
+            same = {id(x) for x, *was in versions if [version_of(x), address_of(x)] == was}
             pairs = [(x, now) for x, now in zip(own, found) if x is not None]
             changed = [x for x, now in pairs if now is not copies[id(x)] or id(now) not in same]
             if changed:
