@@ -105,6 +105,18 @@ class Replaced(Model):
         return later(both(self.b(both(first(x)))))
 
 
+class SharedNorm(Model):
+    """Two modules of a device have one norm, and are called in two visits."""
+
+    def __init__(self):
+        super().__init__()
+        norm = nn.BatchNorm1d(6)
+        self.a = nn.ModuleList([nn.Sequential(linear(), norm) for _ in range(2)])
+
+    def forward(self, x):
+        return self.a[1](self.b(self.a[0](x)))
+
+
 class Frozen(Model):
     def __init__(self):
         super().__init__()
@@ -119,7 +131,8 @@ class Frozen(Model):
 KINDS = {
     kind.__name__: kind
     for kind in (
-        *(ChangedAfterItLeft, WithoutGradFirst, Uneven, BackAndForth, Norms, Replaced, Frozen),
+        *(ChangedAfterItLeft, WithoutGradFirst, Uneven, BackAndForth, Norms, Replaced, SharedNorm),
+        Frozen,
     )
 }
 
@@ -141,7 +154,8 @@ def test_gradients_and_buffers(devices, kind, mode):
     torch.stack(losses).mean().backward()
     for seed in (None, 0, 1):
         pipe = wrapped(copy.deepcopy(pipe.module), devices, mode)
-        pipe.load_state_dict({**plain.state_dict(), **dict(KINDS[kind]().named_buffers())})
+        fresh = KINDS[kind]().named_buffers(remove_duplicate=False)
+        pipe.load_state_dict({**plain.state_dict(), **dict(fresh)})
         pipe.zero_grad()
         with observe(jitter=seed) as seen:
             pipe(x.to(devices[0])).square().mean().backward()

@@ -237,7 +237,10 @@ class MappedBody(Body):
         attributes: its attributes; None in a step without recomputation.
     """
 
-    __slots__ = ("attributes", "changes_input", "checkpointed", "foreign", "omits", "shared")
+    __slots__ = (
+        *("attributes", "changes_input", "checkpointed", "foreign", "omits", "shared"),
+        "buffered",
+    )
 
     def __init__(
         self,
@@ -261,6 +264,8 @@ class MappedBody(Body):
         self.foreign = False
         #: Whether another visit of the device calls the module, too.
         self.shared = False
+        #: Its layers that have buffers.
+        self.buffered: Sequence[nn.Module] = ()
 
     def run_alone(self, arguments: tuple[Any, Any], note: str = "") -> Any:
         """Run the module with its arguments as they are, where there is no recomputation.

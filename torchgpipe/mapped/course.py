@@ -193,11 +193,6 @@ class Course:
     ) -> tuple[tuple[Any, Any], list[Any]]:
         """Copy the arguments of a call to the device of a cell.
 
-        Args:
-            cell: the cell.
-            value: the arguments.
-            objects: as in :func:`~torchgpipe.mapped.containers.tensors_of`.
-
         Returns:
             The arguments, and the lists and dicts in them that are copies.
         """

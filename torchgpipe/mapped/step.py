@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from torchgpipe._torch.attributes import modules_of
 from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient.context import Context
 from torchgpipe.ambient.random_numbers import StepNumbers
@@ -157,7 +158,9 @@ class MappedStep:
         self.changes = Changes(model)
         #: The devices of the outputs of the last micro-batch.
         self.places: list[torch.device] = []
-        #: The stage in which each module was called last, or first if no other one calls it.
+        #: Whether several stages have called a layer with buffers.
+        self._depends = False
+        #: The stage in which each layer with buffers was called last.
         self._last: dict[nn.Module, DeviceVisit] = {}
         self._weights: StepWeights | None = None
         self._contexts: list[Context] = []
@@ -202,13 +205,14 @@ class MappedStep:
     ) -> MappedBody:
         """The body of a mapped module that is called in a stage, by its own call."""
         body = stage.bodies.get(module) or self._new_body(stage, mapped, module, inner)
-        if body.shared:
-            # It may change its buffers, which two visits must not do at the same time.
-            last, self._last[module] = self._last[module], stage
+        # They may change their buffers, which two visits must not do at the same time.
+        for layer in body.buffered:
+            last, self._last[layer] = self._last.get(layer, stage), stage
             # guard: one visit at a time
-            if last is not stage and any(True for _ in module.buffers()):
+            if last is not stage:
+                self._depends = True
                 wait_stream(stage.compute, last.compute)
-                _record(module, stage)
+                _record(layer, stage)
         return body
 
     def _new_body(
@@ -235,7 +239,7 @@ class MappedStep:
         stage.bodies[module] = body
         if stage.visit:
             _record(module, stage)
-        self._last.setdefault(module, stage)
+        body.buffered = [x for x in modules_of(module) if x._buffers]
         for x in (body, *others) if others else ():
             x.shared = True
         return body
@@ -325,9 +329,7 @@ class MappedStep:
         micro-batch. And if several stages, or code between modules, change buffers, the order of
         these changes would depend on the timing of the threads.
         """
-        return not (self.drawn_behind or self.changes.last) and not any(
-            body.shared and any(True for _ in body.layers.buffers()) for body in self._bodies
-        )
+        return not (self.drawn_behind or self.changes.last or self._depends)
 
     def _own(self) -> list[DeviceVisit]:
         """The stages that compute on streams of their own."""
