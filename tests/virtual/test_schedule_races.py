@@ -77,15 +77,6 @@ def test_overlaps(devices, mode):
     train(training_of("dualpipe_v", [devices[w] for w in workers_of("dualpipe_v")], mode))
 
 
-@pytest.mark.parametrize("mode", ONE_MODE)
-def test_hooks_of_weights(devices, mode):
-    """What a hook makes is the caller's, who frees it while workers compute."""
-    training = training_of("dualpipe_v", [devices[w] for w in workers_of("dualpipe_v")], mode)
-    for weight in training.parameters():
-        weight.register_hook(lambda grad: grad.clamp(-1, 1))
-    train(training)
-
-
 def test_overlaps_in_the_other_order(devices):
     """A gradient of one stream is freed on the other one, where its memory may be used again."""
     line = "0F0 1F0 0F1 1B0 (0B0;1F1) 0F2 1B1 (0B1;1F2) 0F3 1B2 (0B2;1F3) 1B3 0B3"

@@ -22,7 +22,7 @@ from torchgpipe.devices.streams import (
     CPU,
     AbstractStream,
     current_stream,
-    record_stream,
+    record_all,
     use_stream,
 )
 from torchgpipe.engine.links import Links, Post
@@ -158,12 +158,10 @@ class Sums:
         return found if key in self._own else found.clone()
 
     def move_to(self, others: Mapping[int, Sums]) -> None:
-        """Add each gradient to the caller's sums of its tensor, by identity, and release it."""
+        """Add each gradient to the sums of its tensor, by identity, and release it."""
         for key in [*self._sums]:
             tensor = self.tensors[key]
             other, grad = others[key], self._sums.pop(key)
-            # guard: recording what is handed over
-            record_stream(grad, current_stream(grad.device))
             if key in other._sums:
                 other.add([tensor], [grad])
                 continue
@@ -187,14 +185,13 @@ class Sums:
 
 
 class HandOver(torch.autograd.Function):
-    """``sums, caller, dtype, *tensors → 0``: backward hands the gradients over.
-
-    Hooks of the tensors run there, too: what they make belongs to the caller's stream.
+    """``sums, device, dtype, caller, *tensors → 0``: backward hands the gradients over.
 
     Args:
-        sums: the gradients.
-        caller: the caller's stream on their device, which is current.
-        dtype: the dtype of the output.
+        sums: the gradients, whose memory belongs to the current stream.
+        device: the device of the output.
+        dtype: its dtype.
+        caller: the caller's stream on that device.
         *tensors: the tensors that get the gradients.
     """
 
@@ -202,20 +199,24 @@ class HandOver(torch.autograd.Function):
     def forward(
         ctx: Any,
         sums: Sums,
-        caller: AbstractStream,
+        device: torch.device,
         dtype: torch.dtype,
+        caller: AbstractStream,
         *tensors: Tensor,
     ) -> Tensor:
-        ctx.sums = sums
+        ctx.sums, ctx.caller = sums, caller
         # Not saved for backward, since the caller may change weights in place before it.
         ctx.tensors = tensors
-        return torch.zeros((), device=caller.device, dtype=dtype)
+        return torch.zeros((), device=device, dtype=dtype)
 
     @staticmethod
     @uncompiled
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tensors, ctx.tensors = ctx.tensors, ()
-        return (None, None, None, *ctx.sums.scaled(tensors, grad))
+        found = ctx.sums.scaled(tensors, grad)
+        # guard: recording what is handed over
+        record_all(found, ctx.caller)
+        return (None, None, None, None, *found)
 
 
 class Outcome(torch.autograd.Function):
@@ -371,11 +372,11 @@ class StepSums:
                 of_caller.add(given, found)
         sources = [of_caller, *self.by_worker]
         reached = {*chain(*[source.reached() for source in sources])}
-        #: By the caller's stream, the sums, and the tensors that they belong to.
+        #: By stream, the sums, and the tensors that they belong to. A weight stays on its stream.
         parts: dict[AbstractStream, tuple[Sums, list[Tensor]]] = {}
         owner: dict[int, Sums] = {}
-        homes = [links.outside[w] for w in (0, *self._plan.schedule.placement)]
-        for stream, some in zip(homes, [self._given, *self.weights]):
+        first = links.outside[0], self._given
+        for stream, some in [first, *zip(links.home, self.weights)]:
             for x in some:
                 if id(x) in reached and id(x) not in owner:
                     # A layer may use a weight of another device.
@@ -386,8 +387,11 @@ class StepSums:
                     tensors.append(x)
         for source in sources:
             source.move_to(owner)
+        callers = dict(zip(self._plan.devices, links.outside))
         zeros: list[Any] = []
         for stream, (sums, tensors) in parts.items():
             with use_stream(stream):
-                zeros.append(HandOver.apply(sums, stream, dtype, *tensors))
+                device = stream.device
+                caller = callers.get(device, stream)
+                zeros.append(HandOver.apply(sums, device, dtype, caller, *tensors))
         return zeros

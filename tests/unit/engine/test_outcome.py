@@ -12,7 +12,7 @@ CALLER = CPUStream(CPU)
 
 
 def loss_of(sums, *tensors, divisor=None):
-    zero = HandOver.apply(sums, CALLER, torch.float32, *tensors)
+    zero = HandOver.apply(sums, CPU, torch.float32, CALLER, *tensors)
     return Outcome.apply(torch.tensor(3.0), divisor, zero)
 
 
