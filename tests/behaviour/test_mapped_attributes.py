@@ -378,7 +378,7 @@ class Within(nn.Module):
 @pytest.mark.parametrize("where", ["around", "within"])
 @pytest.mark.parametrize("mode", ["never", "except_last", "always"])
 def test_set_by_a_call_within_a_checkpoint_of_pytorch(mode, where):
-    """Its recomputation sets it anew, though another block has set it in between."""
+    """A recomputation sets it anew, though another block has set it in between."""
     model, reference = Normalized(where), Normalized(where)
     reference.load_state_dict(model.state_dict())
     pipe = MappedGPipe(model, {"a": "cpu", "b": "cpu"}, chunks=4, checkpoint=mode)

@@ -206,12 +206,8 @@ def _nodes(tensors: Iterable[Tensor]) -> set[Node]:
 def _first(nodes: Iterable[Node], number: int) -> Node:
     """Find the node of a cell that was recorded first, by a search from the nodes of its output.
 
-    The search goes on from the node with the lowest number. So it ends soon in residual layers,
-    where it goes along the sum.
-
-    Args:
-        nodes: the nodes.
-        number: the sequence number that the next node had when the cell began.
+    The search goes on from the node with the lowest number, down to that which the next node had
+    when the cell began. So it ends soon in residual layers, where it goes along the sum.
     """
     count = itertools.count()
     waiting = [(number_of(x), next(count), x) for x in nodes]
