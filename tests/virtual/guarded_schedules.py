@@ -7,6 +7,7 @@ TESTS = {
     name: (f"virtual.{module}", f"test_{function}", arguments)
     for name, (module, function, arguments) in {
         "workers of one device": ("test_schedule_races", "workers_of_one_device", {}),
+        "gradients by hand": ("test_schedule_races", "gradients_that_the_caller_asks_for", {}),
         "state of one device": (
             "test_schedule_races",
             "workers_of_one_device_that_share_a_layer_with_state",
@@ -19,6 +20,7 @@ TESTS = {
         ),
         "a V": ("test_schedule_races", "a_v", {}),
         "overlaps": ("test_schedule_races", "overlaps", {}),
+        "hooks of weights": ("test_schedule_races", "hooks_of_weights", {}),
         "the other order": ("test_schedule_races", "overlaps_in_the_other_order", {}),
         "targets": ("test_schedule_races", "targets_from_another_device", {}),
         "evaluation": ("test_schedule_races", "evaluation_with_targets_from_another_device", {}),
@@ -96,7 +98,8 @@ MUTANTS = {
     "sums of what is not ours": (("is_alone(found)", "True"), "shared sums"),
     "sums instead of gradients": ((" or grad is found", ""), "at once"),
     "sums of weights that workers share": ((" if count[key] == 1", ""), "sums of all"),
-    "recording what is handed over": (DROP, "workers of one device"),
+    "recording what is handed over": (DROP, "gradients by hand"),
+    "recording what hooks return": (DROP, "hooks of weights"),
     "what only the input needed": (DROP, "halves"),
     "hooks of nodes": ((" or (self._hooked and changes_gradients(node))", ""), "hooks of nodes"),
     "letting go of what arrives": (("x.detach()", "x"), "what arrives"),

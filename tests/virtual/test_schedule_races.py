@@ -26,7 +26,12 @@ def training_of(name, devices, mode="except_last", layer=stage, **options):
     return ScheduledLoss(model, squares, name, **options)
 
 
-def train(training, *, own=False, steps=3, target_on=-1):
+def backward_by_hand(loss, weights):
+    for weight, grad in zip(weights, torch.autograd.grad(loss, weights)):
+        weight.grad = grad
+
+
+def train(training, *, own=False, steps=3, target_on=-1, by_hand=False):
     """Train some steps, whose tensors the caller frees and changes as soon as it can."""
     devices = training.model.devices
     optimizer = torch.optim.SGD(training.parameters(), lr=0.1)
@@ -40,7 +45,10 @@ def train(training, *, own=False, steps=3, target_on=-1):
                 del y
                 y = torch.rand(8, WIDTH, device=devices[target_on])
                 loss, *output = found if isinstance(found, tuple) else (found,)
-                loss.backward()
+                if by_hand:
+                    backward_by_hand(loss, [*training.parameters()])
+                else:
+                    loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 del x, y, found, loss
@@ -60,6 +68,10 @@ def test_workers_of_one_device_and_streams_of_the_caller(devices, mode):
     train(training_of("zbh1", [devices[0]] * 3, mode), own=True)
 
 
+def test_gradients_that_the_caller_asks_for(devices):
+    train(training_of("1f1b", [devices[0]] * 3), by_hand=True)
+
+
 @pytest.mark.parametrize("mode", ONE_MODE)
 def test_workers_of_one_device_that_share_a_layer_with_state(devices, mode):
     shared = nn.Sequential(nn.BatchNorm1d(WIDTH), Average("replaced", WIDTH))
@@ -75,6 +87,15 @@ def test_a_v(devices, mode):
 @pytest.mark.parametrize("mode", ONE_MODE)
 def test_overlaps(devices, mode):
     train(training_of("dualpipe_v", [devices[w] for w in workers_of("dualpipe_v")], mode))
+
+
+@pytest.mark.parametrize("mode", ONE_MODE)
+def test_hooks_of_weights(devices, mode):
+    """What a hook returns is the caller's, who frees it while workers compute."""
+    training = training_of("dualpipe_v", [devices[w] for w in workers_of("dualpipe_v")], mode)
+    for weight in training.parameters():
+        weight.register_hook(lambda grad: grad.clamp(-1, 1))
+    train(training)
 
 
 def test_overlaps_in_the_other_order(devices):

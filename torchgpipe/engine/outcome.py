@@ -216,7 +216,16 @@ class HandOver(torch.autograd.Function):
         found = ctx.sums.scaled(tensors, grad)
         # guard: recording what is handed over
         record_all(found, ctx.caller)
+        if current_stream(ctx.caller.device) != ctx.caller:
+            # A hook may put another tensor in a gradient's place.
+            _torch.queue_callback(partial(_record_grads, tensors, ctx.caller))
         return (None, None, None, None, *found)
+
+
+def _record_grads(tensors: Iterable[Tensor], stream: AbstractStream) -> None:
+    """Record on the caller's stream what hooks of weights returned, when backward ends."""
+    # guard: recording what hooks return
+    record_all([x.grad for x in tensors if x.is_leaf], stream)
 
 
 class Outcome(torch.autograd.Function):
