@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchgpipe import _torch
 from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.values.structure import is_dense
 
@@ -50,8 +51,8 @@ def get_phony(device: torch.device, *, requires_grad: bool) -> Tensor:
     """
     key = (device, requires_grad)
     if key not in _phonies:
-        # The phony outlives the mode in which it was asked for first.
-        with torch.inference_mode(False):
+        # The phony outlives the modes in which it is made, and is none of their operators.
+        with torch.inference_mode(False), _torch.without_modes():
             _phonies[key] = torch.empty(0, device=device, requires_grad=requires_grad)
     return _phonies[key]
 

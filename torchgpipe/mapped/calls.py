@@ -265,7 +265,7 @@ class MappedBody(Body):
         #: Whether another visit of the device calls the module, too.
         self.shared = False
         #: Its layers that have buffers.
-        self.buffered: Sequence[nn.Module] = ()
+        self.buffered: Sequence[nn.Module] | None = None
 
     def run_alone(self, arguments: tuple[Any, Any], note: str = "") -> Any:
         """Run the module with its arguments as they are, where there is no recomputation.

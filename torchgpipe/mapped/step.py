@@ -158,6 +158,8 @@ class MappedStep:
         self.changes = Changes(model)
         #: The devices of the outputs of the last micro-batch.
         self.places: list[torch.device] = []
+        #: Whether the model has come back to a device.
+        self._comes_back = False
         #: Whether several stages have called a layer with buffers.
         self._depends = False
         #: The stage in which each layer with buffers was called last.
@@ -184,6 +186,11 @@ class MappedStep:
         compute = streams.compute if visit else self._outside.get(device, streams.compute)
         number = len(self._stages)
         found = DeviceVisit(number, device, visit, compute, tuple(streams.values))
+        if visit and not self._comes_back:
+            self._comes_back = True
+            for earlier in self._stages.values():
+                for body in earlier.bodies.values():
+                    self._take_turns(earlier, body)
         self._stages[device, visit] = found
         # Between steps the caller changes gradients, whose memory belongs to these streams.
         caller = self._outside.get(device, streams.compute)
@@ -205,7 +212,14 @@ class MappedStep:
     ) -> MappedBody:
         """The body of a mapped module that is called in a stage, by its own call."""
         body = stage.bodies.get(module) or self._new_body(stage, mapped, module, inner)
-        # They may change their buffers, which two visits must not do at the same time.
+        if self._comes_back:
+            self._take_turns(stage, body)
+        return body
+
+    def _take_turns(self, stage: DeviceVisit, body: MappedBody) -> None:
+        """Keep two visits from changing the buffers of a layer at the same time."""
+        if body.buffered is None:
+            body.buffered = [x for x in modules_of(body.layers) if x._buffers]
         for layer in body.buffered:
             last, self._last[layer] = self._last.get(layer, stage), stage
             # guard: one visit at a time
@@ -213,7 +227,6 @@ class MappedStep:
                 self._depends = True
                 wait_stream(stage.compute, last.compute)
                 _record(layer, stage)
-        return body
 
     def _new_body(
         self, stage: DeviceVisit, mapped: Mapped, module: nn.Module, inner: Callable[..., Any]
@@ -239,7 +252,6 @@ class MappedStep:
         stage.bodies[module] = body
         if stage.visit:
             _record(module, stage)
-        body.buffered = [x for x in modules_of(module) if x._buffers]
         for x in (body, *others) if others else ():
             x.shared = True
         return body

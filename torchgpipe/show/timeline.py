@@ -9,11 +9,11 @@ from os import PathLike
 from typing import Any, Protocol
 
 from torchgpipe.checks import checked_path, verify_kind
-from torchgpipe.show.bars import EDGES, KINDS, Bar, BarRow, Panel, lighter, svg
+from torchgpipe.show.bars import EDGES, Bar, BarRow, Panel, svg
 from torchgpipe.show.span import Span, Stream, order
 from torchgpipe.show.tables import Shares, by_stream, labels, shares, table
 
-__all__ = ["Timeline", "Advice", "panel", "png", "characters"]
+__all__ = ["Timeline", "Advice", "panel", "characters"]
 
 
 # Advice: the one change of a model's settings that is expected to gain the most.
@@ -166,14 +166,6 @@ class Timeline:
         panels = self._panels(others)
         checked_path(path).write_text(svg(panels, scale), encoding="utf-8")
 
-    def png(self, path: str | PathLike[str], *others: Timeline) -> None:
-        """Draw the last step into a PNG file, as :meth:`svg` does.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
-        png(checked_path(path), self._panels(others))
-
     def _panels(self, others: Sequence[Timeline]) -> list[Panel]:
         """The last step of each timeline that has any."""
         remedy = "pass such as simulate(schedule).timeline"
@@ -187,7 +179,7 @@ class Timeline:
         checked_path(path).write_text(to_json(self.spans), encoding="utf-8")
 
 
-# The picture of a step: its rows of bars, as SVG draws them, or matplotlib.
+# The picture of a step: its rows of bars, as SVG draws them.
 
 
 def panel(spans: Sequence[Span], unit: str) -> Panel:
@@ -242,50 +234,6 @@ def _parts(spans: Sequence[Span]) -> Iterator[tuple[Span, tuple[int, int]]]:
 
 def _tip(span: Span, unit: str) -> str:
     return f"{span.title} from {span.start:.6g} to {span.end:.6g} {unit}".rstrip()
-
-
-def png(path: str | PathLike[str], panels: Sequence[Panel]) -> None:
-    """Draw panels one below the other, on one scale, into a PNG file.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "a picture as PNG needs matplotlib (matplotlib: not installed); run `pip install "
-            "matplotlib`, or draw it with svg()"
-        ) from error
-    heights = [len(panel.rows) for panel in panels]
-    # A figure of its own: pyplot would keep it for the rest of the process.
-    figure = Figure(figsize=(14, 0.8 + 0.45 * sum(heights)), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)
-    shown: dict[str, Any] = {}
-    for axis, panel in zip(grid[:, 0], panels):
-        for k, row in enumerate(panel.rows):
-            for bar in row.bars:
-                color = lighter(KINDS[bar.kind][0], bar.tone)
-                height, top = 0.9, k + 0.0
-                if bar.kind in EDGES:
-                    height, top = 0.15, k + 0.38 * (2 * EDGES[bar.kind] - 1)
-                edge = {"edgecolor": "white", "linewidth": 0.4}
-                patch = axis.barh(top, bar.end - bar.start, height, bar.start, color=color, **edge)
-                name = f"{bar.kind} {KINDS[bar.kind][1]}".rstrip()
-                if not bar.tone:
-                    shown.setdefault(name, patch)
-                if bar.end - bar.start > panel.stop / 100 and bar.kind not in EDGES:
-                    middle = (bar.start + bar.end) / 2
-                    axis.text(middle, k, bar.label, ha="center", va="center", fontsize=7)
-        axis.set_yticks(range(len(panel.rows)), [row.name for row in panel.rows])
-        axis.set_xlim(0, max(panel.stop for panel in panels))
-        axis.set_ylim(len(panel.rows) - 0.5, -0.5)
-        axis.set_facecolor("#e8e8e8")
-        axis.set_title(panel.title, loc="left", fontsize=9)
-    figure.legend([*shown.values()], [*shown], loc="outside lower center", ncols=6, fontsize=8)
-    figure.savefig(path, dpi=120)
 
 
 # The picture of a step in characters, as wide as a terminal.

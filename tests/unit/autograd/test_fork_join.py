@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.helpers import Log
 from torchgpipe.autograd import fork_join
@@ -66,6 +67,18 @@ def test_without_a_gradient_to_come_nothing_happens():
     with torch.no_grad():
         assert fork(a)[0] is a
         assert join(a, phony) is a
+
+
+def test_phony_is_no_operator_of_a_mode(monkeypatch):
+    """A policy of PyTorch's would look for it in the first run of a checkpoint."""
+
+    class Refuse(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            raise AssertionError(func)
+
+    monkeypatch.setattr(fork_join, "_phonies", {})
+    with Refuse():
+        fork_join.get_phony(torch.device("cpu"), requires_grad=True)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")

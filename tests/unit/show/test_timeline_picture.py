@@ -1,13 +1,8 @@
-"""The rows and bars of a step, and the picture as PNG."""
-
-import struct
-import sys
-
-import pytest
+"""The rows and bars of a step."""
 
 from tests.unit.show.cases import A, step
 from torchgpipe.show.span import computation
-from torchgpipe.show.timeline import panel, png
+from torchgpipe.show.timeline import panel
 
 
 def test_rows():
@@ -24,17 +19,3 @@ def test_overlaps_share_the_height():
     (row,) = panel(spans, "").rows
     assert [bar.part for bar in row.bars] == [(0, 2), (1, 2)]
     assert [bar.tone for bar in row.bars] == [0, 0.5]
-
-
-def test_png(tmp_path):
-    pytest.importorskip("matplotlib")
-    png(tmp_path / "step.png", [panel(step(), "ms")] * 2)
-    head = (tmp_path / "step.png").read_bytes()
-    assert head[:4] == b"\x89PNG"
-    assert struct.unpack(">I", head[16:20])[0] > 1000
-
-
-def test_png_without_matplotlib(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match="pip install matplotlib"):
-        png(tmp_path / "step.png", [])
