@@ -91,7 +91,7 @@ def test_overlaps(devices, mode):
 
 @pytest.mark.parametrize("mode", ONE_MODE)
 def test_hooks_of_weights(devices, mode):
-    """What a hook returns is the caller's, who frees it while workers compute."""
+    """The caller frees the result of a hook while workers compute."""
     training = training_of("dualpipe_v", [devices[w] for w in workers_of("dualpipe_v")], mode)
     for weight in training.parameters():
         weight.register_hook(lambda grad: grad.clamp(-1, 1))
