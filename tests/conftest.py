@@ -67,7 +67,10 @@ def frozen():
 
 @pytest.fixture(autouse=True)
 def seed():
-    torch.manual_seed(0)
+    # torch.manual_seed takes a millisecond, for accelerators that are not there.
+    torch.default_generator.manual_seed(0)
+    if torch.accelerator.is_available():
+        torch.get_device_module().manual_seed_all(0)
 
 
 @pytest.fixture(params=DEVICES, ids=str)
