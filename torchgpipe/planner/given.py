@@ -238,18 +238,18 @@ class Loss(nn.Module):
 
 def input_of(sample: Any) -> Any:
     """Return a sample as the input of a first layer, as a call of the model would make it."""
-    given = arguments_of(sample)
-    return arguments(given.args, given.kwargs)
-
-
-def arguments_of(sample: Any) -> Arguments:
-    """Return the arguments of a sample, whichever kind it is."""
     if has_chunks(sample):
         raise ValueError(
             "a sample has rows, which are divided in several ways and measured, so it must not be "
             f"divided already (sample: {type(sample).__name__} with Chunks); pass a mini-batch "
             "that has rows"
         )
+    given = arguments_of(sample)
+    return arguments(given.args, given.kwargs)
+
+
+def arguments_of(sample: Any) -> Arguments:
+    """Return the arguments of a sample, whichever kind it is."""
     if isinstance(sample, Arguments):
         return sample
     if isinstance(sample, Mapping) and all(isinstance(name, str) for name in sample):

@@ -48,8 +48,9 @@ from torchgpipe.planner.given import (
 from torchgpipe.planner.layers import measured_links
 from torchgpipe.planner.memory import Footprint, weights_of
 from torchgpipe.schedule.lifetimes import leaving
-from torchgpipe.values.microbatch import scatter
-from torchgpipe.values.structure import Arguments
+from torchgpipe.values.marks import Chunk, Chunks, NoChunk
+from torchgpipe.values.microbatch import Batch
+from torchgpipe.values.structure import Arguments, is_of_input, map_leaves
 
 __all__: list[str] = []
 
@@ -197,7 +198,8 @@ def _arguments_of(model: nn.Module, sample: Any) -> Arguments:
             "the device map 'auto' needs a sample to measure the model with (sample: None); pass "
             "the arguments of a call with as many rows as a micro-batch"
         )
-    (batch,) = scatter(arguments_of(sample), 1)
+    # One micro-batch, which nobody divides.
+    batch = Batch(map_leaves(_first, arguments_of(sample), is_of_input))
     absent = next((name for name, x in model.named_parameters() if x.is_meta), None)
     if absent is not None:
         raise ValueError(
@@ -208,6 +210,13 @@ def _arguments_of(model: nn.Module, sample: Any) -> Arguments:
     near = [x.to(home) if x.device.type == "cpu" else x for x in batch]
     args, kwargs = batch.replace(near).value
     return Arguments(args, without_cache(kwargs) if takes_cache(model) else kwargs)
+
+
+def _first(mark: Any) -> Any:
+    """What the first micro-batch gets of a value that may be marked."""
+    if isinstance(mark, Chunks):
+        return mark.values[0]
+    return mark.value if isinstance(mark, NoChunk | Chunk) else mark
 
 
 def _home(model: nn.Module) -> torch.device:

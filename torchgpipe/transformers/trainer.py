@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 try:
@@ -16,23 +16,16 @@ except ImportError as error:
         "pip install torchgpipe[transformers]"
     ) from error
 
-import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
+from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.mapped_gpipe import MappedGPipe
-from torchgpipe.transformers.counting import (
-    IGNORED,
-    counts_of,
-    ctc_reduction,
-    ignored_pixels,
-    shares_of,
-    shifts_labels,
-    told,
-    whole,
-)
-from torchgpipe.values.division import division_of
-from torchgpipe.values.marks import Chunks
-from torchgpipe.values.structure import map_leaves
+from torchgpipe.partition.arguments import checked_count
+from torchgpipe.transformers.collating import KEY, Collator, Loader, Prepared
+from torchgpipe.transformers.joined_step import JoinedStep, one_backward
+from torchgpipe.transformers.stand_in import Call, PipelinedModel, compute
+from torchgpipe.values.division import row_count
 
 __all__: list[str] = []
 
@@ -91,10 +84,22 @@ class Pipelined:
     args: Any
     accelerator: Any
     label_names: list[str]
+    data_collator: Any
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, joined: int | None = None, **kwargs: Any) -> None:
         #: The wrapper.
         self.pipe: MappedGPipe
+        if joined is not None:
+            remedy = "joined=1 computes each mini-batch alone"
+            joined = checked_count(joined, "joined", "mini-batches in one call", remedy)
+        self._most = joined
+        #: The mini-batches of the optimizer step, and the losses of those that were computed.
+        self._batches: list[Any] = []
+        self._losses: dict[int, Tensor] = {}
+        #: Those of them that cannot be cut, by identity, with their micro-batches.
+        self._parts: dict[int, tuple[Any, list[Any]]] = {}
+        self._prepared: list[Prepared] = []
+        self._step: JoinedStep | None = None
         # These are the first two arguments of all Trainers.
         names = ("model", "args")[: len(args)]
         given = {**dict(zip(names, args)), **kwargs}
@@ -138,6 +143,100 @@ class Pipelined:
         above: Any = super()
         return self._unwrapped(above.call_model_init(trial))
 
+    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        above: Any = super()
+        # Accelerate's own choice for a dataset without a length.
+        is_sliced = isinstance(dataset, IterableDataset) and self.accelerator.dispatch_batches in (
+            None,
+            True,
+        )
+        own = self.data_collator
+        self.data_collator = Collator(own, self.pipe.chunks, is_sliced)
+        try:
+            return above._get_dataloader(dataset, *args, **kwargs)
+        finally:
+            self.data_collator = own
+
+    def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
+        """Collect the mini-batches of an optimizer step, as the Trainer's class does."""
+        above: Any = super()
+        self._parts, self._prepared, self._losses = {}, [], {}
+        batches = map(self._without_parts, epoch_iterator)
+        found = above.get_batch_samples(batches, *args, **kwargs)
+        self._batches = found[0]
+        return found
+
+    def _without_parts(self, batch: Any) -> Any:
+        """Take the micro-batches out of a mini-batch that cannot be cut."""
+        if isinstance(batch, Mapping) and KEY in batch:
+            own: Any = batch
+            self._parts[id(batch)] = batch, own.pop(KEY)
+        return batch
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        above: Any = super()
+        found = above._prepare_inputs(inputs)
+        if id(inputs) in self._parts:
+            _, parts = self._parts[id(inputs)]
+            one = len(parts) == 1
+            own = [{**(found if one else above._prepare_inputs(part))} for part in parts]
+            self._prepared.append(Prepared({**found}, own))
+        return found
+
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute the loss of a mini-batch, and the gradients, as the Trainer's class does.
+
+        The first one of a step computes those of the mini-batches after it, too: as many as it
+        takes for ``chunks`` micro-batches. These find their losses then.
+        """
+        above: Any = super()
+        own: Callable[..., Tensor] = partial(above.training_step, model)
+        number = next((k for k, x in enumerate(self._batches) if x is inputs), None)
+        if number is None:
+            return own(inputs, *args, **kwargs)
+        if number not in self._losses:
+            batches = self._joined(number)
+            if len(batches) == 1:
+                return own(inputs, *args, **kwargs)
+            step = self._step = JoinedStep(
+                lambda k: own(batches[k], *args, **kwargs),
+                len(batches),
+                partial(compute, self.pipe),
+                lambda: {name: id(value) for name, value in vars(self).items()},
+            )
+            try:
+                with one_backward(self.accelerator):
+                    losses = step.losses()
+            finally:
+                self._step = None
+            self._losses = dict(enumerate(losses, number))
+        return self._losses.pop(number)
+
+    def _joined(self, number: int) -> list[Any]:
+        """The mini-batches, from one on, that go through the pipeline in one call."""
+        count, rows = 0, 0
+        left = self._batches[number:]
+        if not self._can_join:
+            return left[:1]
+        while count < len(left) and (rows < self.pipe.chunks if self._most is None else True):
+            if count == self._most:
+                break
+            _, parts = self._parts.get(id(left[count]), (None, None))
+            rows += len(parts) if parts else rows_of(left[count])
+            count += 1
+        return left[:count]
+
+    @property
+    def _can_join(self) -> bool:
+        """Whether mini-batches may be computed together: code of their own may forbid it."""
+        above: Any = super()
+        return (
+            is_of_library(above.training_step)
+            and above._prepare_inputs.__func__ is transformers.Trainer._prepare_inputs
+            # They update their statistics once for each call.
+            and not any(isinstance(x, DeferredBatchNorm) for x in self.pipe.modules())
+        )
+
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
@@ -152,14 +251,23 @@ class Pipelined:
         called = self._called(model, not needed)
         return above.compute_loss(called, inputs, return_outputs, *args, **kwargs)
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as the Trainer's class does, on the devices of the model.
 
         In half precision it would bring the whole model to one device.
         """
         above: Any = super()
-        with unmoved(self.pipe.module):
-            return above.evaluation_loop(*args, **kwargs)
+        before = self._parts, self._prepared
+
+        def take(batch: Any) -> Any:
+            self._parts, self._prepared = {}, []
+            return self._without_parts(batch)
+
+        try:
+            with unmoved(self.pipe.module):
+                return above.evaluation_loop(Loader(dataloader, take), *args, **kwargs)
+        finally:
+            self._parts, self._prepared = before
 
     def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Predict a mini-batch, as the Trainer's class does, by the wrapper."""
@@ -170,9 +278,25 @@ class Pipelined:
         """The object to call in place of the model; another model is called itself."""
         if type(model) is PipelinedModel or self.accelerator.unwrap_model(model) is not self.model:
             return model
-        return PipelinedModel(
-            self.pipe, self.label_names, shifts_labels(self.model), self.args.device, alone
-        )
+
+        def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            prepared = next((x for x in self._prepared if x.is_in(kwargs)), None)
+            made = Call(args, kwargs, prepared, self.label_names, self.args.device, alone)
+            if self._step is not None:
+                return self._step.call(made)
+            return compute(self.pipe, [made])[0]
+
+        return PipelinedModel(self.pipe, call)
+
+
+def rows_of(batch: Any) -> int:
+    """The number of rows of a mini-batch; 1 if nothing tells."""
+    return row_count({**batch} if isinstance(batch, Mapping) else batch) or 1
+
+
+def is_of_library(method: Any) -> bool:
+    """Whether a method is that of Transformers or TRL, and not of a user's class."""
+    return method.__func__.__module__.partition(".")[0] in ("transformers", "trl")
 
 
 @contextmanager
@@ -201,153 +325,3 @@ def verify(arguments: Any) -> None:
         value = getattr(arguments, name, None)
         if value:
             raise ValueError(f"a pipelined Trainer takes no {name} ({name}: {value}); {remedy}")
-
-
-# The model that a Trainer calls: calls go through the pipeline, all else is the model's.
-
-
-class PipelinedModel:
-    """A stand-in for the wrapped model: calls go to the wrapper, and return one loss.
-
-    Its class and its attributes are those of the model, since trainers look at both.
-
-    Args:
-        pipe: the wrapper.
-        names: the arguments that are labels.
-        shifted: whether the first label in each row counts nowhere.
-        device: where the loss goes to.
-        alone: whether the loss alone is used. Otherwise the other outputs go to ``device``, too.
-    """
-
-    _pipe: MappedGPipe
-    _names: Sequence[str]
-    _shifted: bool
-    _device: torch.device
-    _alone: bool
-
-    def __init__(
-        self,
-        pipe: MappedGPipe,
-        names: Sequence[str],
-        shifted: bool,
-        device: torch.device,
-        alone: bool,
-    ) -> None:
-        # Assigned attributes would be the model's.
-        self.__dict__.update(
-            _pipe=pipe, _names=names, _shifted=shifted, _device=device, _alone=alone
-        )
-
-    # The type checker does not allow a property for the class of an object.
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self._pipe.module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._pipe.module, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._pipe.module, name, value)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model, micro-batch by micro-batch.
-
-        Args:
-            *args: the arguments of the model.
-            **kwargs: the same. ``num_items_in_batch`` is the number of labels in all mini-batches
-                of a step.
-
-        Returns:
-            The model's output, joined. What has no dimension, as the loss, is that of the
-            mini-batch.
-        """
-        pipe = self._pipe
-        # Trainer has set the mode of the model.
-        pipe.training = pipe.module.training
-        items = kwargs.pop("num_items_in_batch", None)
-        sizes = division_of((args, kwargs), pipe.chunks).sizes
-        shifted = self._shifted and "shift_labels" not in kwargs
-        reduction = ctc_reduction(pipe.module)
-        labels = [] if reduction else self._labels(kwargs, sum(sizes))
-        counts = counts_of(labels, sizes, shifted)
-        if next(pipe.parameters(), counts).dtype == torch.float64:
-            counts = counts.double()
-        if items is not None:
-            kwargs["num_items_in_batch"] = Chunks(told(counts, items))
-        with loss_alone(pipe.module) if self._alone else nullcontext():
-            output = pipe(*args, **kwargs)
-        is_sum = reduction == "sum"
-        shares = torch.ones_like(counts) if is_sum else shares_of(counts, alone=items is None)
-        return self._finished(output, sizes, shares)
-
-    def _finished(self, output: Any, sizes: Sequence[int], shares: Tensor) -> Any:
-        """Combine the losses of all micro-batches into one, and move it to its device."""
-        m, rows = len(sizes), sum(sizes)
-
-        def finished(name: str, value: Any) -> Any:
-            if isinstance(value, Tensor) and is_stacked(name, value, m, rows):
-                return whole(value, shares).to(self._device)
-            return value if self._alone else map_leaves(self._arrived, value)
-
-        if isinstance(output, tuple):
-            return tuple([finished("" if k else "loss", x) for k, x in enumerate(output)])
-        if not isinstance(output, dict):
-            return finished("", output)
-        for name in [*output]:
-            output[name] = finished(name, output[name])
-        return output
-
-    def _labels(self, kwargs: dict[str, Any], rows: int) -> list[Tensor]:
-        if "shift_labels" in kwargs:
-            return [kwargs["shift_labels"]]
-        mask = kwargs.get("bool_masked_pos")
-        found = [kwargs.get(name) for name in self._names if name != "bool_masked_pos"]
-        ids = kwargs.get("input_ids")
-        if isinstance(ids, Tensor) and any(name.endswith("_positions") for name in self._names):
-            # An answer after the end of its row counts nowhere.
-            found = [x if x is None else x.masked_fill(x >= ids.shape[1], IGNORED) for x in found]
-        labels = [x for x in found if isinstance(x, Tensor) and x.dim() and len(x) == rows]
-        pixels = ignored_pixels(self._pipe.module)
-        labels = [x.masked_fill(x == pixels, IGNORED) if x.dim() > 2 else x for x in labels]
-        # Labels that are truth values all count; those of a mask say what counts.
-        labels = [x.int() if x.dtype == torch.bool else x for x in labels]
-        if not isinstance(mask, Tensor):
-            return labels
-        # Of images as labels the masked patches count.
-        return [mask, *(x for x in labels if not x.is_floating_point())]
-
-    def _arrived(self, x: Any) -> Any:
-        return x.to(self._device) if isinstance(x, Tensor) else x
-
-
-def is_stacked(name: str, value: Tensor, m: int, rows: int) -> bool:
-    """Whether an output has a number for each micro-batch, where the model returns one.
-
-    Args:
-        name: the name of the output.
-        value: the output, joined.
-        m: the number of micro-batches.
-        rows: the number of rows, which an output of one dimension has otherwise.
-    """
-    one_each = value.shape == (m,) and value.is_floating_point()
-    # Where each micro-batch has one row, the shape says nothing.
-    return one_each and (m != rows or name.endswith("loss"))
-
-
-@contextmanager
-def loss_alone(model: nn.Module) -> Iterator[None]:
-    """Have a model return its loss alone within a ``with`` block.
-
-    The logits of all micro-batches, joined, would take more memory than anything else.
-    """
-
-    def alone(model: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, dict):
-            return {"loss": output["loss"]} if "loss" in output else output
-        return output[:1] if isinstance(output, tuple) else output
-
-    handle = model.register_forward_hook(alone)
-    try:
-        yield
-    finally:
-        handle.remove()

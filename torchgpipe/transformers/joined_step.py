@@ -1,0 +1,111 @@
+"""The training steps of several mini-batches, whose calls of the model go through as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchgpipe.transformers.stand_in import Call
+
+__all__: list[str] = []
+
+
+# An optimizer step as one call of the pipeline.
+#
+# Trainer computes the mini-batches of a step one by one: forward, loss, backward. Each would be a
+# pipeline of its own, which fills and drains, and with one row no pipeline at all. Here the calls
+# of all mini-batches become one, within the code that calls the model, whatever that is::
+#
+#   training_step 0 ── compute_loss ── model(…) ┐                     ┌→ loss 0
+#                                               └ training_step 1 … ┐ │
+#                                                 model(…) ┐        │ │
+#                                                          one call of all ── loss 1 ─┘
+#   one backward of loss 0 + loss 1
+#
+# A call of the model begins the training step of the next mini-batch, and returns when the last
+# mini-batch has come to its call, and all were computed. So each loss is computed by the code that
+# computes it otherwise, of the model's output for its own mini-batch, and in one thread. Backward
+# is put off until all have their losses.
+
+
+class JoinedStep:
+    """Several mini-batches of one optimizer step.
+
+    Args:
+        run: runs the training step of a mini-batch, by its number, and returns its loss.
+        count: the number of mini-batches.
+        compute: computes calls of the model, one for each mini-batch, in one call of the pipeline.
+        state: tells the state of the Trainer. If that has changed since a training step began, the
+            code in front of the call keeps something there, which the next mini-batch would
+            replace: such a call is computed alone.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[int], Tensor],
+        count: int,
+        compute: Callable[[Sequence[Call]], list[Any]],
+        state: Callable[[], Any],
+    ) -> None:
+        self._run, self._waiting = run, iter(range(count))
+        self._compute, self._state = compute, state
+        self._losses: dict[int, Tensor] = {}
+        self._calls: list[Call] = []
+        #: The outputs of the calls that were joined; None before that.
+        self._outputs: list[Any] | None = None
+
+    def losses(self) -> list[Tensor]:
+        """Run all training steps, and return their losses."""
+        while self._begin_next():
+            pass
+        return [self._losses[k] for k in sorted(self._losses)]
+
+    def _begin_next(self) -> bool:
+        k = next(self._waiting, None)
+        if k is None:
+            return False
+        self._before = self._state()
+        self._losses[k] = self._run(k)
+        return True
+
+    def call(self, call: Call) -> Any:
+        """Compute a call of the model, with those of all other mini-batches."""
+        is_first = self._outputs is None and torch.is_grad_enabled()
+        if not is_first or self._state() != self._before:
+            return self._compute([call])[0]
+        number = len(self._calls)
+        self._calls.append(call)
+        while self._outputs is None and self._begin_next():
+            pass
+        if self._outputs is None:
+            self._outputs = self._compute(self._calls)
+        output, self._outputs[number] = self._outputs[number], None
+        return output
+
+
+@contextmanager
+def one_backward(accelerator: Any) -> Iterator[None]:
+    """Put off the calls of ``accelerator.backward`` in a ``with`` block, for one of their sum."""
+    backward, own = accelerator.backward, vars(accelerator)
+    before = own.get("backward")
+    losses: list[Tensor] = []
+    options: dict[str, Any] = {}
+
+    def put_off(loss: Tensor, **kwargs: Any) -> None:
+        losses.append(loss)
+        options.update(kwargs)
+
+    own["backward"] = put_off
+    try:
+        yield
+    finally:
+        if before is None:
+            del own["backward"]
+        else:
+            own["backward"] = before
+    if losses:
+        backward(torch.stack(losses).sum(), **options)
