@@ -60,7 +60,7 @@ def planned(layers, x, options, **more):
 
 
 @pytest.mark.usefixtures("one_by_one")
-@pytest.mark.filterwarnings("ignore:GPipe trains without pipelining")
+@pytest.mark.filterwarnings("ignore:GPipe leaves devices idle")
 @pytest.mark.parametrize("seed", range(40) if SOAK else [8])
 def test_prediction_is_what_is_measured(devices, seed):
     layers, x, y, options, share = random_case(seed, devices)
@@ -178,7 +178,7 @@ def test_prediction_beside_measurement(case, auto):
     assert model.describe().predicted is None
 
 
-@pytest.mark.filterwarnings("ignore:GPipe trains without pipelining")
+@pytest.mark.filterwarnings("ignore:GPipe leaves devices idle")
 @pytest.mark.parametrize("seed", range(20) if SOAK else [2])
 def test_auto_finds_the_optimum_of_planted_costs(devices, seed):
     """No balance is faster, under the chunks and modes that are given."""

@@ -134,6 +134,7 @@ class Wrapper(Alone):
 
     def _rechunked(self) -> None:
         """Take note of another number of micro-batches."""
+        self._traps.seen = False
         self._traps.sequence_first(self._layers, self._chunks)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -253,9 +254,7 @@ class MiniBatch:
         for x in chain.from_iterable(different):
             verify_filled(x, "input", devices)
         if wrapper.training and torch.is_grad_enabled():
-            # Rows may be too few for the micro-batches that the caller wants.
-            asked = self.m if division.is_given else wrapper.chunks
-            wrapper._traps.no_pipelining(wrapper._width, asked)
+            wrapper._traps.idle(wrapper._width, division)
         #: The tensors that every micro-batch gets.
         self.whole = in_all(batches)
         self._shapes = batches[0].shapes

@@ -14,6 +14,7 @@ from torchgpipe.ambient.notes import warn
 from torchgpipe.checks import has_entries, verify, verify_function, verify_kind, verify_number
 from torchgpipe.devices.streams import CPU, Device, accelerators, canonical_device
 from torchgpipe.values.division import (
+    Division,
     is_list_of_rows,
     leaves_in,
     row_count,
@@ -261,6 +262,8 @@ class Traps:
     def __init__(self, wrapper: str) -> None:
         self._wrapper = wrapper
         self._known: set[str] = set()
+        #: Whether a mini-batch was seen, with the number of micro-batches that is set now.
+        self.seen = False
 
     def sequence_first(self, layers: Iterable[nn.Module], chunks: int) -> None:
         """Warn if layers take dimension 0 for the sequence while it is split."""
@@ -323,16 +326,29 @@ class Traps:
             f"'{self._wrapper} {words}')"
         )
 
-    def no_pipelining(self, devices: int, chunks: int) -> None:
-        """Warn if a model on several devices trains with one micro-batch."""
-        if devices > 1 and chunks == 1 and "chunks" not in self._known:
-            warn(
-                f"{self._wrapper} trains without pipelining, one device after another, since each "
-                f"mini-batch is one micro-batch (chunks: 1, devices: {devices}); set "
-                f"model.chunks, for a start to {4 * devices}, or silence this by "
-                f"warnings.filterwarnings('ignore', '{self._wrapper} trains without pipelining')"
-            )
-            self._known.add("chunks")
+    def idle(self, devices: int, division: Division) -> None:
+        """Warn if the first mini-batch has fewer micro-batches than devices, which then wait.
+
+        Later ones may be the rest of an epoch.
+        """
+        m, rows = division.m, sum(division.sizes)
+        before, self.seen = self.seen, True
+        if before or m >= devices or "idle" in self._known:
+            return
+        self._known.add("idle")
+        count = f"micro-batches: {m}, " + ("" if division.is_given else f"rows: {rows}, ")
+        if division.is_given:
+            change = "pass more of them in one call"
+        elif rows > m:
+            change = f"set model.chunks, for a start to {min(rows, 4 * devices)}"
+        else:
+            change = "pass more rows in one call, or several mini-batches, marked by Chunks"
+        words = f"{self._wrapper} leaves devices idle"
+        warn(
+            f"{words} for {(devices - 1) / (devices + m - 1):.0%} of a training step, since it has "
+            f"fewer micro-batches than devices ({count}devices: {devices}); {change}, or silence "
+            f"this by warnings.filterwarnings('ignore', '{words}')"
+        )
 
     def coupled(
         self,

@@ -213,7 +213,7 @@ def _arguments_of(model: nn.Module, sample: Any) -> Arguments:
 
 
 def _first(mark: Any) -> Any:
-    """What the first micro-batch gets of a value that may be marked."""
+    """The value that the first micro-batch gets, where it may be marked."""
     if isinstance(mark, Chunks):
         return mark.values[0]
     return mark.value if isinstance(mark, NoChunk | Chunk) else mark

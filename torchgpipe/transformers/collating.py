@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
@@ -55,15 +55,24 @@ class Collator:
                 f"{len(examples)}, shapes: {shapes_in(found)}); pass "
                 "accelerator_config={'dispatch_batches': False} to TrainingArguments"
             )
-        sizes = divided(len(examples), max(1, min(len(examples), self._chunks)))
-        examples = [*examples]
-        parts = []
-        for size in sizes:
-            parts.append(self.collate(examples[:size]) if len(sizes) > 1 else {**found})
-            del examples[:size]
         own: Any = found
-        own[KEY] = [{**part} for part in parts]
+        own[KEY] = self._parts({**found}, [*examples])
         return found
+
+    def _parts(self, batch: dict[str, Any], examples: list[Any]) -> list[dict[str, Any]]:
+        """Collate some examples for each micro-batch; one of all if these are not the same rows."""
+        sizes = divided(len(examples), min(len(examples), self._chunks))
+        if len(sizes) == 1:
+            return [batch]
+        starts = accumulate(sizes, initial=0)
+        try:
+            parts = [{**self.collate(examples[k : k + n])} for k, n in zip(starts, sizes)]
+        except Exception:
+            # It may need more examples, as for pairs.
+            return [batch]
+        rows = {key: x for key, x in batch.items() if isinstance(x, Tensor) and len(x) == 1}
+        same = all(x.numel() == sum(part[key].numel() for part in parts) for key, x in rows.items())
+        return parts if same else [batch]
 
 
 def has_rows(batch: dict[str, Any], count: int) -> bool:

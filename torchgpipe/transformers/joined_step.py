@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.transformers.stand_in import Call
+from torchgpipe.transformers.stand_in import ModelCall
 
 __all__: list[str] = []
 
@@ -48,13 +48,13 @@ class JoinedStep:
         self,
         run: Callable[[int], Tensor],
         count: int,
-        compute: Callable[[Sequence[Call]], list[Any]],
+        compute: Callable[[Sequence[ModelCall]], list[Any]],
         state: Callable[[], Any],
     ) -> None:
         self._run, self._waiting = run, iter(range(count))
         self._compute, self._state = compute, state
         self._losses: dict[int, Tensor] = {}
-        self._calls: list[Call] = []
+        self._calls: list[ModelCall] = []
         #: The outputs of the calls that were joined; None before that.
         self._outputs: list[Any] | None = None
 
@@ -72,7 +72,7 @@ class JoinedStep:
         self._losses[k] = self._run(k)
         return True
 
-    def call(self, call: Call) -> Any:
+    def call(self, call: ModelCall) -> Any:
         """Compute a call of the model, with those of all other mini-batches."""
         is_first = self._outputs is None and torch.is_grad_enabled()
         if not is_first or self._state() != self._before:

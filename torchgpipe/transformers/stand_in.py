@@ -75,7 +75,7 @@ class PipelinedModel:
         return self._call(args, kwargs)
 
 
-class Call:
+class ModelCall:
     """A call of the model for one mini-batch.
 
     Args:
@@ -109,7 +109,9 @@ class Call:
     def divide(self, pipe: MappedGPipe, chunks: int) -> None:
         """Divide the mini-batch, and say what each micro-batch counts in its loss."""
         if self._given:
-            sizes = [row_count(part) for part in self._given]
+            # Other tensors may have a row for each patch of an image.
+            labels = [[part.get(name) for name in self._names] for part in self._given]
+            sizes = [row_count(own) or row_count(part) for own, part in zip(labels, self._given)]
             self.division = Division(sizes)
         else:
             self.division = division_of((self.args, self.kwargs), chunks)
@@ -213,7 +215,7 @@ class Call:
         return x.to(self._device) if isinstance(x, Tensor) else x
 
 
-def compute(pipe: MappedGPipe, calls: Sequence[Call]) -> list[Any]:
+def compute(pipe: MappedGPipe, calls: Sequence[ModelCall]) -> list[Any]:
     """Compute calls of the model for several mini-batches in one call of the wrapper.
 
     Returns:

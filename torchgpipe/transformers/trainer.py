@@ -24,7 +24,7 @@ from torchgpipe.mapped_gpipe import MappedGPipe
 from torchgpipe.partition.arguments import checked_count
 from torchgpipe.transformers.collating import KEY, Collator, Loader, Prepared
 from torchgpipe.transformers.joined_step import JoinedStep, one_backward
-from torchgpipe.transformers.stand_in import Call, PipelinedModel, compute
+from torchgpipe.transformers.stand_in import ModelCall, PipelinedModel, compute
 from torchgpipe.values.division import row_count
 
 __all__: list[str] = []
@@ -281,7 +281,7 @@ class Pipelined:
 
         def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             prepared = next((x for x in self._prepared if x.is_in(kwargs)), None)
-            made = Call(args, kwargs, prepared, self.label_names, self.args.device, alone)
+            made = ModelCall(args, kwargs, prepared, self.label_names, self.args.device, alone)
             if self._step is not None:
                 return self._step.call(made)
             return compute(self.pipe, [made])[0]

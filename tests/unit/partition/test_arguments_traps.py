@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.support import helpers
 from tests.support.helpers import wrap
-from torchgpipe import GPipe, NoChunk
+from torchgpipe import Chunks, GPipe, NoChunk
 
 
 def messages(function):
@@ -154,7 +154,8 @@ def coupled(rows, size=8, chunks=2, layers=()):
     model = wrap([*layers, Compared()], chunks=chunks)
     x = torch.rand(rows, size)
     # Outputs of uneven micro-batches cannot be joined.
-    return messages(lambda: [model(x), model(x)])
+    found = messages(lambda: [model(x), model(x)])
+    return [message for message in found if "leaves devices idle" not in message]
 
 
 @pytest.mark.parametrize(
@@ -171,18 +172,34 @@ def test_what_compares_no_rows_or_may_have_its_size_from_elsewhere(case):
     assert coupled(**case) == []
 
 
-# One micro-batch.
+# Fewer micro-batches than devices.
 
 
 def linears(partitions=2):
     return nn.Sequential(*[nn.Linear(2, 2) for _ in range(partitions)])
 
 
-def test_no_pipelining_without_grad():
+def test_idle_devices_without_grad():
     model = GPipe(linears(), [1, 1], devices=["cpu"] * 2)
     with torch.no_grad():
         assert messages(lambda: model(X)) == []
     model.chunks = 2
-    assert messages(lambda: model(X)) == []
+    # The rest of an epoch says nothing.
+    assert messages(lambda: [model(X), model(X[:1])]) == []
     model.chunks = 1
-    assert len(messages(lambda: model(X))) == 1
+    assert len(messages(lambda: [model(X), model(X)])) == 1
+
+
+@pytest.mark.parametrize(
+    ("chunks", "input", "share", "change"),
+    [
+        (1, X, "67%", "set model.chunks, for a start to"),
+        (8, X[:2], "50%", "several mini-batches, marked by Chunks"),
+        (8, Chunks([X[:1]] * 2), "50%", "pass more of them"),
+    ],
+)
+def test_idle_devices(chunks, input, share, change):
+    model = GPipe(linears(3), [1, 1, 1], devices=["cpu"] * 3, chunks=chunks)
+    (message,) = messages(lambda: model(input))
+    assert f"idle for {share}" in message
+    assert change in message

@@ -115,7 +115,6 @@ def test_samples_and_devices_beside_a_map(device_map, given):
         (X, 0, TypeError, "devices must be a sequence"),
         (X, [], ValueError, "one or more accelerators, or other devices"),
         (X, ["nothing"], ValueError, "devices must be the CPU or accelerators"),
-        ((X, torch.rand(3)), ["cpu"], ValueError, "same size in dimension 0"),
     ],
 )
 def test_wrong_arguments(sample, devices, error, message):

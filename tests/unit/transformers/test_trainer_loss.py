@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchgpipe.transformers.trainer import counts_of, shares_of, told, whole
+from torchgpipe.transformers.counting import counts_of, shares_of, told, whole
 
 LABELS = torch.tensor([[7, 1, 2], [7, -100, -100], [-100, 5, 6], [7, -100, 3]])
 

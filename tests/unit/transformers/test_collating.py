@@ -1,0 +1,141 @@
+"""Mini-batches that cannot be cut by rows: packed rows, and images with a row for each patch."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.examples import MISSING
+from tests.unit.transformers.test_trainer import assert_same_weights, made, model_of, wrapped
+from torchgpipe import Chunks
+
+transformers = pytest.importorskip("transformers", exc_type=MISSING)
+
+# Not before it is known that Transformers is there.
+from torchgpipe.transformers import pipelined  # noqa: E402
+
+
+def texts(count=14):
+    generator = torch.Generator().manual_seed(0)
+    found = [torch.randint(3, 32, (3 + k % 4,), generator=generator) for k in range(count)]
+    return [{"input_ids": ids.tolist()} for ids in found]
+
+
+class Patches(nn.Module):
+    """A model of images of which each has a number of patches."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, patches, counts, labels=None):
+        each = self.embed(patches).tanh().split(counts.tolist())
+        logits = self.head(torch.stack([x.mean(0) for x in each]))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def images(count=14):
+    torch.manual_seed(0)
+    return [{"patches": torch.rand(1 + k % 3, 4), "labels": k % 3} for k in range(count)]
+
+
+def collated(examples):
+    return {
+        "patches": torch.cat([x["patches"] for x in examples]),
+        "counts": torch.tensor([len(x["patches"]) for x in examples]),
+        "labels": torch.tensor([x["labels"] for x in examples]),
+    }
+
+
+def chunked(examples):
+    return Chunks.of([collated(examples[::2]), collated(examples[1::2])])
+
+
+FLAT = transformers.DataCollatorWithFlattening()
+KINDS = {
+    "packed": (lambda: model_of("llama"), texts, FLAT, FLAT),
+    "patches": (Patches, images, collated, collated),
+    "by the collator": (Patches, images, collated, chunked),
+}
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_and_predictions(kind, accumulation, tmp_path):
+    make, data, collate, own_collate = KINDS[kind]
+    torch.manual_seed(0)
+    model = make()
+    plain = copy.deepcopy(model)
+    calls = []
+    next(model.children()).register_forward_hook(lambda *_: calls.append(1))
+    found = []
+    for trainer, one, given in (
+        (transformers.Trainer, plain, collate),
+        (pipelined(transformers.Trainer), wrapped(model), own_collate),
+    ):
+        own = made(
+            trainer,
+            one,
+            tmp_path,
+            data(),
+            given={"data_collator": given, "compute_metrics": None},
+            gradient_accumulation_steps=accumulation,
+            remove_unused_columns=False,
+        )
+        own.train()
+        losses = [x["loss"] for x in own.state.log_history if "loss" in x]
+        found.append((losses, own.predict(data()[:5]).predictions))
+        calls.append(0)
+    assert calls.index(0) == 0
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-4, atol=1e-5)
+    if given is collate:
+        torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-4, atol=1e-4)
+    assert_same_weights(model, plain)
+    # Each mini-batch of four examples, or of the rest, is several micro-batches.
+    assert sum(calls) > 3 * accumulation
+
+
+def test_each_example_reaches_the_model_once(tmp_path):
+    """Code that reads a mini-batch sees it as the collator has made it."""
+    seen = []
+
+    class Reads(transformers.Trainer):
+        def training_step(self, model, inputs, *args, **kwargs):
+            seen.append({key: x.shape for key, x in inputs.items()})
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    own = made(
+        pipelined(Reads), wrapped(Patches()), tmp_path, images(), {"data_collator": collated},
+        remove_unused_columns=False, max_steps=1,
+    )  # fmt: skip
+    own.train()
+    assert [[*x] for x in seen] == [["patches", "counts", "labels"]]
+
+
+def test_streamed_dataset(tmp_path):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(images())
+
+    options = {"remove_unused_columns": False, "max_steps": 1}
+    given = {"data_collator": collated}
+    trainer = pipelined(transformers.Trainer)
+    own = made(trainer, wrapped(Patches()), tmp_path, Stream(), given, **options)
+    with pytest.raises(ValueError, match="dispatch_batches"):
+        own.train()
+    options["accelerator_config"] = {"dispatch_batches": False}
+    made(trainer, wrapped(Patches()), tmp_path, Stream(), given, **options).train()
+
+
+def test_arguments_that_the_collator_has_not_made(tmp_path):
+    class Masks(transformers.Trainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            inputs["labels"] = inputs["labels"].clone()
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    options = {"remove_unused_columns": False, "max_steps": 1}
+    given = {"data_collator": collated}
+    own = made(pipelined(Masks), wrapped(Patches()), tmp_path, images(), given, **options)
+    with pytest.raises(ValueError, match="must come from the data collator"):
+        own.train()
