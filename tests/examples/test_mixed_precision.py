@@ -26,7 +26,9 @@ def test_example(capsys, monkeypatch):
     rounding = mixed_precision.rounding
     few = {
         # A problem that few steps solve.
-        **{"BATCH": 64, "FEATURES": 8, "CLASSES": 2},
+        "BATCH": 64,
+        "FEATURES": 8,
+        "CLASSES": 2,
         "rounding": lambda m, cache: rounding(min(m, 16), cache),
     }
     for name, value in few.items():

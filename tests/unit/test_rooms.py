@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 
 import torchgpipe
-from tests.support import fresh
-from tests.support.sources import FILES, PACKAGE, nodes, tree
+from tests.support import fresh, sources
+from tests.support.sources import FILES, PACKAGE, nodes
 from torchgpipe._torch.names import ATTRIBUTES, NAMES
 
 #: The map of ``CONTRIBUTING.rst``: each room with the number of its layer.
@@ -56,7 +56,7 @@ def imports(node):
                 yield from (f"{child.module}.{alias.name}" for alias in child.names)
 
 
-TREES = {name_of(file): tree(file) for file in FILES}
+TREES = {name_of(file): sources.tree(file) for file in FILES}
 
 
 def defined(tree):
