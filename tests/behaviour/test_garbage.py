@@ -7,14 +7,13 @@ models do, would run out of memory.
 import ast
 import weakref
 from collections import OrderedDict
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-import torchgpipe
 from tests.contract import memory
+from tests.support.sources import FILES, PACKAGE, nodes, tree
 from torchgpipe import MappedGPipe
 
 
@@ -52,16 +51,14 @@ def test_a_module_that_the_model_has_no_more_stays_in_its_map(uncollected):
 
 def test_no_function_within_a_function_refers_to_itself():
     """Such a function, and all that it refers to, is freed by the collector alone."""
-    package = Path(torchgpipe.__file__).parent
     found = []
-    for path in sorted(package.rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        functions = [x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef)]
+    for path in FILES:
+        functions = [x for x in nodes(tree(path)) if isinstance(x, ast.FunctionDef)]
         for outer in functions:
             # A method sees its class's names by the class alone.
-            for inner in ast.walk(outer):
-                if inner is not outer and isinstance(inner, ast.FunctionDef):
+            for inner in functions:
+                if outer.lineno < inner.lineno <= outer.end_lineno:
                     used = {x.id for x in ast.walk(inner) if isinstance(x, ast.Name)}
                     if inner.name in used:
-                        found.append(f"{path.relative_to(package)}: {inner.name}")
+                        found.append(f"{path.relative_to(PACKAGE)}: {inner.name}")
     assert found == []

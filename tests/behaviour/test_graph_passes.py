@@ -25,7 +25,7 @@ def equal(found, wanted):
     )
 
 
-@settings(max_examples=some(2000, 8), deadline=None)
+@settings(max_examples=some(2000, 6), deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([*CHOICES]))
 def test_programs_with_views_and_changes_in_place(seed, choice):
     torch.manual_seed(seed)

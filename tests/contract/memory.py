@@ -80,10 +80,15 @@ def evaluate(model):
         return train(model)
 
 
-def emptied(model):
-    """The number of new tensors that live when gradients and outputs do not."""
+def drop(model):
+    """Let go of gradients and outputs."""
     model.zero_grad()
     model.output = None
+
+
+def emptied(model):
+    """The number of new tensors that live when gradients and outputs do not."""
+    drop(model)
     # isinstance() would ask some objects for their class.
     return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
 
@@ -126,7 +131,7 @@ def after(make):
     # What autograd saves is no object of Python.
     with LiveStorages() as live:
         train(model)
-        emptied(model)
+        drop(model)
     # Threads that send and receive drop theirs after a moment.
     eventually(lambda: not live.sizes())
     assert live.sizes() == []
@@ -145,7 +150,7 @@ def evaluation(make):
             with LiveStorages() as live:
                 model.step(x, y)
         highest[training, recorded] = live.highest / (4 * 4 * 32)
-        emptied(model)
+        drop(model)
     assert highest.pop((True, True)) > 16, highest
     assert max(highest.values()) < 8, highest
 
@@ -231,12 +236,11 @@ def loop(make):
         model.pipe.checkpoint = MODES[k % 3]
         with torch.set_grad_enabled(k % 4 > 0):
             train(model, (6, 8, 9)[k % 3])
-        model.zero_grad()
-        model.output = None
+        drop(model)
         if failing:
             found = kinds(failing)
             with plan(found[k % len(found)], 0):
                 assert failing.raised(step, failing)
-            emptied(failing)
+            drop(failing)
 
     verify_nothing_stays(run, allocated=lambda: sum(map(torch.accelerator.memory_allocated, used)))

@@ -20,7 +20,7 @@ from examples import across_processes
 
 ROOT = Path(__file__).parent.parent.parent
 #: Options with which the loss falls by a quarter.
-SHORT = ["--epochs", "8"]
+SHORT = ["--epochs", "8", "--chunks", "3"]
 #: In how many seconds a run is taken to hang.
 TIMEOUT = 60
 

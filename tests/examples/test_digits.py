@@ -15,9 +15,9 @@ from examples import digits
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
     """Reduce the demo to few batches, and to no time for measuring layers."""
-    images = [x[: 4 * digits.BATCH] for x in digits.data()]
+    images = [x[: 2 * digits.BATCH] for x in digits.data()]
     monkeypatch.setattr(digits, "data", lambda: images)
-    balance = partial(digits.balance_by_time, timeout=0.1)
+    balance = partial(digits.balance_by_time, timeout=0)
     monkeypatch.setattr(digits, "balance_by_time", balance)
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import io
+from functools import partial
 
 import pytest
 import torch
@@ -106,6 +107,8 @@ def test_made_on_the_meta_device():
             assert output.isnan().all()
 
 
-def test_main(capsys):
+def test_main(capsys, monkeypatch):
+    small = partial(language_model.language_model, **TINY["llama"])
+    monkeypatch.setattr(language_model, "language_model", small)
     assert language_model.main(["--epochs", "2", "--rows", "16"]) == 0
     assert "Both learnt the same" in capsys.readouterr().out

@@ -43,7 +43,7 @@ def whole(points):
 
 
 def test_example(capsys):
-    assert saving.main(["--epochs", "3"]) == 0
+    assert saving.main(["--epochs", "2", "--chunks", "2"]) == 0
     assert "Not as it should be" not in capsys.readouterr().out
 
 

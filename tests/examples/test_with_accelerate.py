@@ -12,7 +12,7 @@ pytest.importorskip("accelerate", exc_type=MISSING)
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
-from examples import with_accelerate
+from examples import ball, with_accelerate
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,11 @@ def model(*balance, devices=None):
 
 
 @pytest.mark.parametrize("options", [[], ["--accumulate", "5"], ["--precision", "bf16"]], ids=str)
-def test_main(options, capsys):
+def test_main(options, capsys, monkeypatch):
+    # Eleven mini-batches, which neither two nor five divide.
+    few = ball.loader(11 * 32)
+    for module in (ball, with_accelerate):
+        monkeypatch.setattr(module, "loader", lambda *_: few)
     assert with_accelerate.main(["--epochs", "2", *options]) == 0
     assert "As in a plain loop" in capsys.readouterr().out
 

@@ -1,6 +1,7 @@
 """Transformers' Trainer leaves a GPipe on its devices, and trains it as the plain model."""
 
 from argparse import Namespace
+from functools import partial
 
 import pytest
 import torch
@@ -46,7 +47,8 @@ def trainer_of(model, folder, monkeypatch, **options):
     return with_transformers.trainer(model, str(folder), OPTIONS, **options)
 
 
-def test_main(capsys):
+def test_main(capsys, monkeypatch):
+    monkeypatch.setattr(with_transformers, "language_model", partial(language_model, **TINY))
     options = ["--epochs", "2", "--rows", "16", "--accumulate", "2", "--precision", "bf16"]
     assert with_transformers.main(options) == 0
     assert "All learnt the same" in capsys.readouterr().out

@@ -1,21 +1,19 @@
 """No generator is suspended within a block that changes something."""
 
 import ast
-from pathlib import Path
 
 import pytest
 
-import torchgpipe
+from tests.support.sources import FILES, PACKAGE, nodes, tree
 
-PACKAGE = Path(torchgpipe.__file__).parent
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 INNER = FUNCTIONS | ast.Lambda | ast.ClassDef
 #: The functions with these decorators are resumed by a block of their callers'.
 RESUMED = {"contextmanager", "asynccontextmanager"}
 
 
-def suspended(source):
-    """Find the lines of a source at which a generator is suspended within a block.
+def suspended(tree):
+    """Find the lines of a syntax tree at which a generator is suspended within a block.
 
     If nobody goes on with the generator, as after an error, the garbage collector closes it, in
     any thread. It leaves the block there and then, or never: what the block has set stays set.
@@ -23,7 +21,7 @@ def suspended(source):
     return sorted(
         {
             node.lineno
-            for function in ast.walk(ast.parse(source))
+            for function in nodes(tree)
             if isinstance(function, FUNCTIONS) and not is_resumed(function)
             for block in own(function)
             if isinstance(block, ast.With | ast.AsyncWith)
@@ -65,11 +63,9 @@ def own(node):
     ],
 )
 def test_what_is_found(source, lines):
-    assert suspended(source) == lines
+    assert suspended(ast.parse(source)) == lines
 
 
 def test_no_generator_is_suspended_within_a_block():
-    files = {
-        str(x.relative_to(PACKAGE)): x.read_text(encoding="utf-8") for x in PACKAGE.rglob("*.py")
-    }
-    assert {name: lines for name, source in files.items() if (lines := suspended(source))} == {}
+    found = {str(file.relative_to(PACKAGE)): suspended(tree(file)) for file in FILES}
+    assert {name: lines for name, lines in found.items() if lines} == {}

@@ -5,17 +5,13 @@ import importlib
 import re
 import sys
 from collections import Counter
-from functools import cache
-from pathlib import Path
 
 import pytest
 
 import torchgpipe
-from tests.support import fresh
+from tests.support import fresh, sources
+from tests.support.sources import FILES, PACKAGE, nodes
 from torchgpipe._torch.names import ATTRIBUTES, NAMES
-
-PACKAGE = Path(torchgpipe.__file__).parent
-FILES = sorted(PACKAGE.rglob("*.py"))
 
 #: The map of ``CONTRIBUTING.rst``: each room with the number of its layer.
 ROOMS = {
@@ -43,12 +39,6 @@ EXTRAS |= {"networkx"}
 EXTRAS |= {"accelerate", "lightning", "peft", "timm", "transformers"}
 
 
-@cache
-def nodes(tree):
-    """The nodes of a tree, which each of the tests below walks."""
-    return [*ast.walk(tree)]
-
-
 def name_of(file):
     parts = file.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -66,7 +56,7 @@ def imports(node):
                 yield from (f"{child.module}.{alias.name}" for alias in child.names)
 
 
-TREES = {name_of(file): ast.parse(file.read_text()) for file in FILES}
+TREES = {name_of(file): sources.tree(file) for file in FILES}
 
 
 def defined(tree):
@@ -245,6 +235,8 @@ OTHERS = {"_replace", "_getframe", "_asdict", "_hf_hook", "_no_split_modules", "
 #: Private attributes and names of this package that other files of it use.
 OURS = {x for name, tree in TREES.items() if room(name) != "_torch" for x in defined(tree)}
 
+KNOWN = {*OURS, *OTHERS, *ATTRIBUTES}
+
 
 def private(tree):
     """Private names of PyTorch that a module mentions in any way."""
@@ -254,7 +246,7 @@ def private(tree):
         elif isinstance(node, ast.ImportFrom):
             paths = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Attribute):
-            paths = [node.attr] if node.attr not in OURS | OTHERS | {*ATTRIBUTES} else []
+            paths = [node.attr] if node.attr not in KNOWN else []
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in LOOK_UPS:
             paths = [x.value for x in node.args if isinstance(x, ast.Constant)]
             paths = [path for path in paths if path not in OTHERS | {*ATTRIBUTES}]

@@ -46,7 +46,7 @@ def same(found, expected):
             torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
-@settings(max_examples=some(200, 4), deadline=None)
+@settings(max_examples=some(200, 3), deadline=None)
 @given(*[st.integers(0, 10**6)] * 2, *[st.integers(0, 3)] * 2, *[st.booleans()] * 2)
 def test_random_programs(seed, other, m, n, backward, again):
     one, two = stage_of(seed, m), stage_of(other, n)

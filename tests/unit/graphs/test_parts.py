@@ -26,7 +26,7 @@ def same(found, expected):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@settings(max_examples=some(300, 8), deadline=None)
+@settings(max_examples=some(300, 6), deadline=None)
 @given(st.integers(0, 10**6), st.booleans())
 def test_random_programs(seed, needs_grad):
     torch.manual_seed(seed)

@@ -12,7 +12,7 @@ from torchgpipe.graphs.slices import CHOICES
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-@settings(max_examples=some(200, 5), deadline=None)
+@settings(max_examples=some(200, 4), deadline=None)
 @given(st.integers(0, 10**6))
 def test_random_programs(choice, seed):
     """A recomputation gives all that is saved, from what was kept."""
