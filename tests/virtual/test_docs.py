@@ -82,21 +82,23 @@ def test_transformers_of_the_readme(devices, tmp_path):
     transformers = pytest.importorskip("transformers", exc_type=MISSING)
     text = (DOCS.parent / "README.rst").read_text("utf-8")
     block = dedent(re.search(r"::\n\n((?:   .*\n|\n)+)", text)[1])
-    assert len(block.splitlines()) <= 7
+    assert len(block.splitlines()) <= 8
     assert block.count('device_map="balanced"') == 1
     torch.manual_seed(0)
     model, inputs = build("llama")
     model.save_pretrained(tmp_path)
     places = {**spread(model, devices[:2]), "lm_head": devices[1], "model.norm": devices[1]}
     options = {"max_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
+    data = [dict(zip(inputs, row)) for row in zip(*inputs.values())]
     names = {
         "AutoModelForCausalLM": transformers.AutoModelForCausalLM,
         "Trainer": transformers.Trainer,
         "torchgpipe": torchgpipe,
         "name": tmp_path,
         "places": places,
-        "args": transformers.TrainingArguments(str(tmp_path), **options),
-        "data": [dict(zip(inputs, row)) for row in zip(*inputs.values())],
+        "folder": str(tmp_path),
+        "TrainingArguments": partial(transformers.TrainingArguments, **options),
+        "data": data * 2,
     }
     exec(block.replace('device_map="balanced"', "device_map=places"), names)
     assert names["trainer"].state.global_step == 1

@@ -9,7 +9,8 @@
     trainer = pipelined(Trainer)(model=pipe, args=args, train_dataset=data)
     trainer.train()
 
-:func:`layers_of` makes an :class:`nn.Sequential` of a causal model, for the other wrappers.
+:func:`loss_of` gives the loss of a mini-batch in a loop of your own. :func:`layers_of` makes an
+:class:`nn.Sequential` of a causal model, for the other wrappers.
 
 Nothing else of the package imports this, since it needs Transformers (``pip install
 torchgpipe[transformers]``).
@@ -18,5 +19,6 @@ torchgpipe[transformers]``).
 # This one says what to install, so it comes first.
 from torchgpipe.transformers.trainer import pipelined  # isort: skip
 from torchgpipe.transformers.sequential import layers_of
+from torchgpipe.transformers.stand_in import loss_of
 
-__all__ = ["layers_of", "pipelined"]
+__all__ = ["layers_of", "loss_of", "pipelined"]

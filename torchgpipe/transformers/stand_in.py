@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils.generic import find_labels
 
 from torchgpipe.mapped_gpipe import MappedGPipe
-from torchgpipe.transformers.collating import Prepared, in_one
+from torchgpipe.transformers.collating import in_one
 from torchgpipe.transformers.counting import (
     IGNORED,
+    base_of,
     counts_of,
     ctc_reduction,
     ignored_pixels,
@@ -81,9 +83,9 @@ class ModelCall:
     Args:
         args: the arguments of the model.
         kwargs: the same, with ``num_items_in_batch`` if the model shall know it.
-        prepared: the mini-batch and its micro-batches, if it cannot be cut by rows.
+        given: the keyword arguments of each micro-batch, if the mini-batch cannot be cut by rows.
         names: the arguments that are labels.
-        device: where the loss goes to.
+        device: where the loss goes to; None if it stays where it is.
         alone: whether the loss alone is used. Otherwise the other outputs go to ``device``, too.
     """
 
@@ -91,23 +93,20 @@ class ModelCall:
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        prepared: Prepared | None,
+        given: Sequence[Mapping[str, Any]],
         names: Sequence[str],
-        device: torch.device,
+        device: torch.device | None,
         alone: bool,
     ) -> None:
         self.args, self.kwargs = args, dict(kwargs)
         self.alone = alone
         self._names, self._device = names, device
         self._items = self.kwargs.pop("num_items_in_batch", None)
-        #: The keyword arguments of each micro-batch that the collator has made.
-        self._given: list[dict[str, Any]] = []
-        if prepared is not None:
-            self._given = prepared.divided(self.kwargs)
+        self._given = [{**part} for part in given]
         self._is_one_row = bool(self._given) and row_count(kwargs) == 1
 
     def divide(self, pipe: MappedGPipe, chunks: int) -> None:
-        """Divide the mini-batch, and say what each micro-batch counts in its loss."""
+        """Divide the mini-batch, and tell what each micro-batch counts in its loss."""
         if self._given:
             # Other tensors may have a row for each patch of an image.
             labels = [[part.get(name) for name in self._names] for part in self._given]
@@ -134,7 +133,7 @@ class ModelCall:
         if items is not None and not self._given:
             self.kwargs["num_items_in_batch"] = Chunks(items)
         is_sum = reduction == "sum"
-        self._shares = (
+        self.shares = (
             torch.ones_like(counts) if is_sum else shares_of(counts, alone=self._items is None)
         )
 
@@ -181,7 +180,7 @@ class ModelCall:
 
         def finished(name: str, value: Any) -> Any:
             if isinstance(value, Tensor) and is_stacked(name, value, m, rows):
-                return whole(value, self._shares).to(self._device)
+                return whole(value, self.shares).to(self._device)
             return value if self.alone else map_leaves(self._arrived, value)
 
         if isinstance(output, tuple):
@@ -235,6 +234,57 @@ def compute(pipe: MappedGPipe, calls: Sequence[ModelCall]) -> list[Any]:
         kwargs = Chunks.of([{name: own.get(name) for name in names} for _, own in parts])
         outputs = iter(pipe(*args, **kwargs))
     return [call.finished(call.joined([*islice(outputs, call.division.m)])) for call in calls]
+
+
+def loss_of(
+    pipe: MappedGPipe, output: Any, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]
+) -> Tensor:
+    """The loss of a mini-batch, of the losses that a model returns for its micro-batches.
+
+    ::
+
+        loss = loss_of(pipe, pipe(**batch), batch)
+        loss = loss_of(pipe, pipe(**Chunks.of(batches)), batches)
+
+    A mean over micro-batches is another loss if they have unequally many labels that count, as with
+    padding. Here they count by these, as a pipelined Trainer has it. Without labels they count by
+    their rows.
+
+    Args:
+        pipe: the wrapper of a model of Transformers.
+        output: what it has returned: the losses of micro-batches in shape ``(m,)``, alone, as
+            ``"loss"`` or in front; or a list of that for each micro-batch.
+        batch: the keyword arguments of the call; or a list of those of each micro-batch.
+
+    Returns:
+        The loss of all rows, of shape ``()``, on the device of the losses.
+
+    Raises:
+        ValueError: there is not one loss for each micro-batch.
+    """
+    names = find_labels(type(base_of(pipe.module)))
+    if isinstance(batch, Mapping):
+        call = ModelCall((), {**batch}, [], names, None, True)
+        losses = loss_in(output)
+    else:
+        call = ModelCall((), {}, batch, names, None, True)
+        losses = torch.stack([loss_in(x).reshape(()) for x in output])
+    call.divide(pipe, pipe.chunks)
+    if losses.shape != call.shares.shape:
+        raise ValueError(
+            "there must be one loss for each micro-batch of the mini-batch (losses: "
+            f"{tuple(losses.shape)}, micro-batches: {len(call.shares)}); pass the output of "
+            "pipe(**batch) with the same batch, or that of pipe(**Chunks.of(batches)) with the list"
+        )
+    return whole(losses, call.shares)
+
+
+def loss_in(output: Any) -> Tensor:
+    """The losses in what a model has returned."""
+    if isinstance(output, Mapping):
+        output = output["loss"]
+    found: Tensor = output[0] if isinstance(output, tuple) else output
+    return found
 
 
 def is_stacked(name: str, value: Tensor, m: int, rows: int) -> bool:

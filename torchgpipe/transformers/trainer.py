@@ -281,7 +281,8 @@ class Pipelined:
 
         def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             prepared = next((x for x in self._prepared if x.is_in(kwargs)), None)
-            made = ModelCall(args, kwargs, prepared, self.label_names, self.args.device, alone)
+            parts = prepared.divided(kwargs) if prepared else []
+            made = ModelCall(args, kwargs, parts, self.label_names, self.args.device, alone)
             if self._step is not None:
                 return self._step.call(made)
             return compute(self.pipe, [made])[0]

@@ -11,7 +11,8 @@ from tests.unit.transformers.test_trainer import made, model_of, rows, wrapped
 transformers = pytest.importorskip("transformers", exc_type=MISSING)
 
 # Not before it is known that Transformers is there.
-from torchgpipe.transformers import pipelined  # noqa: E402
+from torchgpipe import Chunks, MappedGPipe  # noqa: E402
+from torchgpipe.transformers import loss_of, pipelined  # noqa: E402
 
 
 def test_an_auxiliary_loss_becomes_a_mean(tmp_path):
@@ -74,3 +75,21 @@ def test_no_label_that_counts(tmp_path):
         assert own.compute_loss(model, dict(batch)).isnan()
         # Another mini-batch of the step has labels.
         assert own.compute_loss(model, dict(batch), num_items_in_batch=torch.tensor(9)) == 0
+
+
+@pytest.mark.parametrize("kind", ["rows", "ready"])
+def test_loss_of_a_mini_batch(kind):
+    """A loop of one's own has the loss of the plain model, whose labels count one by one."""
+    model = model_of("llama")
+    batch = transformers.default_data_collator(rows()[:6])
+    expected = model(**batch).loss
+    pipe = MappedGPipe(model, {"": "cpu"}, chunks=3)
+    given = batch
+    if kind == "ready":
+        given = [{key: x[k : k + 2] for key, x in batch.items()} for k in (0, 2, 4)]
+    output = pipe(**(batch if kind == "rows" else Chunks.of(given)))
+    torch.testing.assert_close(loss_of(pipe, output, given), expected)
+    means = [x.loss.mean() for x in (output if kind == "ready" else [output])]
+    assert not torch.stack(means).mean().isclose(expected, rtol=1e-5)
+    with pytest.raises(ValueError, match="one loss for each micro-batch"):
+        loss_of(pipe, pipe(**{key: x[:2] for key, x in batch.items()}), batch)
