@@ -70,13 +70,21 @@ class Collator:
         except Exception:
             # It may need more examples, as for pairs.
             return [batch]
-        rows = {key: x for key, x in batch.items() if isinstance(x, Tensor) and len(x) == 1}
-        same = all(x.numel() == sum(part[key].numel() for part in parts) for key, x in rows.items())
-        return parts if same else [batch]
+        rows = {key: x for key, x in batch.items() if isinstance(x, Tensor) and x.dim()}
+        if any(len(x) != 1 for x in rows.values()):
+            return parts
+        # One row of them all has their places, one after another.
+        sizes = {key: sum(part[key].numel() for part in parts) for key in rows}
+        return parts if all(x.numel() == sizes[key] for key, x in rows.items()) else [batch]
 
 
 def has_rows(batch: dict[str, Any], count: int) -> bool:
-    """Whether a mini-batch of some examples can be cut by rows."""
+    """Whether a mini-batch of some examples can be cut by rows.
+
+    Texts with images cannot: there may be as many images as texts, and two of them in one.
+    """
+    if "input_ids" in batch and any("pixel" in key for key in batch):
+        return False
     try:
         division_of(batch, max(2, count))
     except (TypeError, ValueError):
