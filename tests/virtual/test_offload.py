@@ -14,11 +14,12 @@ from tests.support.size import some
 from tests.virtual.stages import SEEDS, own_streams
 from tests.virtual.test_memory import ACTIVATION, ROWS, allocated, stage
 from torchgpipe import Offload
-from torchgpipe.devices.pool import UNUSED
 from torchgpipe.engine.stages import stages_of
 from torchgpipe.testing import observe
 
-M = 6
+M = 5
+#: For how many steps buffers are kept.
+UNUSED = 2
 
 
 def attention(devices, mode, **options):
@@ -222,7 +223,8 @@ def test_what_others_hold_stays(devices):
     assert seen.transfers[0, "cpu"].bytes == (3 + 2) * rows
 
 
-def test_buffers_that_steps_do_not_use_are_let_go_of(devices):
+def test_buffers_that_steps_do_not_use_are_let_go_of(devices, monkeypatch):
+    monkeypatch.setattr("torchgpipe.devices.pool.UNUSED", UNUSED)
     model = attention(devices[:2], "offload")
     trained(model, devices)
     made = [sum(x.sizes) for x in memories(model).values()]
