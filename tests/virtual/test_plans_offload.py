@@ -18,9 +18,11 @@ from torchgpipe.testing import observe
 
 pytestmark = pytest.mark.usefixtures("one_round")
 
-WIDTH, ROWS, N = 64, 256, 4
+(WIDTH, ROWS), N = some((256, 1024), (64, 256)), 4
 #: The bytes of a millisecond between devices.
-SPEED = 62500
+SPEED = 4 * WIDTH * ROWS
+#: The milliseconds of a row: the whole mini-batch takes the same, however large it is.
+TIMES = [x / ROWS for x in (5, 6, 4)]
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +37,7 @@ def layers():
         lambda: nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)),
         lambda: nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh()),
     ]
-    return nn.Sequential(*[Timed(kinds[k % 2](), (0.02, 0.024, 0.016)) for k in range(8)])
+    return nn.Sequential(*[Timed(kinds[k % 2](), TIMES) for k in range(8)])
 
 
 @pytest.fixture(scope="module", params=some([SPEED, 0.3 * SPEED], [SPEED]))
