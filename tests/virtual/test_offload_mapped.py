@@ -15,7 +15,7 @@ from torchgpipe import MappedGPipe, Offload
 from torchgpipe.partition.keeping import offload_of
 from torchgpipe.testing import observe
 
-M = 5
+M = 6
 
 
 class Returning(nn.Module):
