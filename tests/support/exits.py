@@ -4,6 +4,7 @@
 it ended. The processes are forked from one that has imported torch, which takes long.
 """
 
+import gc
 import json
 import os
 import resource
@@ -21,6 +22,7 @@ from torch import nn
 
 from tests.support.forks import wait
 from tests.support.long_runs import Piped
+from tests.support.size import SOAK
 from torchgpipe import GPipe, testing
 
 #: In how many seconds a process that ends is taken to hang. What it is amid takes far longer.
@@ -183,6 +185,9 @@ def endings(names):
 def main():
     """Fork a child for each program; return the program in a child, and None in the parent."""
     torch.set_num_threads(1)
+    if not SOAK:
+        # The garbage collector would visit all of torch once more at the end of each child.
+        gc.freeze()
     ended = {}
     for name in sys.argv[1:]:
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:

@@ -58,34 +58,34 @@ CASES = {
     ),
     "too many for the host": (
         layers_of([0.001] * 8),
-        {"balance": [2, 2, 2, 2], "chunks": 32, "checkpoint": "never"},
+        {"balance": [2, 2, 2, 2], "chunks": 16, "checkpoint": "never"},
         "1f1b",
         {"host": 0.02},
-        {"chunks": 16},
+        {"chunks": 8},
     ),
     "needless recomputation": (
         layers_of([0.5] * 8),
-        {"balance": [2, 2, 2, 2], "chunks": 16, "checkpoint": "always"},
+        {"balance": [2, 2, 2, 2], "chunks": 8, "checkpoint": "always"},
         "1f1b",
         {},
         {"checkpoint": "never"},
     ),
     "slow link": (
         widening(),
-        {"balance": [2, 2, 2, 2], "chunks": 32, "checkpoint": "never"},
+        {"balance": [2, 2, 2, 2], "chunks": 8, "checkpoint": "never"},
         None,
         {"bandwidth": {(a, b): 20.0 for a in range(8) for b in range(8) if a != b}},
         {"balance": [2, 3, 1, 2]},
     ),
     "wrong schedule": (
         layers_of([0.5] * 8),
-        {"balance": [2, 2, 2, 2], "chunks": 16, "checkpoint": "never"},
+        {"balance": [2, 2, 2, 2], "chunks": 8, "checkpoint": "never"},
         "1f1b",
         {},
         {"schedule": "zero_bubble_h1"},
     ),
 }
-ROWS = 32
+ROWS = 16
 
 
 def traced(devices, case, change):

@@ -12,7 +12,7 @@ from tests.virtual.test_advice import layers_of
 from torchgpipe import MappedGPipe, _torch, trace
 from torchgpipe.testing import observe
 
-ROWS = 32
+ROWS = 16
 
 
 class Waiting(Timed):
@@ -45,11 +45,11 @@ CASES = {
         {},
         [2, 2, 2, 2],
     ),
-    "layers that wait": (waiting(Waiting), [2] * 4, {"chunks": 16}, {}, {"threads": 4}),
+    "layers that wait": (waiting(Waiting), [2] * 4, {"chunks": 8}, {}, {"threads": 4}),
     "layers that wait, computed again": (
         waiting(Waiting),
         [2] * 4,
-        {"chunks": 16, "checkpoint": "always"},
+        {"chunks": 8, "checkpoint": "always"},
         {},
         {"threads": 4},
     ),
@@ -115,7 +115,7 @@ def wrapped(model, devices, sizes, **options):
 
 
 def test_the_sentence_names_what_moves(devices):
-    model = wrapped(Model([0.5] * 6), devices, [4, 2], chunks=16)
+    model = wrapped(Model([0.5] * 6), devices, [4, 2], chunks=8)
     advice = traced(model, devices).advice
     assert advice.change["device_map"] == model.device_map | {"blocks.3": devices[1]}
     assert f"longer than the mean: with blocks.3 on {devices[1]}, the step is" in str(advice)

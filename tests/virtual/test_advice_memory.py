@@ -3,6 +3,7 @@
 import copy
 import gc
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -10,6 +11,8 @@ from torch.nn import functional as F
 from tests.support.planning import Timed, links
 from torchgpipe import GPipe, ScheduledLoss, plan, trace
 from torchgpipe.testing import observe
+
+pytestmark = pytest.mark.usefixtures("one_round")
 
 ROWS, WIDTH, CHUNKS = 256, 64, 8
 

@@ -14,7 +14,7 @@ from torchgpipe.devices.streams import has_streams
 from torchgpipe.engine import workers
 from torchgpipe.testing import observe
 
-ROWS = 32
+ROWS = 16
 #: Bytes per millisecond: the table takes a few hundredths of one.
 SLOW = {(a, b): 400.0 for a in range(8) for b in range(8) if a != b}
 
@@ -44,7 +44,7 @@ def traced(devices, schedule, reading, mode="never", host=0.0):
     layers = [Timed(nn.Tanh(), (0.5, 0.5, 0.5)) for _ in range(8)]
     for k, place in reading.items():
         layers[k] = Reading(layers[k], devices[place])
-    model = GPipe(nn.Sequential(*layers), [2] * 4, devices=devices[:4], chunks=16, checkpoint=mode)
+    model = GPipe(nn.Sequential(*layers), [2] * 4, devices=devices[:4], chunks=8, checkpoint=mode)
     training = model if schedule is None else ScheduledLoss(model, F.mse_loss, schedule)
     x, y = torch.rand(ROWS, 4, device=devices[0]), torch.rand(ROWS, 4, device=devices[3])
     for _ in range(2):

@@ -22,7 +22,7 @@ __all__ = ["anew", "backend", "pytestmark"]
 
 def test_many_devices(devices):
     """Each device has graphs of its own, and the limit of graphs holds in every thread."""
-    n, backend = some(8, 3), CompileCounterWithBackend(COUNTING)
+    n, backend = some(8, 2), CompileCounterWithBackend(COUNTING)
     options = {"devices": devices[:n], "chunks": 4, "checkpoint": "always"}
     model, plain = (
         GPipe(nn.Sequential(*blocks(count=n)), [1] * n, **options).double() for _ in range(2)

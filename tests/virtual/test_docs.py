@@ -16,6 +16,8 @@ from torchgpipe.planner.blocks import timed
 from torchgpipe.planner.problem import problem_of
 from torchgpipe.testing import observe
 
+pytestmark = pytest.mark.usefixtures("one_round")
+
 DOCS = Path(__file__).parent.parent.parent / "docs"
 FILE = DOCS / "testing.rst"
 TUTORIAL = sorted(DOCS.glob("tutorial*.rst"))

@@ -12,7 +12,9 @@ from torchgpipe.testing import UnavailableError
 def loaded(devices, monkeypatch):
     for module in (mixture_of_experts, pictures, schedules):
         monkeypatch.setattr(module, "load", lambda count: devices[:count])
-    # The whole example takes half a minute.
+    # The whole examples take half a minute.
+    monkeypatch.setattr(schedules, "WIDTH", 8)
+    monkeypatch.setattr(schedules, "TOKENS", 8)
     monkeypatch.setattr(mixture_of_experts, "WORKERS", 1)
 
 
@@ -24,6 +26,7 @@ def test_device_map(devices, monkeypatch, capsys, mode):
 
     monkeypatch.setattr(device_map, "load", lambda count: devices[:count])
     monkeypatch.setattr(device_map, "ROWS", 8)
+    monkeypatch.setattr(device_map, "BLOCKS", 4)
     assert device_map.main(["--chunks", "8", "--checkpoint", mode]) == 0
     _, *rows, last = capsys.readouterr().out.splitlines()
     assert last == "All gradients are equal"
@@ -33,7 +36,7 @@ def test_device_map(devices, monkeypatch, capsys, mode):
 
 
 def test_mixture_of_experts(capsys):
-    assert mixture_of_experts.main(["--chunks", "4"]) == 0
+    assert mixture_of_experts.main(["--chunks", "2"]) == 0
     head, *rows, last = capsys.readouterr().out.splitlines()
     assert head.split() == ["schedule", "ms", "exchanges"]
     assert last == "All gradients are equal"

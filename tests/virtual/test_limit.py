@@ -77,22 +77,22 @@ def test_partitions_that_share_devices_overlap(devices, n, m, mode, place):
         assert found == [limit(mode, n, m)] * 2, f"jitter {seed}"
 
 
-@pytest.mark.parametrize("n", some([1, 4], [1]))
+@pytest.mark.parametrize("n", some([1, 2], [1]))
 def test_the_callers_streams_may_be_others_in_each_step(devices, n):
     """The caller's streams come from the same pool, and slow ours down in no step."""
     model = wrap(
-        [Stage() for _ in range(4)], [devices[0]] * 4 if n == 1 else devices[:4], "never", chunks=4
+        [Stage() for _ in range(2)], [devices[0]] * 2 if n == 1 else devices[:2], "never", chunks=2
     )
     for _ in range(33):
         with own_streams(devices):
-            assert makespans(model, rows=1, steps=1) == [limit("never", 4, 4)]
+            assert makespans(model, rows=1, steps=1) == [limit("never", 2, 2)]
 
 
 @pytest.mark.parametrize("mode", some(MODES, ["always"]))
 def test_more_micro_batches_than_streams(devices, mode):
     """CUDA has 32 streams on each device."""
-    model = wrap([Stage() for _ in range(4)], devices[:4], mode, 64)
-    assert makespans(model, seed=0, rows=1, steps=1) == [limit(mode, 4, 64)]
+    model = wrap([Stage() for _ in range(2)], devices[:2], mode, 40)
+    assert makespans(model, seed=0, rows=1, steps=1) == [limit(mode, 2, 40)]
 
 
 @pytest.mark.parametrize("mode", MODES)

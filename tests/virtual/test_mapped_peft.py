@@ -1,5 +1,7 @@
 """A model with adapters over virtual accelerators: frozen devices have no backward at all."""
 
+from functools import partial
+
 import pytest
 
 from tests.behaviour.test_mapped_peft import IGNORED, adapted, compare, names
@@ -7,6 +9,8 @@ from tests.support.helpers import MODES, assert_no_races
 from tests.support.packed import PackedLinear, PackedWeight
 from tests.virtual.stages import ONE_MODE
 from torchgpipe import MappedGPipe
+from torchgpipe.planner import maps
+from torchgpipe.planner.blocks import timed
 from torchgpipe.testing import observe
 
 pytestmark = IGNORED
@@ -47,7 +51,8 @@ def test_packed_weights(devices, mode):
     assert_no_races(seen)
 
 
-def test_packed_weights_under_a_map_that_is_measured(devices):
+def test_packed_weights_under_a_map_that_is_measured(devices, monkeypatch):
+    monkeypatch.setattr(maps, "timed", partial(timed, timeout=0))
     model, inputs = adapted(packed=True)
     sample = {key: x[:2] for key, x in inputs.items()}
     pipe = MappedGPipe(model, "auto", sample=sample, devices=devices[:2], chunks=2, memory="1GB")

@@ -14,11 +14,12 @@ from tests.support.size import some
 from tests.virtual.stages import SEEDS, own_streams
 from tests.virtual.test_memory import ACTIVATION, ROWS, allocated, stage
 from torchgpipe import Offload
-from torchgpipe.devices.pool import UNUSED
 from torchgpipe.engine.stages import stages_of
 from torchgpipe.testing import observe
 
-M = 6
+M = 5
+#: For how many steps buffers are kept.
+UNUSED = 2
 
 
 def attention(devices, mode, **options):
@@ -74,8 +75,10 @@ def test_gradients_are_the_same_bit_by_bit(devices, kind, n):
 @pytest.mark.parametrize("n", some([2, 3, 4], [4]))
 def test_partitions_that_share_a_device(devices, n):
     places = [devices[k // 2] for k in range(n)]
-    expected, _ = trained(attention(places, "never", balance=[4 // n] * n), places)
-    model = attention(places, "offload", balance=[4 // n] * n)
+    balance = [4 // n] * (n - 1)
+    balance.append(4 - sum(balance))
+    expected, _ = trained(attention(places, "never", balance=balance), places)
+    model = attention(places, "offload", balance=balance)
     for own in (False, True):
         with own_streams(devices[:n], own):
             found, seen = trained(model, places, jitter=0)
@@ -222,7 +225,8 @@ def test_what_others_hold_stays(devices):
     assert seen.transfers[0, "cpu"].bytes == (3 + 2) * rows
 
 
-def test_buffers_that_steps_do_not_use_are_let_go_of(devices):
+def test_buffers_that_steps_do_not_use_are_let_go_of(devices, monkeypatch):
+    monkeypatch.setattr("torchgpipe.devices.pool.UNUSED", UNUSED)
     model = attention(devices[:2], "offload")
     trained(model, devices)
     made = [sum(x.sizes) for x in memories(model).values()]

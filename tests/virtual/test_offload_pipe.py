@@ -18,7 +18,7 @@ from torchgpipe.engine.step_plan import plan
 from torchgpipe.schedule import Op, Schedule
 from torchgpipe.testing import observe
 
-M = 8
+M = 5
 
 
 @pytest.fixture(scope="module")

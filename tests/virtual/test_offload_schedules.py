@@ -12,7 +12,7 @@ from torchgpipe.engine.step_plan import plan
 from torchgpipe.schedule import Op
 from torchgpipe.testing import observe
 
-M = 6
+M = 4
 #: Operators of a block of attention: F = 6 and B = 12.
 COSTS = {"addmm": 1.0, "mm": 1.0, "bmm": 1.0}
 

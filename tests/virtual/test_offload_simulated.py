@@ -17,7 +17,7 @@ from torchgpipe.schedule import Costs, named, simulate
 from torchgpipe.show.span import TRIPS
 from torchgpipe.testing import observe
 
-M, BLOCKS = 8, 8
+M, BLOCKS = 6, 8
 #: A block of attention: F = 6, B = 12 and I = 8; and the bytes that leave. The first stage has no
 #: gradient of its input, and the caller has that input.
 COSTS = {"addmm": 1.0, "mm": 1.0, "bmm": 1.0}

@@ -14,6 +14,8 @@ from torchgpipe.planner.trial import settings
 from torchgpipe.skip import Namespace
 from torchgpipe.testing import observe
 
+pytestmark = pytest.mark.usefixtures("one_round")
+
 #: What the prediction leaves out: losses, and the numbers of steps of an optimizer.
 LOSSES = 4096
 

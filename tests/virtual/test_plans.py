@@ -26,6 +26,8 @@ from torchgpipe.planner.layers import measured_links
 from torchgpipe.planner.problem import problem_of
 from torchgpipe.testing import observe
 
+pytestmark = pytest.mark.usefixtures("one_round")
+
 CHUNKS = [1, 2, 4, 8, 16]
 
 

@@ -8,6 +8,8 @@ from torch.nn import functional as F
 from torchgpipe import NoChunk, plan
 from torchgpipe.testing import observe
 
+pytestmark = pytest.mark.usefixtures("one_round")
+
 
 class Tied(nn.Module):
     """Layer with the weight of another one."""

@@ -14,6 +14,8 @@ from torchgpipe import plan
 from torchgpipe.planner.search import search
 from torchgpipe.testing import observe
 
+pytestmark = pytest.mark.usefixtures("one_round")
+
 plans = import_module("torchgpipe.plans")
 ROWS, WIDTH = 512, 64
 

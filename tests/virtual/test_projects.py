@@ -11,6 +11,8 @@ from tests.support.size import some
 from torchgpipe.planner import maps
 from torchgpipe.planner.blocks import timed
 
+pytestmark = pytest.mark.usefixtures("one_round")
+
 #: The model that a test run takes alone.
 FEW = ["Perceiver, tied"]
 

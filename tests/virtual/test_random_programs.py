@@ -107,7 +107,7 @@ def order(kind, stream, event=None):
         stream.synchronize()
 
 
-@settings(max_examples=some(300, 80))
+@settings(max_examples=some(300, 40))
 @given(programs(ACCESS))
 def test_races_are_what_no_path_orders(devices, program):
     # The last stream is another device's: it only passes on what it waited for.
@@ -138,7 +138,7 @@ def test_races_are_what_no_path_orders(devices, program):
 # ---------------------------------------------------------------- time
 
 
-@settings(max_examples=some(200, 60))
+@settings(max_examples=some(200, 30))
 @given(programs(WORK))
 def test_time_is_the_longest_path(devices, program):
     streams = [*new_streams(devices[0], 2), *new_streams(devices[1], 2)]
