@@ -74,8 +74,8 @@ class Collator:
         if any(len(x) != 1 for x in rows.values()):
             return parts
         # One row of them all has their places, one after another.
-        sizes = {key: sum(part[key].numel() for part in parts) for key in rows}
-        return parts if all(x.numel() == sizes[key] for key, x in rows.items()) else [batch]
+        places = {key: sum(part[key].numel() for part in parts) for key in rows}
+        return parts if all(x.numel() == places[key] for key, x in rows.items()) else [batch]
 
 
 def has_rows(batch: dict[str, Any], count: int) -> bool:

@@ -52,10 +52,48 @@ def chunked(examples):
     return Chunks.of([collated(examples[::2]), collated(examples[1::2])])
 
 
+IMAGE = 9
+
+
+class TextsWithImages(nn.Module):
+    """A model of texts in which a token stands for an image."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.image, self.head = nn.Embedding(10, 6), nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, input_ids, pixel_values=None, labels=None):
+        x, where = self.embed(input_ids), input_ids == IMAGE
+        if pixel_values is not None:
+            x = x.masked_scatter(where[..., None], self.image(pixel_values))
+        logits = self.head(x.tanh().mean(1))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def with_images(count=14):
+    """Texts with none to two images each; four of them have four."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for k in range(count):
+        ids = torch.randint(IMAGE, (4,), generator=generator)
+        ids[: (0, 2, 1, 1, 0)[k % 5]] = IMAGE
+        found.append({"input_ids": ids, "labels": k % 3})
+    return found
+
+
+def collated_with_images(examples):
+    ids = torch.stack([x["input_ids"] for x in examples])
+    found = {"input_ids": ids, "labels": torch.tensor([x["labels"] for x in examples])}
+    # Each image tells its text.
+    texts = ids.double().mean(1).float().repeat_interleave((ids == IMAGE).sum(1))
+    return {**found, "pixel_values": texts[:, None].sin().expand(-1, 4)} if len(texts) else found
+
+
 FLAT = transformers.DataCollatorWithFlattening()
 KINDS = {
     "packed": (lambda: model_of("llama"), texts, FLAT, FLAT),
     "patches": (Patches, images, collated, collated),
+    "images": (TextsWithImages, with_images, collated_with_images, collated_with_images),
     "by the collator": (Patches, images, collated, chunked),
 }
 
