@@ -94,8 +94,8 @@ def entries_for_each_row(make):
         checked_warning(run, places[name], *(["entries: 4", "a tuple"] if either else mean))
 
 
-@promise("Training with one micro-batch on several devices is a warning.", devices=True)
-def one_micro_batch(make):
+@promise("Training with fewer micro-batches than devices is a warning.", devices=True)
+def idle_devices(make):
     layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
 
     run = steps(make, layers, torch.rand(4, 3, device=make.devices[0]), chunks=1)
@@ -103,7 +103,7 @@ def one_micro_batch(make):
         # A map to one device has nothing to overlap.
         assert warned(run) == []
         return
-    checked_warning(run, "without pipelining", "chunks: 1, devices: 2", "set model.chunks")
+    checked_warning(run, "idle for 50%", "rows: 4, devices: 2", "set model.chunks")
 
 
 @promise(

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils.generic import find_labels
 
 from torchgpipe.mapped_gpipe import MappedGPipe
 from torchgpipe.transformers.collating import in_one
@@ -262,6 +261,8 @@ def loss_of(
     Raises:
         ValueError: there is not one loss for each micro-batch.
     """
+    from transformers.utils.generic import find_labels
+
     names = find_labels(type(base_of(pipe.module)))
     if isinstance(batch, Mapping):
         call = ModelCall((), {**batch}, [], names, None, True)
