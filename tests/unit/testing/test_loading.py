@@ -195,7 +195,7 @@ def test_skipped_where_unavailable(tmp_path):
     (tmp_path / "conftest.py").write_text(dedent(code))
     (tmp_path / "test_it.py").write_text("def test_it(devices): pass\n")
     arguments = ["-q", "-rs", "-p", "no:cacheprovider", "tests/virtual/test_observe.py"]
-    status, out, err = fresh.run(f"""
+    status, out, err = fresh.run_new(f"""
 import os, pytest, sys
 os.environ |= {{"CXX": "/nonexistent", "TORCHGPIPE_REQUIRE_VIRTUAL": ""}}
 sys.exit(pytest.main({[*arguments, str(tmp_path)]}))
