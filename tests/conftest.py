@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from tests.support.fresh import popen
 from tests.support.helpers import MODES
 from tests.support.size import SOAK, rotate, some
+from tests.support.turns import takes_part
 from torchgpipe import GPipe
 from torchgpipe.devices.streams import accelerators
 
@@ -47,10 +48,14 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Take few combinations of parameters, unless one is asked for by name."""
-    if not SOAK and not any("[" in name for name in config.args):
-        items[:], dropped = rotate(items)
-        config.hook.pytest_deselected(items=dropped)
+    """Take few combinations of parameters, and files by turns, unless asked for by name."""
+    if SOAK or any("[" in name for name in config.args):
+        return
+    items[:], dropped = rotate(items)
+    if not any(".py" in name for name in config.args):
+        dropped += [x for x in items if not takes_part(x.path)]
+        items[:] = [x for x in items if takes_part(x.path)]
+    config.hook.pytest_deselected(items=dropped)
 
 
 def pytest_collection_finish():

@@ -1,6 +1,7 @@
 """Compiled layers refuse a retained graph, and are right under any schedule all the same."""
 
 import copy
+from unittest import TestCase
 
 import pytest
 import torch
@@ -82,7 +83,7 @@ def whole():
 
 
 @pytest.mark.parametrize(("kind", "mode"), [(whole, "always"), (flex, "except_last")])
-def test_gradients(kind, mode, caplog):
+def test_gradients(kind, mode):
     """Compiled layers run their whole backward at I, which a debug message says once."""
     torch.manual_seed(0)
     layers, plain, x, y = kind()
@@ -93,14 +94,14 @@ def test_gradients(kind, mode, caplog):
         torch.autograd.grad(layers[0](x).sum(), [*layers[0].parameters()], retain_graph=True)
     model = GPipe(nn.Sequential(*layers), [1] * 4, devices=["cpu"] * 4, chunks=4, checkpoint=mode)
     training = ScheduledLoss(model, F.mse_loss)
-    with caplog.at_level("DEBUG", logger="torchgpipe"):
+    with TestCase().assertLogs("torchgpipe", "DEBUG") as seen:
         for name in ("zbh1", "zbv"):
             training.schedule = name
             training.zero_grad()
             training(x, y).backward()
             for own, other in zip(model.parameters(), plain.parameters(), strict=True):
                 torch.testing.assert_close(own.grad, other.grad)
-    messages = [x.message for x in caplog.records if x.name.endswith("halves")]
+    messages = [x.getMessage() for x in seen.records if x.name.endswith("halves")]
     assert messages == [
         "cells with compiled layers, or with PyTorch's checkpoints, run their whole backward at I, "
         "and leave W nothing"

@@ -1,19 +1,18 @@
 """The package with one change in its source, which the tests should notice."""
 
 import re
-import subprocess
 import sys
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import CodeType, FunctionType
-from zlib import crc32
 
 import pytest
 
 import torchgpipe
 from tests.support.size import soak
+from tests.support.turns import ROOT, has_turn
 from torchgpipe.ambient.generators import _locks
 
 PACKAGE = Path(torchgpipe.__file__).resolve().parent
@@ -33,26 +32,16 @@ def guards():
 
 
 def by_turns(cases):
-    """Mark mutants that have no turn in this commit; a soak runs all.
-
-    A mutant has a turn if the file of its guard differs from the parent commit, and else in one
-    commit of five, by its hash. Without git, and in a clone without a parent, only the latter.
+    """Mark mutants that have no turn in this commit, which is one of five; a soak runs all.
 
     Args:
         cases: the arguments of each test, of which the first one is the name of the guard.
     """
-    turn = int(_git("rev-parse", "HEAD")[:8] or "0", 16)
-    files = {PACKAGE.parent / line for line in _git("diff", "--name-only", "HEAD~1").splitlines()}
 
-    def has_turn(name):
-        return guards()[name] in files or (crc32(name.encode()) + turn) % 5 == 0
+    def is_on(name):
+        return has_turn(name, (guards()[name].relative_to(ROOT).as_posix(),), 5)
 
-    return [pytest.param(*case, marks=() if has_turn(case[0]) else soak) for case in cases]
-
-
-def _git(*arguments):
-    command = ["git", "-C", str(PACKAGE), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return [pytest.param(*case, marks=() if is_on(case[0]) else soak) for case in cases]
 
 
 def changed(source, name, change):

@@ -1,9 +1,9 @@
 """Workers: their context, their results and exceptions, and their end."""
 
-import logging
 import threading
 import time
 from functools import partial
+from unittest import TestCase
 
 import pytest
 import torch
@@ -98,19 +98,19 @@ def test_caller_runs_all_of_what_never_blocks(monkeypatch):
     assert not workers._workers
 
 
-def test_a_task_that_blocks_is_seen_and_told(accelerators, caplog):
+def test_a_task_that_blocks_is_seen_and_told(accelerators):
     workers, seen = Workers(CPUS), []
 
     def block():
         seen.append(threading.current_thread())
         time.sleep(0.01)
 
-    with caplog.at_level(logging.DEBUG, "torchgpipe"):
+    with TestCase().assertLogs("torchgpipe", "DEBUG") as told:
         for _ in range(2):
             run(workers, (A, block), (B, block))
     assert seen[:2] == [threading.current_thread()] * 2
     assert threading.current_thread() not in seen[2:]
-    (record,) = caplog.records
+    (record,) = told.records
     assert record.getMessage().startswith("cells blocked the host for ")
 
 
