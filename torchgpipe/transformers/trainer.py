@@ -41,6 +41,8 @@ def pipelined(trainer: type) -> Any:
     The Trainer sees the model itself: ``trainer.model`` is ``pipe.module``, and its class, its
     configuration, its labels and its files are the plain model's. Losses and predictions are
     computed by the wrapper. The loss is that of the whole mini-batch, on the device of the inputs.
+    The mini-batches of an optimizer step go through the wrapper in one call, as few as it takes for
+    ``chunks`` micro-batches; ``joined=2``, a further argument, is at most two of them, and 1 none.
 
     Args:
         trainer: :class:`transformers.Trainer`, or a class that inherits from it.
@@ -145,10 +147,9 @@ class Pipelined:
 
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         above: Any = super()
-        # Accelerate's own choice for a dataset without a length.
-        is_sliced = isinstance(dataset, IterableDataset) and self.accelerator.dispatch_batches in (
-            None,
-            True,
+        # By default Accelerate slices the mini-batches of a dataset without a length.
+        is_sliced = isinstance(dataset, IterableDataset) and (
+            self.accelerator.dispatch_batches is not False
         )
         own = self.data_collator
         self.data_collator = Collator(own, self.pipe.chunks, is_sliced)
@@ -198,7 +199,7 @@ class Pipelined:
             batches = self._joined(number)
             if len(batches) == 1:
                 return own(inputs, *args, **kwargs)
-            step = self._step = JoinedStep(
+            self._step = JoinedStep(
                 lambda k: own(batches[k], *args, **kwargs),
                 len(batches),
                 partial(compute, self.pipe),
@@ -206,25 +207,24 @@ class Pipelined:
             )
             try:
                 with one_backward(self.accelerator):
-                    losses = step.losses()
+                    losses = self._step.losses()
             finally:
                 self._step = None
             self._losses = dict(enumerate(losses, number))
+            # They are on their device, and are not read again.
+            self._prepared = []
         return self._losses.pop(number)
 
     def _joined(self, number: int) -> list[Any]:
         """The mini-batches, from one on, that go through the pipeline in one call."""
-        count, rows = 0, 0
         left = self._batches[number:]
-        if not self._can_join:
-            return left[:1]
-        while count < len(left) and (rows < self.pipe.chunks if self._most is None else True):
-            if count == self._most:
-                break
-            _, parts = self._parts.get(id(left[count]), (None, None))
-            rows += len(parts) if parts else rows_of(left[count])
-            count += 1
-        return left[:count]
+        rows, most = 0, self._most if self._can_join else 1
+        for count, batch in enumerate(left, 1):
+            _, parts = self._parts.get(id(batch), (None, None))
+            rows += len(parts) if parts else rows_of(batch)
+            if count == most or (most is None and rows >= self.pipe.chunks):
+                return left[:count]
+        return left
 
     @property
     def _can_join(self) -> bool:
