@@ -199,6 +199,7 @@ def test_exports():
         "MappedGPipe",
         "NoChunk",
         "Offload",
+        "OncePerMiniBatch",
         "PerMicroBatch",
         "ScheduledLoss",
         "Timeline",

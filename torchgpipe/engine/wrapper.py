@@ -24,6 +24,7 @@ from torchgpipe.partition.keeping import (
     checked_keepings,
     keepings_of,
 )
+from torchgpipe.recompute.once import begin, changed, state_of, updated_in, updates
 from torchgpipe.values.division import division_of, split
 from torchgpipe.values.microbatch import VALUE, Batch, in_all, joined
 from torchgpipe.values.structure import verify_filled
@@ -59,7 +60,7 @@ class Wrapper(Alone):
     :meth:`_wrapped`.
     """
 
-    _own: ClassVar[tuple[str, ...]] = ("_process", "_norms")
+    _own: ClassVar[tuple[str, ...]] = ("_process", "_norms", "_updated")
     _chunks: int
     _checkpoint: Keepings
 
@@ -86,7 +87,8 @@ class Wrapper(Alone):
     def _prepare(self) -> None:
         mark_if_possible()
         self._process = os.getpid()
-        self._norms = deferred_batch_norms(nn.ModuleList([self, *self._layers]))
+        layers = nn.ModuleList([self, *self._layers])
+        self._norms, self._updated = deferred_batch_norms(layers), updated_in(layers)
 
     @property
     def _layers(self) -> Iterable[nn.Module]:
@@ -191,11 +193,18 @@ def verify_call(wrapper: Wrapper, tensors: Iterable[Tensor]) -> None:
     verify_no_tangents(chain(tensors, wrapper.parameters(), wrapper.buffers()))
 
 
+def begin_mini_batch(wrapper: Wrapper, loss: Any = None) -> None:
+    """Have layers, also of the loss, update their state before a step takes note of parameters."""
+    begin([*wrapper._updated, *updated_in(loss)])
+
+
 def compute(
     step: Callable[[], Result],
     wrapper: Wrapper,
     whole: Sequence[Tensor],
     modes: Modes | None = None,
+    m: int = 1,
+    loss: Any = None,
 ) -> Result:
     """Compute the micro-batches of a mini-batch.
 
@@ -204,14 +213,26 @@ def compute(
         wrapper: the wrapper, whose deferred norms update their statistics if nothing fails.
         whole: the tensors that every micro-batch gets.
         modes: the modes of this thread, if they are known.
+        m: the number of micro-batches.
+        loss: the loss, if it is computed with them.
 
     Raises:
         RuntimeError: a layer changed in place a tensor that every micro-batch gets.
     """
     _, devices = wrapper._traced()
+    own, models = [*wrapper._updated, *updated_in(loss)], [wrapper, loss]
+    looks = m > 1 and wrapper.training and torch.is_grad_enabled() and wrapper._traps.looks_at_state
+    state = state_of(*models) if looks else {}
     # guard: what is interrupted
-    with SavedSettings(devices, modes), deferred_updates(wrapper._norms), unchanged(whole):
+    with (
+        SavedSettings(devices, modes),
+        deferred_updates(wrapper._norms),
+        updates(own, m),
+        unchanged(whole),
+    ):
         found = step()
+        if looks:
+            wrapper._traps.state(changed(state, *models), m)
     # The first layer to be compiled in this process may have been compiled here.
     prepare_if_compiled()
     return found
@@ -223,15 +244,16 @@ class MiniBatch:
     Args:
         wrapper: the wrapper.
         input: the mini-batch: see :func:`~torchgpipe.values.division.division_of`.
+        loss: the loss, if it is computed with the micro-batches.
 
     Raises:
         TypeError, ValueError, RuntimeError: it cannot be divided, or not be computed here and now.
     """
 
-    def __init__(self, wrapper: Wrapper, input: Any) -> None:
+    def __init__(self, wrapper: Wrapper, input: Any, loss: Any = None) -> None:
         wrapper._begin()
         verify_no_transform()
-        self.wrapper = wrapper
+        self.wrapper, self.loss = wrapper, loss
         self.division = division = division_of(input, wrapper.chunks)
         #: The micro-batches. A step replaces each by its output.
         self.batches = batches = [Batch(part) for part in split(input, division)]
@@ -273,7 +295,7 @@ class MiniBatch:
 
     def compute(self, step: Callable[[], None]) -> None:
         """Compute the micro-batches: see :func:`compute`."""
-        compute(step, self.wrapper, self.whole)
+        compute(step, self.wrapper, self.whole, m=self.m, loss=self.loss)
 
     def warn_of_coupled(self, *outputs: Sequence[torch.Size]) -> None:
         """Warn if outputs compare rows, as the shapes of the first and the last output show."""
