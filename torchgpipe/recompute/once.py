@@ -167,19 +167,20 @@ def begin(layers: Sequence[OncePerMiniBatch]) -> None:
 
 
 @contextmanager
-def updates(layers: Sequence[OncePerMiniBatch], m: int) -> Iterator[None]:
+def updates(layers: Sequence[OncePerMiniBatch], m: int = 0) -> Iterator[None]:
     """Have layers update their state after ``m`` micro-batches, and not if something raises.
 
-    An inner wrapper, whose mini-batch is a micro-batch, leaves that to the outermost one.
+    An inner wrapper, whose mini-batch is a micro-batch, leaves that to the outermost one. Where
+    layers are measured, there are no micro-batches, and nothing is updated.
     """
     own = {x: Collected(x, m) for x in layers if x.training and x not in _open}
     for layer in layers:
-        if layer in _open:
+        if layer in _open and _open[layer].m:
             _open[layer].m += m - 1
     _open.update(own.items())
     try:
         yield
-        for layer, found in own.items():
+        for layer, found in own.items() if m else ():
             if not len(found.given) <= len(found.calls) <= found.m:
                 raise RuntimeError(
                     "a layer with state of the mini-batch must be called once in each micro-batch, "

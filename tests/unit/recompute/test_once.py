@@ -212,3 +212,11 @@ def test_buffers_that_belong_to_the_mini_batch():
     before = state_of(layers)
     layers(torch.rand(6, 4))
     assert changed(before, layers) == ["6.average", "7.count", "7.total"]
+
+
+@pytest.mark.parametrize("wrapper", [GPipe, MappedGPipe])
+def test_measuring_a_model_updates_nothing(wrapper):
+    layers = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), Contrast()) for _ in range(2)])
+    before = copy.deepcopy(layers.state_dict())
+    model = wrapper(layers, "auto", sample=torch.rand(2, 4), devices=["cpu", "cpu"])
+    torch.testing.assert_close(dict(model.module.state_dict()), dict(before))
