@@ -24,7 +24,7 @@ from torchgpipe.partition.keeping import (
     checked_keepings,
     keepings_of,
 )
-from torchgpipe.recompute.once import begin, changed, state_of, updated_in, updates
+from torchgpipe.recompute.once import begin, state_of, updated_in, updates, warn_of_changes
 from torchgpipe.values.division import division_of, split
 from torchgpipe.values.microbatch import VALUE, Batch, in_all, joined
 from torchgpipe.values.structure import verify_filled
@@ -63,6 +63,8 @@ class Wrapper(Alone):
     _own: ClassVar[tuple[str, ...]] = ("_process", "_norms", "_updated")
     _chunks: int
     _checkpoint: Keepings
+    #: Whether a step has shown which buffers layers change in forward.
+    _looked = False
 
     def __setattr__(self, name: str, value: Any) -> None:
         found = getattr(type(self), name, None)
@@ -220,9 +222,9 @@ def compute(
         RuntimeError: a layer changed in place a tensor that every micro-batch gets.
     """
     _, devices = wrapper._traced()
-    own, models = [*wrapper._updated, *updated_in(loss)], [wrapper, loss]
-    looks = m > 1 and wrapper.training and torch.is_grad_enabled() and wrapper._traps.looks_at_state
-    state = state_of(*models) if looks else {}
+    own = [*wrapper._updated, *updated_in(loss)]
+    looks = m > 1 and wrapper.training and torch.is_grad_enabled() and not wrapper._looked
+    before = state_of(wrapper, loss) if looks else {}
     # guard: what is interrupted
     with (
         SavedSettings(devices, modes),
@@ -232,7 +234,8 @@ def compute(
     ):
         found = step()
         if looks:
-            wrapper._traps.state(changed(state, *models), m)
+            wrapper._looked = True
+            warn_of_changes(before, wrapper, loss, m)
     # The first layer to be compiled in this process may have been compiled here.
     prepare_if_compiled()
     return found

@@ -262,11 +262,6 @@ class Traps:
         self._wrapper = wrapper
         self._known: set[str] = set()
 
-    @property
-    def looks_at_state(self) -> bool:
-        """Whether no step has shown yet which buffers a forward changes."""
-        return "state" not in self._known
-
     def sequence_first(self, layers: Iterable[nn.Module], chunks: int) -> None:
         """Warn if layers take dimension 0 for the sequence while it is split."""
         if chunks == 1 or "sequence" in self._known:
@@ -338,19 +333,6 @@ class Traps:
                 f"warnings.filterwarnings('ignore', '{self._wrapper} trains without pipelining')"
             )
             self._known.add("chunks")
-
-    def state(self, found: Sequence[str], m: int) -> None:
-        """Warn if a forward has changed buffers once for each micro-batch, in the first step."""
-        self._known.add("state")
-        if found:
-            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-            warn(
-                f"{self._wrapper} computes micro-batches, and a buffer that layers change in "
-                "forward changes once for each of them, not once per mini-batch as in the plain "
-                f"model (buffers: {', '.join(found[:3])}{more}, micro-batches: {m}); have the "
-                "layer inherit from torchgpipe.OncePerMiniBatch, and change the buffer in its "
-                f"after_mini_batch(){self._silenced('computes micro-batches')}"
-            )
 
     def coupled(
         self,

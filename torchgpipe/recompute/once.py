@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchgpipe import _torch
 from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient.generators import is_within_cell, nesting
-from torchgpipe.ambient.notes import contextmanager
+from torchgpipe.ambient.notes import contextmanager, warn
 from torchgpipe.autograd.versions import address_of, version_of
 from torchgpipe.checks import verify
 from torchgpipe.devices.streams import current_stream, record_stream
@@ -203,7 +203,10 @@ def lasting(tensor: Tensor) -> Tensor:
     return tensor.detach().clone() if is_state else tensor.detach()
 
 
-def state_of(*models: Any) -> dict[str, tuple[Tensor, int, int]]:
+State: TypeAlias = dict[str, tuple[Tensor, int, int]]
+
+
+def state_of(*models: Any) -> State:
     """Each persistent buffer, with its version and its address, by name.
 
     PyTorch's own layers count for nothing, as observers and spectral norms, nor do norms.
@@ -223,8 +226,18 @@ def state_of(*models: Any) -> dict[str, tuple[Tensor, int, int]]:
     }
 
 
-def changed(state: dict[str, tuple[Tensor, int, int]], *models: Any) -> list[str]:
-    """The names of the persistent buffers that were changed, or replaced, since."""
-    now = state_of(*models)
-    pairs = [(name, x, now[name]) for name, x in state.items() if name in now]
-    return [name for name, x, y in pairs if x[0] is not y[0] or x[1:] != y[1:]]
+def warn_of_changes(before: State, wrapper: nn.Module, loss: Any, m: int) -> None:
+    """Warn if a forward of ``m`` micro-batches has changed buffers, or replaced them."""
+    now, kind = state_of(wrapper, loss), type(wrapper).__name__
+    pairs = [(name, x, now[name]) for name, x in before.items() if name in now]
+    found = [name for name, x, y in pairs if x[0] is not y[0] or x[1:] != y[1:]]
+    if found:
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        warn(
+            f"{kind} computes micro-batches, and a buffer that layers change in forward changes "
+            "once for each of them, not once per mini-batch as in the plain model (buffers: "
+            f"{', '.join(found[:3])}{more}, micro-batches: {m}); have the layer inherit from "
+            "torchgpipe.OncePerMiniBatch, and change the buffer in its after_mini_batch(). If all "
+            "is as you mean it, silence this by warnings.filterwarnings('ignore', "
+            f"'{kind} computes micro-batches')"
+        )
