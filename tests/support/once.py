@@ -46,7 +46,7 @@ class Contrast(OncePerMiniBatch):
         logits = torch.cat(
             [(query * key).sum(1, keepdim=True), query @ self.queue[:7].clone().T], 1
         )
-        return logits[:, :4].softmax(1)
+        return logits[:, :4].sin()
 
     def after_mini_batch(self, given):
         (keys,) = given["keys"]

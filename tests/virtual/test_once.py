@@ -92,13 +92,23 @@ def test_maps(devices, make, place, mode, threads):
     verify(lambda x: model(x).square().mean().backward(), model, plain, devices[0])
 
 
-def keep_all(context, operator, *args, **kwargs):
-    return CheckpointPolicy.MUST_SAVE
+class Squares(Centre):
+    """A layer that clones what a backward needs, after it has given."""
+
+    def forward(self, x):
+        self.give(x)
+        y = (x * x).clone()
+        return (y * y).sin() + y
+
+
+def clones(context, operator, *args, **kwargs):
+    kept = operator is torch.ops.aten.clone.default
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def test_a_policy(devices):
-    plain = nn.Sequential(*layers(2))
-    mode = partial(create_selective_checkpoint_contexts, keep_all)
+    plain = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), Squares()) for _ in range(2)])
+    mode = partial(create_selective_checkpoint_contexts, clones)
     model = wrap([*copy.deepcopy(plain)], devices[:2], mode, 4)
     verify(lambda x: model(x).square().mean().backward(), model, plain, devices[0])
 
