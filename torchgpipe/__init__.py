@@ -4,6 +4,7 @@ from torchgpipe.gpipe import GPipe
 from torchgpipe.mapped_gpipe import MappedGPipe
 from torchgpipe.partition.keeping import Offload
 from torchgpipe.plans import plan
+from torchgpipe.recompute.once import OncePerMiniBatch
 from torchgpipe.recompute.runs import (
     is_checkpointing,
     is_recomputing,
@@ -22,6 +23,7 @@ __all__ = [
     "MappedGPipe",
     "NoChunk",
     "Offload",
+    "OncePerMiniBatch",
     "PerMicroBatch",
     "ScheduledLoss",
     "Timeline",

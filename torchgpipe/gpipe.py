@@ -15,7 +15,7 @@ from torchgpipe.checks import checked_flag
 from torchgpipe.devices.streams import Device
 from torchgpipe.engine.pipeline import Pipeline
 from torchgpipe.engine.stages import Stages
-from torchgpipe.engine.wrapper import MiniBatch, Wrapper, moving_denied
+from torchgpipe.engine.wrapper import MiniBatch, Wrapper, begin_mini_batch, moving_denied
 from torchgpipe.partition.arguments import MISSING, checked_balance, checked_devices, checked_index
 from torchgpipe.partition.keeping import Keeping
 from torchgpipe.partition.placement import place, verify_placement, verify_sharding
@@ -312,6 +312,7 @@ class GPipe(Wrapper):
         if not self._devices:
             return self.module(*args, **kwargs)
         mini_batch = MiniBatch(self, arguments(args, kwargs))
+        begin_mini_batch(self)
         pipeline = Pipeline(self._stages, mini_batch.batches, mini_batch.modes)
         mini_batch.compute(pipeline.run)
         return mini_batch.joined(pipeline.step.blocks)

@@ -17,7 +17,7 @@ from torchgpipe.autograd.nodes import drain_after_failure
 from torchgpipe.batchnorm import defer
 from torchgpipe.checks import checked_flag
 from torchgpipe.devices.streams import Device, has_streams
-from torchgpipe.engine.wrapper import MiniBatch, Wrapper, compute
+from torchgpipe.engine.wrapper import MiniBatch, Wrapper, begin_mini_batch, compute
 from torchgpipe.mapped.calls import Call, Signed, current, intercept, is_intercepted, let_go, signed
 from torchgpipe.mapped.course import Course
 from torchgpipe.mapped.device_map import checked_map, mapped_modules, place, placed
@@ -315,6 +315,7 @@ class MappedGPipe(Wrapper):
         output_device = self._output_device
         # For a copy to the CPU the host waits, so it comes when all micro-batches are issued.
         late = output_device is not None and not has_streams(output_device)
+        begin_mini_batch(self)
         step = MappedStep(
             *(self._lasting, self._attributes, devices, self.module, m),
             dict(zip(self._map, mini_batch.modes)),

@@ -19,7 +19,7 @@ from torchgpipe.engine.loop import Crew, Executor
 from torchgpipe.engine.scheduled_cell import Cells
 from torchgpipe.engine.stages import Stages, stages_of
 from torchgpipe.engine.step_plan import Choice, StepPlan, plan, text_of, title_of, verify_choice
-from torchgpipe.engine.wrapper import Alone, MiniBatch
+from torchgpipe.engine.wrapper import Alone, MiniBatch, begin_mini_batch
 from torchgpipe.gpipe import GPipe
 from torchgpipe.graphs.cell import GraphCells
 from torchgpipe.graphs.overlap import Overlaps
@@ -172,7 +172,8 @@ class ScheduledLoss(Alone):
             ValueError: the targets have other rows than the input.
             RuntimeError: backward was run twice, or with ``create_graph=True``.
         """
-        mini_batch = MiniBatch(self.model, input)
+        mini_batch = MiniBatch(self.model, input, self.loss)
+        begin_mini_batch(self.model, self.loss)
         executor = self._executor(mini_batch, (targets, more))
         with explaining(targets, self.model[0]):
             mini_batch.compute(executor.run)

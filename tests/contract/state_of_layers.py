@@ -17,6 +17,7 @@ from tests.contract.wrapped import assert_same_grads, plain_step
 from tests.support.changing_buffers import LAYERS
 from tests.support.changing_parameters import CHANGES, Scaled, SpectralNorm
 from tests.support.helpers import Apply
+from tests.support.once import Centre, Contrast
 from tests.support.structures import rows
 from torchgpipe import is_recomputing
 from torchgpipe.batchnorm import DeferredBatchNorm
@@ -141,6 +142,40 @@ def norms_in_eval_mode(make):
     x = torch.randn(6, 4)
     torch.testing.assert_close(model.step(x), mean_of_squares(layers(x)).detach())
     assert_same_buffers(model, layers)
+
+
+# State of the mini-batch.
+
+
+@promise(
+    "State that a layer updates once per mini-batch (OncePerMiniBatch), before its first "
+    "micro-batch and after its last one, and gradients, are those of the plain model on the whole "
+    "mini-batch, in any number of rows.",
+    modes=True,
+    eager=True,
+    devices=True,
+)
+def state_of_the_mini_batch(make):
+    layers = between(Contrast(), Centre(), nn.Sequential(Contrast(5000), nn.Tanh()))
+    model = make(layers, loss=mean_of_squares, chunks=3)
+    for x in inputs(7, 8, 2):
+        layers.zero_grad()
+        model.zero_grad()
+        expected = plain_step(layers, x, loss=mean_of_squares)
+        torch.testing.assert_close(model.step(x.to(model.first)).cpu(), expected)
+        assert_same_grads(model, layers)
+        assert_same_buffers(model, layers)
+        assert_same_parameters(model, layers)
+
+
+@promise("In eval mode such state stays as it is.", eager=True)
+def state_of_the_mini_batch_in_eval_mode(make):
+    model = make(between(Contrast(), Centre()), loss=mean_of_squares).train(False)
+    before = {name: x.clone() for name, x in [*model.buffers.items(), *model.parameters.items()]}
+    for x in inputs(8, 8):
+        model.step(x)
+    for name, x in [*model.buffers.items(), *model.parameters.items()]:
+        assert torch.equal(x, before[name]), name
 
 
 # Other buffers.

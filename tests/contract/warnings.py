@@ -139,6 +139,35 @@ def float16(make):
     assert all("bfloat16" in text and "autocast" in text for text in found)
 
 
+class Centre(nn.Module):
+    """A layer that updates its centre in each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(4))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.centre.lerp_(x.mean(0), 0.1)
+        return x - self.centre.clone()
+
+
+@promise(
+    "A persistent buffer that layers change in each micro-batch, and that is no statistic of a "
+    "norm, is a warning that names it, and says how it is changed once per mini-batch."
+)
+def state_of_micro_batches(make):
+    layers = layers_of(nn.Linear(4, 4), nn.Sequential(Centre()))
+    checked_warning(steps(make, layers, torch.rand(8, 4)), r"buffers: .*1\.0\.centre", "Once")
+
+    def evaluate():
+        model = make(layers, loss=mean_of_squares).train(False)
+        model.step(torch.rand(8, 4))
+        return model
+
+    assert warned(evaluate) == []
+
+
 class Seldom(nn.Module):
     """A layer that changes its buffer in its third step, and from then on."""
 

@@ -189,6 +189,7 @@ def test_exports():
         "MappedGPipe",
         "NoChunk",
         "Offload",
+        "OncePerMiniBatch",
         "PerMicroBatch",
         "ScheduledLoss",
         "Timeline",

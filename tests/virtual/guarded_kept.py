@@ -5,10 +5,13 @@ from torch import nn
 
 from tests.behaviour import test_changes
 from tests.support.offload import Side
+from tests.support.once import Swapped
 from tests.virtual.mutants import DROP
 from tests.virtual.test_side_streams import SideAtLast
 
 _BESIDE = ("virtual.test_side_streams", "test_what_is_computed_again_is_there")
+
+_TAIL = {"make": Swapped, "place": {"": 0, "student": 1, "teacher": 0}, "threads": 1}
 
 #: Tests, by a short name: the module, the function, and some of its arguments.
 TESTS = {
@@ -25,6 +28,9 @@ TESTS = {
         "test_buffer_changed_between_forward_and_backward",
         {"mode": "always", "change": test_changes.change_in_place, "large": False},
     ),
+    "given": ("virtual.test_once", "test_a_forward_without_backward", {}),
+    "state in the tail": ("virtual.test_once", "test_maps", _TAIL),
+    "given in one run": ("virtual.test_once", "test_a_policy", {}),
     "beside, order": (*_BESIDE, {"layer": Side, "wrapper": "GPipe", "mode": "always"}),
     "beside, memory": (*_BESIDE, {"layer": Side, "wrapper": "1f1b", "mode": "always"}),
     "beside, end": (*_BESIDE, {"layer": SideAtLast, "wrapper": "1f1b", "mode": "always"}),
@@ -48,6 +54,9 @@ MUTANTS = {
         "policy",
     ),
     "buffers that layers read": (DROP, "buffer changed"),
+    "recording what is given": (DROP, "given"),
+    "operators of what is given": (("uncounted()", "torch.no_grad()"), "given in one run"),
+    "state of the mini-batch in the tail": (("lasting(x)", "x.detach()"), "state in the tail"),
     "to the end after a change": ((" or kept.changed", ""), "own parameter changed"),
     "to the end for other streams": (("self.beside = self.whole", "self.beside"), "beside, end"),
     "recomputed beside": (DROP, "beside, order"),

@@ -235,6 +235,8 @@ class Nesting(threading.local):
     sees = False
     #: The generator that the cell draws from on the CPU, if it is not the default one.
     source: Source | None = None
+    #: The micro-batch of a schedule, which may have any order.
+    number = 0
 
     def __init__(self) -> None:
         #: The number of steps that were run within a cell, by device of the generators they use.

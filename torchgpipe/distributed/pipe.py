@@ -50,7 +50,7 @@ from torchgpipe.engine.criterion import Criterion, explaining
 from torchgpipe.engine.loop import Crew, Executor
 from torchgpipe.engine.stages import Stages
 from torchgpipe.engine.step_plan import Choice, text_of, title_of
-from torchgpipe.engine.wrapper import Wrapper, compute
+from torchgpipe.engine.wrapper import Wrapper, begin_mini_batch, compute
 from torchgpipe.partition.arguments import checked_balance, checked_device, verify_loss
 from torchgpipe.partition.keeping import Keeping, words_of
 from torchgpipe.partition.placement import place, verify_placement
@@ -368,7 +368,7 @@ class Pipe(Wrapper):
             modes = words_of(self.checkpoint, len(self.balance))
             settings = repr((self.chunks, modes, recorded, terms is None))
             agree = self._agreement.begin(given, shapes, settings, flags, trainable, error)
-            if self.training and any(x._buffers for x in modules):
+            if self.training and (self._updated or any(x._buffers for x in modules)):
                 # A step that the others refuse must not change statistics of the first stage.
                 # guard: buffers of a step that is refused
                 agree()
@@ -401,13 +401,14 @@ class Pipe(Wrapper):
         with whole(sharded):
             verify_placement(self._layers, [self._device] * len(self._layers))
             made = partial(Mail, self._forms, self._routes, self._peers)
+            begin_mini_batch(self)
             executor = Executor(self._crew, actions.plan, batches, criterion, arriving, made)
             mail = executor.post
             assert isinstance(mail, Mail)
             try:
                 run = partial(executor.run, partial(actions.run, executor, mail, agree))
                 shared = mini_batch.whole if mini_batch else ()
-                compute(run, self, shared, executor.step.context.modes)
+                compute(run, self, shared, executor.step.context.modes, m)
                 # Before the others take the step for done, since this may fail.
                 if criterion.outputs is not None and self.is_last:
                     output = criterion.joined(executor.step.blocks)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from torchgpipe.ambient import labels
+from torchgpipe.ambient.generators import nesting
 from torchgpipe.ambient.modes import without_autocast
 from torchgpipe.ambient.notes import noted
 from torchgpipe.autograd.nodes import drain_queue
@@ -144,7 +145,12 @@ class Forward(Computation):
 
     def _compute(self) -> None:
         cell = self.cell
-        self.output = cell.forward(self.given)
+        outer = nesting.number
+        nesting.number = self.i if nesting.depth == 1 else outer
+        try:
+            self.output = cell.forward(self.given)
+        finally:
+            nesting.number = outer
         if torch.is_grad_enabled():
             self.executor.cells[self.j, self.i] = cell
 

@@ -24,6 +24,7 @@ from torchgpipe.partition.keeping import (
     checked_keepings,
     keepings_of,
 )
+from torchgpipe.recompute.once import begin, state_of, updated_in, updates, warn_of_changes
 from torchgpipe.values.division import division_of, split
 from torchgpipe.values.microbatch import VALUE, Batch, in_all, joined
 from torchgpipe.values.structure import verify_filled
@@ -59,9 +60,11 @@ class Wrapper(Alone):
     :meth:`_wrapped`.
     """
 
-    _own: ClassVar[tuple[str, ...]] = ("_process", "_norms")
+    _own: ClassVar[tuple[str, ...]] = ("_process", "_norms", "_updated")
     _chunks: int
     _checkpoint: Keepings
+    #: Whether a step has shown which buffers layers change in forward.
+    _looked = False
 
     def __setattr__(self, name: str, value: Any) -> None:
         found = getattr(type(self), name, None)
@@ -86,7 +89,8 @@ class Wrapper(Alone):
     def _prepare(self) -> None:
         mark_if_possible()
         self._process = os.getpid()
-        self._norms = deferred_batch_norms(nn.ModuleList([self, *self._layers]))
+        layers = nn.ModuleList([self, *self._layers])
+        self._norms, self._updated = deferred_batch_norms(layers), updated_in(layers)
 
     @property
     def _layers(self) -> Iterable[nn.Module]:
@@ -192,11 +196,18 @@ def verify_call(wrapper: Wrapper, tensors: Iterable[Tensor]) -> None:
     verify_no_tangents(chain(tensors, wrapper.parameters(), wrapper.buffers()))
 
 
+def begin_mini_batch(wrapper: Wrapper, loss: Any = None) -> None:
+    """Have layers, also of the loss, update their state before a step takes note of parameters."""
+    begin([*wrapper._updated, *updated_in(loss)])
+
+
 def compute(
     step: Callable[[], Result],
     wrapper: Wrapper,
     whole: Sequence[Tensor],
     modes: Modes | None = None,
+    m: int = 1,
+    loss: Any = None,
 ) -> Result:
     """Compute the micro-batches of a mini-batch.
 
@@ -205,14 +216,27 @@ def compute(
         wrapper: the wrapper, whose deferred norms update their statistics if nothing fails.
         whole: the tensors that every micro-batch gets.
         modes: the modes of this thread, if they are known.
+        m: the number of micro-batches.
+        loss: the loss, if it is computed with them.
 
     Raises:
         RuntimeError: a layer changed in place a tensor that every micro-batch gets.
     """
     _, devices = wrapper._traced()
+    own = [*wrapper._updated, *updated_in(loss)]
+    looks = m > 1 and wrapper.training and torch.is_grad_enabled() and not wrapper._looked
+    before = state_of(wrapper, loss) if looks else {}
     # guard: what is interrupted
-    with SavedSettings(devices, modes), deferred_updates(wrapper._norms), unchanged(whole):
+    with (
+        SavedSettings(devices, modes),
+        deferred_updates(wrapper._norms),
+        updates(own, m),
+        unchanged(whole),
+    ):
         found = step()
+        if looks:
+            wrapper._looked = True
+            warn_of_changes(before, wrapper, loss, m)
     # The first layer to be compiled in this process may have been compiled here.
     prepare_if_compiled()
     return found
@@ -224,15 +248,16 @@ class MiniBatch:
     Args:
         wrapper: the wrapper.
         input: the mini-batch: see :func:`~torchgpipe.values.division.division_of`.
+        loss: the loss, if it is computed with the micro-batches.
 
     Raises:
         TypeError, ValueError, RuntimeError: it cannot be divided, or not be computed here and now.
     """
 
-    def __init__(self, wrapper: Wrapper, input: Any) -> None:
+    def __init__(self, wrapper: Wrapper, input: Any, loss: Any = None) -> None:
         wrapper._begin()
         verify_no_transform()
-        self.wrapper = wrapper
+        self.wrapper, self.loss = wrapper, loss
         self.division = division = division_of(input, wrapper.chunks)
         #: The micro-batches. A step replaces each by its output.
         self.batches = batches = [Batch(part) for part in split(input, division)]
@@ -272,7 +297,7 @@ class MiniBatch:
 
     def compute(self, step: Callable[[], None]) -> None:
         """Compute the micro-batches: see :func:`compute`."""
-        compute(step, self.wrapper, self.whole)
+        compute(step, self.wrapper, self.whole, m=self.m, loss=self.loss)
 
     def warn_of_coupled(self, *outputs: Sequence[torch.Size]) -> None:
         """Warn if outputs compare rows, as the shapes of the first and the last output show."""

@@ -41,6 +41,7 @@ from torchgpipe.graphs.traced import (
     Traced,
     current_settings,
 )
+from torchgpipe.recompute.once import updated_in
 from torchgpipe.recompute.runs import checkpointing
 from torchgpipe.schedule.costs import Costs
 from torchgpipe.schedule.program import Op
@@ -288,6 +289,8 @@ class StageInStep:
         """
         if self.state.hooks:
             raise UntraceableError("its modules have hooks")
+        if any(map(updated_in, self.graphs._modules)):
+            raise UntraceableError("it has state that is updated once per mini-batch")
         if self.state.places.fault:
             raise UntraceableError(self.state.places.fault)
         if not self.state.is_current():

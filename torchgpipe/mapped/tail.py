@@ -35,6 +35,7 @@ from torchgpipe.autograd.versions import version_of
 from torchgpipe.devices.streams import get_device
 from torchgpipe.mapped.containers import replaced, tensors_of
 from torchgpipe.recompute.checkpoint import Checkpoint
+from torchgpipe.recompute.once import lasting
 from torchgpipe.recompute.runs import Values
 from torchgpipe.recompute.slots import Slot
 from torchgpipe.values.microbatch import VALUE, Batch
@@ -142,9 +143,12 @@ class Tail:
             self._repeats = False
             return function(*args, **kwargs)
         others = {
-            id(x): torch.empty(0, device="cpu") if id(x) in states else x.detach() for x in tensors
+            # guard: state of the mini-batch in the tail
+            id(x): torch.empty(0, device="cpu") if id(x) in states else lasting(x)
+            for x in tensors
         }
-        kept = [(others[id(x)], version_of(x)) for x in tensors if id(x) not in states]
+        own = [others[id(x)] for x in tensors if id(x) not in states]
+        kept = [(x, version_of(x)) for x in own]
         given = replaced((args, dict(kwargs)), others)
         before, grad = len(self._slots), torch.is_grad_enabled()
         try:

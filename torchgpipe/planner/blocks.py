@@ -26,6 +26,7 @@ from torchgpipe.mapped.on_demand import can_fill_itself
 from torchgpipe.planner.memory_tracker import Run, memory_of, size_of, strided
 from torchgpipe.planner.record import GIVEN, Record, Section, Value
 from torchgpipe.planner.sandbox import copied, pooled, rounds, spread, undisturbed, verify_timed
+from torchgpipe.recompute.once import updated_in, updates
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import map_leaves
 
@@ -143,7 +144,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     states = {generator: get_state(generator) for generator in generators}
     try:
         model.train()
-        yield
+        with updates(updated_in(model)):
+            yield
     finally:
         for module, training in modes.items():
             module.training = training

@@ -21,6 +21,7 @@ from torchgpipe.ambient.random_numbers import FirstNumbers
 from torchgpipe.devices.recorder import Stopwatch, memory_free
 from torchgpipe.devices.streams import use_device
 from torchgpipe.partition.placement import place, tensors
+from torchgpipe.recompute.once import updated_in, updates
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 from torchgpipe.values.microbatch import VALUE, Batch
 
@@ -195,7 +196,7 @@ class Sandbox:
     def forward(self, batch: Batch) -> Batch:
         """Run the layer; the output has the skips, too."""
         tracker = SkipTracker.of(batch)
-        with use_skip_tracker(tracker):
+        with use_skip_tracker(tracker), updates(updated_in(self.layer)):
             return batch.call(self.layer).with_skips(tracker.parts())
 
     def entries(self, batch: Batch) -> list[Tensor]:

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from torchgpipe.autograd.versions import identities
 from torchgpipe.devices.streams import current_stream, record_stream
+from torchgpipe.recompute.once import OncePerMiniBatch
 
 __all__: list[str] = []
 
@@ -46,6 +47,8 @@ class ReadOnly:
         self._unseen = [(place, x) for place, x in self.found if place[1] in UNCOUNTED]
         copied = [x for x in self._tensors if x.nbytes <= SMALL and not x.requires_grad]
         copied += [x for _, x in self._unseen]
+        # They are updated when all micro-batches were computed.
+        copied += [x for place, x in self.found if isinstance(place[0], OncePerMiniBatch)]
         # The compute streams wait for this stream after that, as they do for weights.
         self._copies = {id(x): x.detach().clone() for x in copied}
         self._large = [(place, x) for place, x in self.found if id(x) not in self._copies]

@@ -22,6 +22,7 @@ from torch.utils.data import IterableDataset
 from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.mapped_gpipe import MappedGPipe
 from torchgpipe.partition.arguments import checked_count
+from torchgpipe.recompute.once import OncePerMiniBatch
 from torchgpipe.transformers.collating import KEY, Collator, Loader, Prepared
 from torchgpipe.transformers.joined_step import JoinedStep, one_backward
 from torchgpipe.transformers.stand_in import ModelCall, PipelinedModel, compute
@@ -234,7 +235,9 @@ class Pipelined:
             is_of_library(above.training_step)
             and above._prepare_inputs.__func__ is transformers.Trainer._prepare_inputs
             # They update their statistics once for each call.
-            and not any(isinstance(x, DeferredBatchNorm) for x in self.pipe.modules())
+            and not any(
+                isinstance(x, DeferredBatchNorm | OncePerMiniBatch) for x in self.pipe.modules()
+            )
         )
 
     def compute_loss(
