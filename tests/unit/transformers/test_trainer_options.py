@@ -6,9 +6,11 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from tests.examples import MISSING
+from tests.support.once import Centre
 from tests.unit.transformers.test_trainer import assert_same_weights, made, model_of, rows, wrapped
 
 transformers = pytest.importorskip("transformers", exc_type=MISSING)
@@ -111,3 +113,28 @@ def test_a_trainer_as_it_is(tmp_path):
     # It computes a loss from what the wrapper returns.
     given = {"compute_loss_func": own_loss}
     made(transformers.Trainer, wrapped(model_of("llama")), tmp_path, rows(), given=given).train()
+
+
+class Centred(nn.Module):
+    """A model whose layer has state of the mini-batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.centre, self.head = nn.Embedding(32, 4), Centre(4), nn.Linear(4, 32)
+
+    def forward(self, input_ids, labels=None):
+        logits = self.head(self.centre(self.embed(input_ids)[:, 0]))
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_state_of_the_mini_batch_is_that_of_a_trainers(tmp_path):
+    torch.manual_seed(0)
+    model = Centred()
+    plain = copy.deepcopy(model)
+    data = [{"input_ids": x["input_ids"], "labels": x["input_ids"][0]} for x in rows()]
+    for make, one in ((transformers.Trainer, plain), (pipelined(transformers.Trainer), model)):
+        given = wrapped(model) if one is model else one
+        made(make, given, tmp_path, data, gradient_accumulation_steps=2).train()
+    assert plain.centre.centre.abs().sum() > 0
+    torch.testing.assert_close(model.centre.centre, plain.centre.centre)
+    assert_same_weights(model, plain)
