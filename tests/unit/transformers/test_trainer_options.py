@@ -134,7 +134,8 @@ def test_state_of_the_mini_batch_is_that_of_a_trainers(tmp_path):
     data = [{"input_ids": x["input_ids"], "labels": x["input_ids"][0]} for x in rows()]
     for make, one in ((transformers.Trainer, plain), (pipelined(transformers.Trainer), model)):
         given = wrapped(model) if one is model else one
-        made(make, given, tmp_path, data, gradient_accumulation_steps=2).train()
+        options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3}
+        made(make, given, tmp_path, data, **options).train()
     assert plain.centre.centre.abs().sum() > 0
     torch.testing.assert_close(model.centre.centre, plain.centre.centre)
     assert_same_weights(model, plain)
