@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
@@ -10,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from torchgpipe.ambient.notes import warn
+from torchgpipe.autograd.versions import version_of
 from torchgpipe.transformers.counting import IGNORED
 from torchgpipe.values.division import divided, division_of, has_chunks, row_count, split
 
@@ -19,16 +25,21 @@ __all__: list[str] = []
 # A mini-batch whose tensors all have its rows is cut into micro-batches like any other input. One
 # row of several packed sequences has none to cut, and neither has a tensor with a row for each
 # patch of each image. The collator knows how to make such a mini-batch of examples, so it makes the
-# micro-batches, too, each of some of the examples. They travel within the mini-batch, through
-# workers and Accelerate, and are taken out before anybody reads it.
+# micro-batches, each of some of the examples, and the mini-batch is what these are together. They
+# travel within the mini-batch, under KEY, through workers and Accelerate, and are taken out when
+# the Trainer collects the mini-batches of a step.
 
 
 #: The key of the micro-batches within a mini-batch.
 KEY = "torchgpipe.micro_batches"
 
+#: Parts of the names of arguments that are not text. There may be as many images as texts, and two
+#: of them in one, so that numbers of rows say nothing.
+BESIDE_TEXT = ("pixel", "image", "video", "audio", "input_features")
+
 
 class Collator:
-    """A data collator that adds micro-batches to mini-batches that cannot be cut.
+    """A data collator that makes micro-batches of what cannot be cut.
 
     Args:
         collate: the Trainer's own collator.
@@ -38,52 +49,84 @@ class Collator:
 
     def __init__(self, collate: Callable[[Any], Any], chunks: int, is_sliced: bool) -> None:
         self.collate, self._chunks, self._is_sliced = collate, chunks, is_sliced
+        #: Whether mini-batches are cut, and whether each is one row; None before the first one.
+        self._is_cut: bool | None = None
+        self._is_one_row = False
+
+    def __getattr__(self, name: str) -> Any:
+        # Copies and pickles ask before there is a collator.
+        if name == "collate" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.collate, name)
 
     def __call__(self, examples: Sequence[Any]) -> Any:
-        """Collate a mini-batch, and its micro-batches if it cannot be cut."""
-        found = self.collate(examples)
-        if isinstance(found, Mapping) and has_chunks({**found}):
+        """Collate a mini-batch, or its micro-batches if it cannot be cut."""
+        examples = [*examples]
+        if self._is_cut is False:
+            return self._in_parts(examples)
+        given, numbers = examples, random_state()
+        if self._is_cut is None:
+            # A collator may change its examples, and the first ones may come to it twice.
+            with suppress(Exception):
+                given = copy.deepcopy(examples)
+        found = self.collate(given)
+        if not isinstance(found, Mapping):
+            return found
+        batch = {**found}
+        if has_chunks(batch):
             # The collator has made them itself.
-            parts = [*split({**found}, division_of({**found}, 1))]
-            return {**joined(parts), KEY: parts}
-        if not isinstance(found, Mapping) or has_rows({**found}, len(examples)):
+            return as_one_batch([*split(batch, division_of(batch, 1))], False)
+        if has_rows(batch, len(examples)):
+            self._is_cut = True
             return found
         if self._is_sliced:
             raise ValueError(
                 "a mini-batch of a streamed dataset must have a row for each example in all "
                 "tensors, since Accelerate slices them (examples: "
-                f"{len(examples)}, shapes: {shapes_in(found)}); pass "
+                f"{len(examples)}, shapes: {shapes_in(batch)}); pass "
                 "accelerator_config={'dispatch_batches': False} to TrainingArguments"
             )
-        own: Any = found
-        own[KEY] = self._parts({**found}, [*examples])
-        return found
+        if self._is_cut is None:
+            restore_random_state(numbers)
+        self._is_cut = False
+        tensors = [x for x in batch.values() if isinstance(x, Tensor) and x.dim()]
+        self._is_one_row = all(len(x) == 1 for x in tensors)
+        return self._in_parts(examples, batch)
 
-    def _parts(self, batch: dict[str, Any], examples: list[Any]) -> list[dict[str, Any]]:
-        """Collate some examples for each micro-batch; one of all if these are not the same rows."""
-        sizes = divided(len(examples), min(len(examples), self._chunks))
-        if len(sizes) == 1:
-            return [batch]
+    def _in_parts(self, examples: list[Any], whole: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Collate some examples for each micro-batch."""
+        sizes = divided(len(examples), max(1, min(len(examples), self._chunks)))
         starts = accumulate(sizes, initial=0)
         try:
             parts = [{**self.collate(examples[k : k + n])} for k, n in zip(starts, sizes)]
-        except Exception:
-            # It may need more examples, as for pairs.
-            return [batch]
-        rows = {key: x for key, x in batch.items() if isinstance(x, Tensor) and x.dim()}
-        if any(len(x) != 1 for x in rows.values()):
-            return parts
-        # One row of them all has their places, one after another.
-        places = {key: sum(part[key].numel() for part in parts) for key in rows}
-        return parts if all(x.numel() == places[key] for key, x in rows.items()) else [batch]
+        except Exception as error:
+            if len(sizes) == 1:
+                raise
+            return self._in_one(examples, whole, f"raised {type(error).__name__}: {error}")
+        found = as_one_batch(parts, self._is_one_row)
+        if whole and self._is_one_row and shapes_in(found) != shapes_in(whole):
+            # Some of them have a size of their own, as cumulated lengths.
+            places = [key for key, x in shapes_in(whole).items() if x[:1] == (1,)]
+            if any(shapes_in(found)[key] != shapes_in(whole)[key] for key in places):
+                return self._in_one(examples, whole, "makes other rows of them")
+        return found
+
+    def _in_one(
+        self, examples: list[Any], whole: dict[str, Any] | None, why: str
+    ) -> dict[str, Any]:
+        """Collate all examples as one micro-batch, from now on, and say so."""
+        warn(
+            "a data collator whose mini-batches cannot be cut by rows is called with the examples "
+            f"of each micro-batch, and {why} (collator: {type(self.collate).__name__}); each "
+            "mini-batch is one micro-batch, so have the collator take any number of examples"
+        )
+        self._chunks = 1
+        return as_one_batch([whole or {**self.collate(examples)}], self._is_one_row)
 
 
 def has_rows(batch: dict[str, Any], count: int) -> bool:
-    """Whether a mini-batch of some examples can be cut by rows.
-
-    Texts with images cannot: there may be as many images as texts, and two of them in one.
-    """
-    if "input_ids" in batch and any("pixel" in key for key in batch):
+    """Whether a mini-batch of some examples can be cut by rows."""
+    if "input_ids" in batch and any(word in key for key in batch for word in BESIDE_TEXT):
         return False
     try:
         division_of(batch, max(2, count))
@@ -93,62 +136,34 @@ def has_rows(batch: dict[str, Any], count: int) -> bool:
 
 
 def shapes_in(batch: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors of a mini-batch, for messages."""
+    """The shapes of the tensors of a mini-batch."""
     return {key: tuple(x.shape) for key, x in batch.items() if isinstance(x, Tensor)}
 
 
-class Loader:
-    """A data loader whose mini-batches are without their micro-batches.
-
-    Args:
-        loader: the loader.
-        take: takes the micro-batches out of a mini-batch, and returns it.
-    """
-
-    def __init__(self, loader: Any, take: Callable[[Any], Any]) -> None:
-        self._loader, self._take = loader, take
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(self._take, self._loader)
+def random_state() -> tuple[Any, Any, Any]:
+    """The states of the generators that a collator may draw from."""
+    numpy = sys.modules.get("numpy")
+    return torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
 
 
-class Prepared(NamedTuple):
-    """A mini-batch on its device, and its micro-batches.
+def restore_random_state(state: tuple[Any, Any, Any]) -> None:
+    """Put the states of these generators back."""
+    ours, pythons, numpys = state
+    torch.set_rng_state(ours)
+    random.setstate(pythons)
+    if numpys is not None:
+        sys.modules["numpy"].random.set_state(numpys)
 
-    Args:
-        batch: what the collator made of all examples.
-        parts: what it made of some examples each.
-    """
 
-    batch: dict[str, Any]
-    parts: list[dict[str, Any]]
-
-    def is_in(self, kwargs: Mapping[str, Any]) -> bool:
-        """Whether some arguments of the model are this mini-batch."""
-        return any(kwargs.get(key) is x for key, x in self.batch.items() if isinstance(x, Tensor))
-
-    def divided(self, kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Divide the arguments of the model as the collator has divided the mini-batch.
-
-        Raises:
-            ValueError: a tensor among them is none of the mini-batch's.
-        """
-        own = {key for key, x in kwargs.items() if key in self.batch and x is self.batch[key]}
-        others = {key: x for key, x in kwargs.items() if key not in own}
-        strange = [key for key, x in others.items() if isinstance(x, Tensor) and x.dim()]
-        if strange and len(self.parts) > 1:
-            raise ValueError(
-                "what a model is called with must come from the data collator where a mini-batch "
-                f"cannot be cut by rows (arguments: {strange}, shapes: {shapes_in(kwargs)}); have "
-                "the collator make these, or set pipe.chunks = 1"
-            )
-        return [{**others, **{key: part.get(key) for key in own}} for part in self.parts]
+def as_one_batch(parts: list[dict[str, Any]], is_one_row: bool) -> dict[str, Any]:
+    """Make a mini-batch of micro-batches, with these in it."""
+    found: dict[str, Any] = {}
+    for key in dict.fromkeys(chain(*parts)):
+        values = [part[key] for part in parts if key in part]
+        tensors = all(isinstance(x, Tensor) for x in values) and len({x.dim() for x in values}) == 1
+        fill = IGNORED if "label" in key else 0
+        found[key] = in_one(values, is_one_row, fill) if tensors and len(parts) > 1 else values[0]
+    return {**found, KEY: parts}
 
 
 def in_one(tensors: Sequence[Tensor], is_one_row: bool, fill: int = 0) -> Tensor:
@@ -171,12 +186,66 @@ def in_one(tensors: Sequence[Tensor], is_one_row: bool, fill: int = 0) -> Tensor
     return torch.cat(padded)
 
 
-def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Join micro-batches to what a mini-batch may look like, for code that reads it."""
-    found = {}
-    for key, first in parts[0].items():
-        values = [part[key] for part in parts]
-        tensors = isinstance(first, Tensor) and len({x.dim() for x in values}) == 1
-        fill = IGNORED if "label" in key else 0
-        found[key] = in_one(values, False, fill) if tensors else first
-    return found
+class Collated:
+    """A mini-batch that cannot be cut, as the collator has made it, and its micro-batches."""
+
+    def __init__(self, batch: Any) -> None:
+        self.parts: list[dict[str, Any]] = batch.pop(KEY)
+        self.batch = batch
+        self._tensors = [(k, x, version_of(x)) for k, x in batch.items() if isinstance(x, Tensor)]
+
+    def is_unchanged(self) -> bool:
+        """Whether nobody has changed or replaced its tensors since."""
+        return all(self.batch.get(k) is x and version_of(x) == n for k, x, n in self._tensors)
+
+
+class Prepared(NamedTuple):
+    """A mini-batch on its device, and its micro-batches."""
+
+    batch: dict[str, Any]
+    parts: list[dict[str, Any]]
+
+    def count_in(self, kwargs: Mapping[str, Any]) -> int:
+        """How many of its tensors are among some arguments of the model."""
+        own = [(key, x) for key, x in self.batch.items() if isinstance(x, Tensor)]
+        return sum(kwargs.get(key) is x for key, x in own)
+
+    def divided(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Divide the arguments of the model as the collator has divided the mini-batch.
+
+        Raises:
+            ValueError: a tensor among them is none of the mini-batch's, or has no name.
+        """
+        own = {key for key, x in kwargs.items() if key in self.batch and x is self.batch[key]}
+        others = {key: x for key, x in kwargs.items() if key not in own}
+        names = [*others, *(f"argument {k}" for k in range(len(args)))]
+        pairs = zip(names, [*others.values(), *args])
+        strange = [name for name, x in pairs if isinstance(x, Tensor) and x.dim()]
+        if strange and len(self.parts) > 1:
+            raise ValueError(
+                "what a model is called with must come by name from the data collator where a "
+                f"mini-batch cannot be cut by rows (arguments: {strange}, shapes: "
+                f"{shapes_in(kwargs)}); have the collator make these, or set pipe.chunks = 1"
+            )
+        return [{**others, **{key: part[key] for key in own if key in part}} for part in self.parts]
+
+
+class Loader:
+    """A data loader whose mini-batches are without their micro-batches.
+
+    Args:
+        loader: the loader.
+        take: takes the micro-batches out of a mini-batch, and returns it.
+    """
+
+    def __init__(self, loader: Any, take: Callable[[Any], Any]) -> None:
+        self._loader, self._take = loader, take
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._take, self._loader)

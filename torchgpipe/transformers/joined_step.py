@@ -39,9 +39,9 @@ class JoinedStep:
         run: runs the training step of a mini-batch, by its number, and returns its loss.
         count: the number of mini-batches.
         compute: computes calls of the model, one for each mini-batch, in one call of the pipeline.
-        state: tells the state of the Trainer. If that has changed since a training step began, the
-            code in front of the call keeps something there, which the next mini-batch would
-            replace: such a call is computed alone.
+        state: tells the objects of the Trainer's state. If these have changed since a training step
+            began, the code in front of the call keeps something there, which the next mini-batch
+            would replace: such a call is computed alone.
     """
 
     def __init__(
@@ -49,14 +49,16 @@ class JoinedStep:
         run: Callable[[int], Tensor],
         count: int,
         compute: Callable[[Sequence[ModelCall]], list[Any]],
-        state: Callable[[], Any],
+        state: Callable[[], Sequence[Any]],
     ) -> None:
         self._run, self._waiting = run, iter(range(count))
         self._compute, self._state = compute, state
         self._losses: dict[int, Tensor] = {}
         self._calls: list[ModelCall] = []
-        #: The outputs of the calls that were joined; None before that.
-        self._outputs: list[Any] | None = None
+        #: Whether calls are still collected; then their outputs, none after a failure.
+        self._is_open = True
+        self._outputs: list[Any] = []
+        self._before: Sequence[Any] = ()
 
     def losses(self) -> list[Tensor]:
         """Run all training steps, and return their losses."""
@@ -74,22 +76,45 @@ class JoinedStep:
 
     def call(self, call: ModelCall) -> Any:
         """Compute a call of the model, with those of all other mini-batches."""
-        is_first = self._outputs is None and torch.is_grad_enabled()
-        if not is_first or self._state() != self._before:
+        if not (self._is_open and torch.is_grad_enabled() and is_same(self._state(), self._before)):
             return self._compute([call])[0]
         number = len(self._calls)
         self._calls.append(call)
-        while self._outputs is None and self._begin_next():
+        while self._is_open and self._begin_next():
             pass
-        if self._outputs is None:
-            self._outputs = self._compute(self._calls)
+        if self._is_open:
+            self._is_open = False
+            # After a failure, each mini-batch alone shows whose it is. Its code may leave it out.
+            with suppress_but_memory():
+                self._outputs = self._compute(self._calls)
+        if not self._outputs:
+            return self._compute([call])[0]
         output, self._outputs[number] = self._outputs[number], None
         return output
 
 
+def is_same(state: Sequence[Any], before: Sequence[Any]) -> bool:
+    """Whether a state has the objects that it had before."""
+    return len(state) == len(before) and all(x is y for x, y in zip(state, before))
+
+
+@contextmanager
+def suppress_but_memory() -> Iterator[None]:
+    """Leave exceptions out in a ``with`` block, but for those of memory that is full."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:
+        return
+
+
 @contextmanager
 def one_backward(accelerator: Any) -> Iterator[None]:
-    """Put off the calls of ``accelerator.backward`` in a ``with`` block, for one of their sum."""
+    """Put off the calls of ``accelerator.backward`` in a ``with`` block, for one of their sum.
+
+    So devices compute backward of all mini-batches, one after another, at the same time.
+    """
     backward, own = accelerator.backward, vars(accelerator)
     before = own.get("backward")
     losses: list[Tensor] = []

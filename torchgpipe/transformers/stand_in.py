@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from inspect import signature
 from itertools import chain, islice
 from typing import Any
 
@@ -97,10 +98,11 @@ class ModelCall:
         device: torch.device | None,
         alone: bool,
     ) -> None:
-        self.args, self.kwargs = args, dict(kwargs)
+        self.args, self.kwargs = args, {**kwargs}
         self.alone = alone
         self._names, self._device = names, device
         self._items = self.kwargs.pop("num_items_in_batch", None)
+        self._own = self.kwargs
         self._given = [{**part} for part in given]
         self._is_one_row = bool(self._given) and row_count(kwargs) == 1
 
@@ -112,6 +114,7 @@ class ModelCall:
             sizes = [row_count(own) or row_count(part) for own, part in zip(labels, self._given)]
             self.division = Division(sizes)
         else:
+            self.kwargs = self._own
             self.division = division_of((self.args, self.kwargs), chunks)
             sizes = self.division.sizes
         model = pipe.module
@@ -130,7 +133,7 @@ class ModelCall:
         for part, count in zip(self._given, items or ()):
             part["num_items_in_batch"] = count
         if items is not None and not self._given:
-            self.kwargs["num_items_in_batch"] = Chunks(items)
+            self.kwargs = {**self._own, "num_items_in_batch": Chunks(items)}
         is_sum = reduction == "sum"
         self.shares = (
             torch.ones_like(counts) if is_sum else shares_of(counts, alone=self._items is None)
@@ -152,26 +155,8 @@ class ModelCall:
         found = [Batch(x) for x in outputs]
         if not self._given or self.alone:
             return joined(found, self.division)
-        if not torch.is_grad_enabled():
-            self._verify_padding()
         tensors = [in_one(column, self._is_one_row) for column in zip(*found)]
         return found[0].replace(tensors).value
-
-    def _verify_padding(self) -> None:
-        """Make sure that rows of labels are filled up at their ends, as those of outputs are."""
-        for name in self._names:
-            labels = [part.get(name) for part in self._given]
-            whole = self.kwargs.get(name)
-            if not isinstance(whole, Tensor) or not all(isinstance(x, Tensor) for x in labels):
-                continue
-            found = in_one([x for x in labels if x is not None], self._is_one_row, IGNORED)
-            if found.shape != whole.shape or not found.equal(whole):
-                raise ValueError(
-                    "the predictions of rows that cannot be cut are joined with padding at their "
-                    f"ends, unlike the labels (argument: {name}, shape: {tuple(whole.shape)}); "
-                    "pad at the right, or pass per_device_eval_batch_size=1 or "
-                    "prediction_loss_only=True"
-                )
 
     def finished(self, output: Any) -> Any:
         """Combine the losses of all micro-batches into one, and move it to its device."""
@@ -221,6 +206,9 @@ def compute(pipe: MappedGPipe, calls: Sequence[ModelCall]) -> list[Any]:
     """
     # Trainer has set the mode of the model.
     pipe.training = pipe.module.training
+    if len({len(x.args) for x in calls}) > 1:
+        # They give arguments to the model in several ways.
+        return [compute(pipe, [x])[0] for x in calls]
     chunks = -(-pipe.chunks // len(calls))
     for call in calls:
         call.divide(pipe, chunks)
@@ -230,7 +218,9 @@ def compute(pipe: MappedGPipe, calls: Sequence[ModelCall]) -> list[Any]:
         parts = [*chain(*[call.parts() for call in calls])]
         names = dict.fromkeys(chain(*[kwargs for _, kwargs in parts]))
         args = [Chunks(values) for values in zip(*[args for args, _ in parts])]
-        kwargs = Chunks.of([{name: own.get(name) for name in names} for _, own in parts])
+        known = signature(pipe.module.forward).parameters
+        defaults = {name: known[name].default if name in known else None for name in names}
+        kwargs = Chunks.of([{**defaults, **own} for _, own in parts])
         outputs = iter(pipe(*args, **kwargs))
     return [call.finished(call.joined([*islice(outputs, call.division.m)])) for call in calls]
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copyreg
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 try:
@@ -23,12 +25,16 @@ from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.mapped_gpipe import MappedGPipe
 from torchgpipe.partition.arguments import checked_count
 from torchgpipe.recompute.once import OncePerMiniBatch
-from torchgpipe.transformers.collating import KEY, Collator, Loader, Prepared
+from torchgpipe.transformers.collating import KEY, Collated, Collator, Loader, Prepared
 from torchgpipe.transformers.joined_step import JoinedStep, one_backward
 from torchgpipe.transformers.stand_in import ModelCall, PipelinedModel, compute
 from torchgpipe.values.division import row_count
 
 __all__: list[str] = []
+
+
+#: The most mini-batches in one call: each is within the call of the one in front.
+DEEPEST = 32
 
 
 @cache
@@ -96,11 +102,11 @@ class Pipelined:
             remedy = "joined=1 computes each mini-batch alone"
             joined = checked_count(joined, "joined", "mini-batches in one call", remedy)
         self._most = joined
-        #: The mini-batches of the optimizer step, and the losses of those that were computed.
+        #: The mini-batches of the optimizer step that are to come, and losses of those in front.
         self._batches: list[Any] = []
-        self._losses: dict[int, Tensor] = {}
-        #: Those of them that cannot be cut, by identity, with their micro-batches.
-        self._parts: dict[int, tuple[Any, list[Any]]] = {}
+        self._losses: list[Tensor] = []
+        #: Mini-batches that cannot be cut, by identity, and those that are on their device.
+        self._collated: dict[int, Collated] = {}
         self._prepared: list[Prepared] = []
         self._step: JoinedStep | None = None
         # These are the first two arguments of all Trainers.
@@ -162,26 +168,25 @@ class Pipelined:
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         """Collect the mini-batches of an optimizer step, as the Trainer's class does."""
         above: Any = super()
-        self._parts, self._prepared, self._losses = {}, [], {}
+        self._collated, self._prepared, self._losses = {}, [], []
         batches = map(self._without_parts, epoch_iterator)
         found = above.get_batch_samples(batches, *args, **kwargs)
-        self._batches = found[0]
+        self._batches = [*found[0]]
         return found
 
     def _without_parts(self, batch: Any) -> Any:
         """Take the micro-batches out of a mini-batch that cannot be cut."""
         if isinstance(batch, Mapping) and KEY in batch:
-            own: Any = batch
-            self._parts[id(batch)] = batch, own.pop(KEY)
+            self._collated[id(batch)] = Collated(batch)
         return batch
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         above: Any = super()
         found = above._prepare_inputs(inputs)
-        if id(inputs) in self._parts:
-            _, parts = self._parts[id(inputs)]
-            one = len(parts) == 1
-            own = [{**(found if one else above._prepare_inputs(part))} for part in parts]
+        if (collated := self._collated.get(id(inputs))) is not None:
+            # What somebody has changed since is one micro-batch.
+            parts = collated.parts if collated.is_unchanged() else []
+            own = [above._prepare_inputs(part) for part in parts] if len(parts) > 1 else [{**found}]
             self._prepared.append(Prepared({**found}, own))
         return found
 
@@ -193,39 +198,47 @@ class Pipelined:
         """
         above: Any = super()
         own: Callable[..., Tensor] = partial(above.training_step, model)
-        number = next((k for k, x in enumerate(self._batches) if x is inputs), None)
-        if number is None:
+        if not (self._batches and self._batches[0] is inputs):
             return own(inputs, *args, **kwargs)
-        if number not in self._losses:
-            batches = self._joined(number)
+        batches = self._batches
+        if not self._losses:
+            batches = self._joined()
             if len(batches) == 1:
+                self._batches = self._batches[1:]
                 return own(inputs, *args, **kwargs)
             self._step = JoinedStep(
                 lambda k: own(batches[k], *args, **kwargs),
                 len(batches),
                 partial(compute, self.pipe),
-                lambda: {name: id(value) for name, value in vars(self).items()},
+                self._state,
             )
             try:
                 with one_backward(self.accelerator):
-                    losses = self._step.losses()
+                    self._losses = self._step.losses()
             finally:
                 self._step = None
-            self._losses = dict(enumerate(losses, number))
             # They are on their device, and are not read again.
             self._prepared = []
-        return self._losses.pop(number)
+        self._batches = self._batches[1:]
+        return self._losses.pop(0)
 
-    def _joined(self, number: int) -> list[Any]:
-        """The mini-batches, from one on, that go through the pipeline in one call."""
-        left = self._batches[number:]
+    def _joined(self) -> list[Any]:
+        """The mini-batches, from the next one on, that go through the pipeline in one call."""
         rows, most = 0, self._most if self._can_join else 1
-        for count, batch in enumerate(left, 1):
-            _, parts = self._parts.get(id(batch), (None, None))
-            rows += len(parts) if parts else rows_of(batch)
-            if count == most or (most is None and rows >= self.pipe.chunks):
-                return left[:count]
-        return left
+        for count, batch in enumerate(self._batches, 1):
+            collated = self._collated.get(id(batch))
+            rows += len(collated.parts) if collated else rows_of(batch)
+            if count in (most, DEEPEST) or (most is None and rows >= self.pipe.chunks):
+                return self._batches[:count]
+        return self._batches
+
+    def _state(self) -> list[Any]:
+        """What code of the Trainer has stored in its attributes, and in lists and dicts there."""
+        own = ("_collated", "_prepared", "_batches", "_losses", "_step")
+        found = [(key, x) for key, x in vars(self).items() if key not in own]
+        within = [[*x.values()] if isinstance(x, dict) else x for _, x in found]
+        lists = [x for x in within if isinstance(x, list | tuple | set | deque)]
+        return [*chain(*found), *chain(*lists)]
 
     @property
     def _can_join(self) -> bool:
@@ -260,17 +273,17 @@ class Pipelined:
         In half precision it would bring the whole model to one device.
         """
         above: Any = super()
-        before = self._parts, self._prepared
+        before = self._collated, self._prepared
 
         def take(batch: Any) -> Any:
-            self._parts, self._prepared = {}, []
+            self._collated, self._prepared = {}, []
             return self._without_parts(batch)
 
         try:
             with unmoved(self.pipe.module):
                 return above.evaluation_loop(Loader(dataloader, take), *args, **kwargs)
         finally:
-            self._parts, self._prepared = before
+            self._collated, self._prepared = before
 
     def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Predict a mini-batch, as the Trainer's class does, by the wrapper."""
@@ -283,8 +296,10 @@ class Pipelined:
             return model
 
         def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            prepared = next((x for x in self._prepared if x.is_in(kwargs)), None)
-            parts = prepared.divided(kwargs) if prepared else []
+            # Mini-batches may have a tensor in common.
+            counts = [x.count_in(kwargs) for x in self._prepared]
+            most = max(counts, default=0)
+            parts = self._prepared[counts.index(most)].divided(args, kwargs) if most else []
             made = ModelCall(args, kwargs, parts, self.label_names, self.args.device, alone)
             if self._step is not None:
                 return self._step.call(made)

@@ -195,7 +195,7 @@ def test_idle_devices_without_grad():
     [
         (1, X, "67%", "set model.chunks, for a start to"),
         (8, X[:2], "50%", "several mini-batches, marked by Chunks"),
-        (8, Chunks([X[:1]] * 2), "50%", "pass more of them"),
+        (8, Chunks([X[:1]] * 2), "50%", "pass more in one call"),
     ],
 )
 def test_idle_devices(chunks, input, share, change):

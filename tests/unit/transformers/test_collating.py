@@ -175,5 +175,47 @@ def test_arguments_that_the_collator_has_not_made(tmp_path):
     options = {"remove_unused_columns": False, "max_steps": 1}
     given = {"data_collator": collated}
     own = made(pipelined(Masks), wrapped(Patches()), tmp_path, images(), given, **options)
-    with pytest.raises(ValueError, match="must come from the data collator"):
+    with pytest.raises(ValueError, match="must come by name from the data collator"):
+        own.train()
+
+
+class Changes(transformers.Trainer):
+    """Replace labels in front of the step, as distillation does."""
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        inputs["labels"] = (inputs["labels"] + 1) % 3
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+def rewriting(examples):
+    """Change the examples, and draw."""
+    for x in examples:
+        x["patches"] = x["patches"] + 1
+    found = collated(examples)
+    return {**found, "patches": found["patches"] + torch.rand(()) * 0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "collate"), [(Changes, collated), (transformers.Trainer, rewriting)]
+)
+def test_as_the_plain_trainer(kind, collate, tmp_path):
+    torch.manual_seed(0)
+    model = Patches()
+    plain = copy.deepcopy(model)
+    options = {"remove_unused_columns": False, "max_steps": 2, "lr_scheduler_type": "constant"}
+    for make, one in ((kind, plain), (pipelined(kind), wrapped(model))):
+        data = [{**x} for x in images()]
+        made(make, one, tmp_path, data, {"data_collator": collate}, **options).train()
+    assert_same_weights(model, plain)
+
+
+def test_a_collator_that_needs_several_examples(tmp_path):
+    def pairs(examples):
+        assert len(examples) > 1, "pairs"
+        return collated(examples)
+
+    options = {"remove_unused_columns": False, "max_steps": 1}
+    trainer = pipelined(transformers.Trainer)
+    own = made(trainer, wrapped(Patches()), tmp_path, images(), {"data_collator": pairs}, **options)
+    with pytest.warns(UserWarning, match="raised AssertionError: pairs"):
         own.train()

@@ -59,6 +59,36 @@ def test_state_that_the_next_mini_batch_would_replace():
     assert joined(3, run, lambda: [*kept])[1] == [[1], [0, 2]]
 
 
+def test_a_call_that_fails_is_that_of_its_own_mini_batch():
+    """Code that catches the error leaves out the mini-batch that it would leave out alone."""
+    computed = []
+
+    def compute(calls):
+        computed.append([*calls])
+        if 1 in calls:
+            raise KeyError
+        return [10 * call for call in calls]
+
+    def run(k):
+        try:
+            return step.call(k)
+        except KeyError:
+            return -1
+
+    step = JoinedStep(run, 3, compute, tuple)
+    assert step.losses() == [0, -1, 20]
+    assert computed == [[0, 1, 2], [2], [1], [0]]
+
+
+def test_full_memory_is_told_at_once():
+    def compute(calls):
+        raise torch.OutOfMemoryError
+
+    step = JoinedStep(lambda k: step.call(k), 3, compute, tuple)
+    with pytest.raises(torch.OutOfMemoryError):
+        step.losses()
+
+
 def test_one_backward():
     x = torch.ones(2, requires_grad=True)
     calls = []

@@ -64,6 +64,8 @@ OPTIONS = {
 }
 
 
+# The last mini-batch of packed rows is one of three examples, which are packed in pairs.
+@pytest.mark.filterwarnings("ignore:a data collator whose mini-batches cannot be cut")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name, tmp_path):
     arguments, given = OPTIONS[name]
@@ -138,4 +140,35 @@ def test_state_of_the_mini_batch_is_that_of_a_trainers(tmp_path):
         made(make, given, tmp_path, data, **options).train()
     assert plain.centre.centre.abs().sum() > 0
     torch.testing.assert_close(model.centre.centre, plain.centre.centre)
+    assert_same_weights(model, plain)
+
+
+class OneBatch(transformers.Trainer):
+    """The same mini-batch again and again."""
+
+    def get_train_dataloader(self):
+        return [next(iter(super().get_train_dataloader()))] * 12
+
+
+class InTwoWays(transformers.Trainer):
+    """Calls that differ from mini-batch to mini-batch, with a state within a dict."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **_):
+        vars(self).setdefault("kept", {"number": 0})["number"] += 1
+        number, ids = self.kept["number"], inputs.pop("input_ids")
+        if number % 3 == 0:
+            output = model(ids, None, **inputs)
+        else:
+            output = model(ids, **inputs) if number % 3 == 1 else model(input_ids=ids, **inputs)
+        assert number == self.kept["number"]
+        return output.loss * number
+
+
+@pytest.mark.parametrize("kind", [OneBatch, InTwoWays])
+def test_mini_batches_that_are_joined(kind, tmp_path):
+    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    model = model_of("llama")
+    plain = copy.deepcopy(model)
+    for make, one in ((kind, plain), (pipelined(kind), wrapped(model))):
+        made(make, one, tmp_path, rows(), **options).train()
     assert_same_weights(model, plain)
