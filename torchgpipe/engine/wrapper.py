@@ -63,8 +63,6 @@ class Wrapper(Alone):
     _own: ClassVar[tuple[str, ...]] = ("_process", "_norms", "_updated")
     _chunks: int
     _checkpoint: Keepings
-    #: Whether a step has shown which buffers layers change in forward.
-    _looked = False
 
     def __setattr__(self, name: str, value: Any) -> None:
         found = getattr(type(self), name, None)
@@ -224,7 +222,9 @@ def compute(
     """
     _, devices = wrapper._traced()
     own = [*wrapper._updated, *updated_in(loss)]
-    looks = m > 1 and wrapper.training and torch.is_grad_enabled() and not wrapper._looked
+    looks = (
+        m > 1 and wrapper.training and torch.is_grad_enabled() and not wrapper._traps.knows_state
+    )
     before = state_of(wrapper, loss) if looks else {}
     # guard: what is interrupted
     with (
@@ -235,7 +235,7 @@ def compute(
     ):
         found = step()
         if looks:
-            wrapper._looked = True
+            wrapper._traps.knows_state = True
             warn_of_changes(before, wrapper, loss, m)
     # The first layer to be compiled in this process may have been compiled here.
     prepare_if_compiled()

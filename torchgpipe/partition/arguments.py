@@ -264,6 +264,8 @@ class Traps:
         self._known: set[str] = set()
         #: Whether a mini-batch was seen, with the number of micro-batches that is set now.
         self.seen = False
+        #: Whether a step has shown which buffers layers change in forward.
+        self.knows_state = False
 
     def sequence_first(self, layers: Iterable[nn.Module], chunks: int) -> None:
         """Warn if layers take dimension 0 for the sequence while it is split."""

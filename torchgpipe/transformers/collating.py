@@ -206,7 +206,7 @@ class Prepared(NamedTuple):
     parts: list[dict[str, Any]]
 
     def count_in(self, kwargs: Mapping[str, Any]) -> int:
-        """How many of its tensors are among some arguments of the model."""
+        """Count its tensors among some arguments of the model."""
         own = [(key, x) for key, x in self.batch.items() if isinstance(x, Tensor)]
         return sum(kwargs.get(key) is x for key, x in own)
 

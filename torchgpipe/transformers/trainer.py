@@ -233,7 +233,7 @@ class Pipelined:
         return self._batches
 
     def _state(self) -> list[Any]:
-        """What code of the Trainer has stored in its attributes, and in lists and dicts there."""
+        """The objects in the Trainer's attributes, and in lists and dicts there."""
         own = ("_collated", "_prepared", "_batches", "_losses", "_step")
         found = [(key, x) for key, x in vars(self).items() if key not in own]
         within = [[*x.values()] if isinstance(x, dict) else x for _, x in found]

@@ -151,7 +151,7 @@ class OneBatch(transformers.Trainer):
 
 
 class InTwoWays(transformers.Trainer):
-    """Calls that differ from mini-batch to mini-batch, with a state within a dict."""
+    """A loss whose calls differ from mini-batch to mini-batch, with a state within a dict."""
 
     def compute_loss(self, model, inputs, return_outputs=False, **_):
         vars(self).setdefault("kept", {"number": 0})["number"] += 1
