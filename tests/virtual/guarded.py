@@ -404,7 +404,7 @@ MUTANTS = {
     "what is kept is packed": (("_hooks_of_caller()", "None"), "hooks of what is kept"),
     "what a backward leaves": (DROP, "what a backward leaves"),
     "a partition at a time": (("self.lock, ", ""), "at a time"),
-    "what is interrupted": (("SavedSettings(devices, modes), ", ""), "interrupted"),
+    "what is interrupted": (("SavedSettings(devices, modes),", ""), "interrupted"),
     "hooks of the forward": (("now.hooks != found.hooks", "False"), "hooks changed"),
     "leaves": (
         ("tensor.clone() if base.requires_grad and base.is_leaf else ", ""),

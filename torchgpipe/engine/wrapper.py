@@ -226,8 +226,8 @@ def compute(
         m > 1 and wrapper.training and torch.is_grad_enabled() and not wrapper._traps.knows_state
     )
     before = state_of(wrapper, loss) if looks else {}
-    # guard: what is interrupted
     with (
+        # guard: what is interrupted
         SavedSettings(devices, modes),
         deferred_updates(wrapper._norms),
         updates(own, m),
