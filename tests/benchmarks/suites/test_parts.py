@@ -18,9 +18,8 @@ def test_parts(mode, tmp_path, capsys):
     (row,) = json.loads(path.read_text("utf-8"))["rows"]
     assert sum(row["shares"].values()) == pytest.approx(1, abs=0.01)
     needed = {part for part, share in row["shares"].items() if share > 0}
-    only_in_training = {"autograd's engine", "recomputation"}
-    assert (only_in_training <= needed) == (mode == "always")
-    assert mode == "always" or not only_in_training & needed
+    assert ("autograd's engine" in needed) == (mode == "always")
+    assert mode != "always" or "recomputation" in needed
     assert f"{row['shares']['layers']:.1%}" in capsys.readouterr().out
 
 
