@@ -338,17 +338,22 @@ def test_stored_for_a_checkpoint_of_pytorch(mode, where, reentrant, value):
         pipe(torch.randn(8, 4))
 
 
+def assert_same_gradients(pipe, reference):
+    """Compare with a plain model that runs backward after each micro-batch."""
+    x = torch.randn(8, 4)
+    for part in x.chunk(4):
+        reference(part).sum().backward()
+    pipe(x).sum().backward()
+    for own, other in zip(pipe.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)
+
+
 @pytest.mark.parametrize("mode", ["never", "always"])
 def test_stored_beside_a_checkpoint_of_pytorch(mode):
     model = Checkpointed("before", False, signs)
     reference = copy.deepcopy(model)
     pipe = MappedGPipe(model, {"first": "cpu", "block": "cpu"}, chunks=4, checkpoint=mode)
-    x = torch.randn(8, 4)
-    for part in x.chunk(4):
-        reference(part).sum().backward()
-    pipe(x).sum().backward()
-    for own, other in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(own.grad, other.grad)
+    assert_same_gradients(pipe, reference)
 
 
 class Normalized(nn.Module):
@@ -382,9 +387,4 @@ def test_set_by_a_call_within_a_checkpoint_of_pytorch(mode, where):
     model, reference = Normalized(where), Normalized(where)
     reference.load_state_dict(model.state_dict())
     pipe = MappedGPipe(model, {"a": "cpu", "b": "cpu"}, chunks=4, checkpoint=mode)
-    x = torch.randn(8, 4)
-    for part in x.chunk(4):
-        reference(part).sum().backward()
-    pipe(x).sum().backward()
-    for own, other in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(own.grad, other.grad)
+    assert_same_gradients(pipe, reference)

@@ -211,7 +211,7 @@ def state_of(*models: Any) -> State:
 
     PyTorch's own layers count for nothing, as observers and spectral norms, nor do norms.
     """
-    norm: Any = nn.BatchNorm2d.__mro__[2]
+    norms = _torch.BatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d
     return {
         f"{name}.{key}".strip("."): (x, version_of(x), address_of(x))
         for model in models
@@ -220,7 +220,7 @@ def state_of(*models: Any) -> State:
         if type(layer).__module__.partition(".")[0] != "torch"
         for key, x in layer._buffers.items()
         if x is not None and key not in layer._non_persistent_buffers_set
-        if not (isinstance(layer, norm) and key in STATISTICS)
+        if not (isinstance(layer, norms) and key in STATISTICS)
         # The vectors of the older spectral norm.
         if f"{key[:-2]}_orig" not in layer._parameters
     }

@@ -49,8 +49,9 @@ class Collator:
 
     def __init__(self, collate: Callable[[Any], Any], chunks: int, is_sliced: bool) -> None:
         self.collate, self._chunks, self._is_sliced = collate, chunks, is_sliced
-        #: Whether mini-batches are cut, and whether each is one row; None before the first one.
+        #: Whether mini-batches are cut by rows; None before the first one.
         self._is_cut: bool | None = None
+        #: Whether one that cannot be cut is a single row.
         self._is_one_row = False
 
     def __getattr__(self, name: str) -> Any:
@@ -182,7 +183,7 @@ def in_one(tensors: Sequence[Tensor], is_one_row: bool, fill: int = 0) -> Tensor
     padded = []
     for x in tensors:
         missing = [(0, most - size) for most, size in zip(sizes, x.shape[1:])]
-        padded.append(F.pad(x, [*chain(*reversed(missing))], value=fill) if any(sizes) else x)
+        padded.append(F.pad(x, [*chain(*reversed(missing))], value=fill))
     return torch.cat(padded)
 
 

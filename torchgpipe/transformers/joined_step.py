@@ -84,9 +84,13 @@ class JoinedStep:
             pass
         if self._is_open:
             self._is_open = False
-            # After a failure, each mini-batch alone shows whose it is. Its code may leave it out.
-            with suppress_but_memory():
+            try:
                 self._outputs = self._compute(self._calls)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:
+                # Each mini-batch alone shows whose error it is, and its code may leave it out.
+                self._outputs = []
         if not self._outputs:
             return self._compute([call])[0]
         output, self._outputs[number] = self._outputs[number], None
@@ -96,17 +100,6 @@ class JoinedStep:
 def is_same(state: Sequence[Any], before: Sequence[Any]) -> bool:
     """Whether a state has the objects that it had before."""
     return len(state) == len(before) and all(x is y for x, y in zip(state, before))
-
-
-@contextmanager
-def suppress_but_memory() -> Iterator[None]:
-    """Leave exceptions out in a ``with`` block, but for those of memory that is full."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:
-        return
 
 
 @contextmanager

@@ -200,12 +200,11 @@ class Pipelined:
         own: Callable[..., Tensor] = partial(above.training_step, model)
         if not (self._batches and self._batches[0] is inputs):
             return own(inputs, *args, **kwargs)
-        batches = self._batches
-        if not self._losses:
-            batches = self._joined()
-            if len(batches) == 1:
-                self._batches = self._batches[1:]
-                return own(inputs, *args, **kwargs)
+        batches = [] if self._losses else self._joined()
+        del self._batches[0]
+        if len(batches) == 1:
+            return own(inputs, *args, **kwargs)
+        if batches:
             self._step = JoinedStep(
                 lambda k: own(batches[k], *args, **kwargs),
                 len(batches),
@@ -219,7 +218,6 @@ class Pipelined:
                 self._step = None
             # They are on their device, and are not read again.
             self._prepared = []
-        self._batches = self._batches[1:]
         return self._losses.pop(0)
 
     def _joined(self) -> list[Any]:
@@ -230,7 +228,7 @@ class Pipelined:
             rows += len(collated.parts) if collated else rows_of(batch)
             if count in (most, DEEPEST) or (most is None and rows >= self.pipe.chunks):
                 return self._batches[:count]
-        return self._batches
+        return [*self._batches]
 
     def _state(self) -> list[Any]:
         """The objects in the Trainer's attributes, and in lists and dicts there."""

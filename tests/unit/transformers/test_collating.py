@@ -134,21 +134,25 @@ def test_weights_and_predictions(kind, accumulation, tmp_path):
     assert sum(calls) > 3 * accumulation
 
 
-def test_each_example_reaches_the_model_once(tmp_path):
-    """Code that reads a mini-batch sees it as the collator has made it."""
-    seen = []
+def test_what_others_see(tmp_path):
+    """Code that reads a mini-batch sees no micro-batches; examples are collated once."""
+    shown, seen = [], []
 
     class Reads(transformers.Trainer):
         def training_step(self, model, inputs, *args, **kwargs):
-            seen.append({key: x.shape for key, x in inputs.items()})
+            shown.append([*inputs])
             return super().training_step(model, inputs, *args, **kwargs)
 
-    own = made(
-        pipelined(Reads), wrapped(Patches()), tmp_path, images(), {"data_collator": collated},
-        remove_unused_columns=False, max_steps=1,
-    )  # fmt: skip
-    own.train()
-    assert [[*x] for x in seen] == [["patches", "counts", "labels"]]
+    def recorded(examples):
+        seen.extend([id(x) for x in examples])
+        return collated(examples)
+
+    data, options = images(12), {"remove_unused_columns": False, "max_steps": 3}
+    given = {"data_collator": recorded}
+    made(pipelined(Reads), wrapped(Patches()), tmp_path, data, given, **options).train()
+    assert shown == [["patches", "counts", "labels"]] * 3
+    # The first four come twice, and the first time as copies.
+    assert sorted(seen[4:]) == sorted(map(id, data))
 
 
 def test_streamed_dataset(tmp_path):
