@@ -18,7 +18,7 @@ torchgpipe[transformers]``).
 
 # This one says what to install, so it comes first.
 from torchgpipe.transformers.trainer import pipelined  # isort: skip
+from torchgpipe.transformers.model_call import loss_of
 from torchgpipe.transformers.sequential import layers_of
-from torchgpipe.transformers.stand_in import loss_of
 
 __all__ = ["layers_of", "loss_of", "pipelined"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.transformers.stand_in import ModelCall
+from torchgpipe.transformers.model_call import ModelCall
 
 __all__: list[str] = []
 

@@ -27,7 +27,8 @@ from torchgpipe.partition.arguments import checked_count
 from torchgpipe.recompute.once import OncePerMiniBatch
 from torchgpipe.transformers.collating import KEY, Collated, Collator, Loader, Prepared
 from torchgpipe.transformers.joined_step import JoinedStep, one_backward
-from torchgpipe.transformers.stand_in import ModelCall, PipelinedModel, compute
+from torchgpipe.transformers.model_call import ModelCall, compute
+from torchgpipe.transformers.stand_in import PipelinedModel
 from torchgpipe.values.division import row_count
 
 __all__: list[str] = []
