@@ -94,6 +94,13 @@ class ModelCall:
             torch.ones_like(counts) if is_sum else shares_of(counts, alone=self._items is None)
         )
 
+    def sample(self, model: nn.Module, chunks: int) -> dict[str, Any]:
+        """The arguments of the first micro-batch, by name, before the mini-batch is divided."""
+        args, kwargs = self.args, self._given[0] if self._given else self.kwargs
+        if not self._given:
+            args, kwargs = next(split((args, kwargs), division_of((args, kwargs), chunks)))
+        return {**dict(zip(signature(model.forward).parameters, args)), **kwargs}
+
     @property
     def is_given(self) -> bool:
         """Whether the micro-batches are made already."""

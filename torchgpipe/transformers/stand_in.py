@@ -2,43 +2,68 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
-from torchgpipe.mapped_gpipe import MappedGPipe
+from torch import nn
 
 __all__: list[str] = []
 
 
-class PipelinedModel:
-    """A stand-in for the wrapped model: calls go to the wrapper, and return one loss.
+class StandIn:
+    """A stand-in for a model: its calls go through the pipeline, and return one loss.
 
-    Its class and its attributes are those of the model, since trainers look at both.
+    Its class and its attributes are those of the model, since trainers look at both. An attribute
+    that is assigned becomes the model's, but for ``forward``: whoever replaces that for a call, as
+    TRL does for distillation, wants it to be called with the arguments as they are.
 
     Args:
-        pipe: the wrapper.
-        call: takes the arguments of a call, and returns the model's output for them.
+        model: the model.
+        call: takes the module to call, the model or a part of it, and the arguments.
+        place: brings the model to its devices, if it is not there yet.
     """
 
-    _pipe: MappedGPipe
-    _call: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+    _model: nn.Module
+    _call: Callable[..., Any]
+    _place: Callable[[], Any]
 
     def __init__(
-        self, pipe: MappedGPipe, call: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+        self, model: nn.Module, call: Callable[..., Any], place: Callable[[], Any]
     ) -> None:
         # Assigned attributes would be the model's.
-        self.__dict__.update(_pipe=pipe, _call=call)
+        self.__dict__.update(_model=model, _call=call, _place=place)
 
     # The type checker does not allow a property for the class of an object.
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        return type(self._pipe.module)
+        return type(self._model)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._pipe.module, name)
+        if name == "generate":
+            self._place()
+        found = getattr(self._model, name)
+        # A loss that goes by the weights of the head calls all but the head.
+        if name == "base_model" and isinstance(found, nn.Module) and found is not self._model:
+            return StandIn(found, self._call, self._place)
+        return found
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._pipe.module, name, value)
+        if name != "forward":
+            setattr(self._model, name, value)
+        elif value == self._pipelined:
+            self.__dict__.pop(name, None)
+        else:
+            self.__dict__[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._model, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._model, memo)
+
+    def __reduce__(self) -> Any:
+        return _itself, (self._model,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, micro-batch by micro-batch.
@@ -52,4 +77,17 @@ class PipelinedModel:
             The model's output, joined. What has no dimension, as the loss, is that of the
             mini-batch.
         """
-        return self._call(args, kwargs)
+        return self.forward(*args, **kwargs)
+
+    def _pipelined(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(self._model, args, kwargs)
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The same as a call."""
+        found: Callable[..., Any] = self.__dict__.get("forward", self._pipelined)
+        return found
+
+
+def _itself(model: nn.Module) -> nn.Module:
+    return model

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copyreg
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache, partial, wraps
 from itertools import chain
 from typing import Any
 
@@ -22,13 +22,16 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from torchgpipe.batchnorm import DeferredBatchNorm
+from torchgpipe.devices.streams import Device
 from torchgpipe.mapped_gpipe import MappedGPipe
 from torchgpipe.partition.arguments import checked_count
+from torchgpipe.partition.keeping import Keeping
 from torchgpipe.recompute.once import OncePerMiniBatch
 from torchgpipe.transformers.collating import KEY, Collated, Collator, Loader, Prepared
 from torchgpipe.transformers.joined_step import JoinedStep, one_backward
 from torchgpipe.transformers.model_call import ModelCall, compute
-from torchgpipe.transformers.stand_in import PipelinedModel
+from torchgpipe.transformers.spread import Options, Spread, keep_in_place
+from torchgpipe.transformers.stand_in import StandIn
 from torchgpipe.values.division import row_count
 
 __all__: list[str] = []
@@ -40,24 +43,36 @@ DEEPEST = 32
 
 @cache
 def pipelined(trainer: type) -> Any:
-    """Make a Trainer's class train a wrapped model.
+    """Make a Trainer's class train a model over several devices.
 
     ::
 
-        trainer = pipelined(Trainer)(model=MappedGPipe(model, device_map, chunks=8), args=args, ...)
+        trainer = pipelined(Trainer)(model=model, args=args, devices=4, chunks=8, ...)
 
-    The Trainer sees the model itself: ``trainer.model`` is ``pipe.module``, and its class, its
-    configuration, its labels and its files are the plain model's. Losses and predictions are
-    computed by the wrapper. The loss is that of the whole mini-batch, on the device of the inputs.
-    The mini-batches of an optimizer step go through the wrapper in one call, as few as it takes for
-    ``chunks`` micro-batches; ``joined=2``, a further argument, is at most two of them, and 1 none.
+    All arguments are the Trainer's own, but for these:
+
+    - ``devices``: how many accelerators, or which ones; by default all. Without any the model
+      trains on the CPU, with a warning.
+    - ``chunks``: how many micro-batches to make of an optimizer step, by default two for each
+      device.
+    - ``checkpoint``: as in :class:`~torchgpipe.MappedGPipe`.
+    - ``joined``: the most mini-batches of an optimizer step that go through the devices in one
+      call; by default as few as it takes for ``chunks`` micro-batches.
+
+    The model is spread when it is called first, by the times that its blocks take for a micro-batch
+    of that call. A model that Accelerate has spread keeps its map. A
+    :class:`~torchgpipe.MappedGPipe` is taken as it is. A reference model or a teacher is spread,
+    too, in the way of the model if it is of its class.
+
+    The Trainer sees the model itself, and its files are the plain model's. Within a step
+    ``trainer.model`` is a stand-in, whose calls go through the devices. The loss is that of the
+    whole mini-batch, on the device of the inputs.
 
     Args:
         trainer: :class:`transformers.Trainer`, or a class that inherits from it.
 
     Returns:
-        A subclass of it, whose ``model`` is a :class:`~torchgpipe.MappedGPipe`; or whose
-        ``model_init`` returns one.
+        A subclass of it.
 
     Raises:
         TypeError: the class is no Trainer.
@@ -76,6 +91,39 @@ def pipelined(trainer: type) -> Any:
     return kind(f"Pipelined{trainer.__name__}", (Pipelined, trainer), {})
 
 
+#: The attributes of Trainers that hold models to compare with.
+REFERENCES = "ref_model", "teacher_model"
+
+
+def in_step(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a method that gets the model have its stand-in, also as ``self.model``."""
+
+    @wraps(method)
+    def within(self: Pipelined, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(model) is not StandIn and self.accelerator.unwrap_model(model) is self._model:
+            model = self._stand_in
+        outer, self._is_in_step = self._is_in_step, True
+        try:
+            return method(self, model, *args, **kwargs)
+        finally:
+            self._is_in_step = outer
+
+    return within
+
+
+@contextmanager
+def calling(model: nn.Module, part: nn.Module) -> Iterator[None]:
+    """Have a part of a model called in its place within a ``with`` block."""
+    before = vars(model).get("forward")
+    vars(model)["forward"] = lambda *args, **kwargs: part(*args, **kwargs)
+    try:
+        yield
+    finally:
+        del vars(model)["forward"]
+        if before is not None:
+            vars(model)["forward"] = before
+
+
 class Made(type):
     """The class of pipelined classes: pickle makes them again, since it finds none by its name."""
 
@@ -88,17 +136,32 @@ def reduced(made: type) -> Any:
 
 
 class Pipelined:
-    """A mixin for Trainers whose model is a wrapper."""
+    """A mixin for Trainers whose model is spread over devices."""
 
-    model: nn.Module
     args: Any
     accelerator: Any
+    optimizer: Any
     label_names: list[str]
     data_collator: Any
+    #: Whether a step runs. The Trainer's model is its stand-in then.
+    _is_in_step = False
+    #: The model, its wrapper, or how to make it, and its stand-in.
+    _model: nn.Module | None = None
+    _spread: Spread
+    _stand_in: StandIn
+    _is_made = False
+    #: Neither Trainer nor Accelerate moves the model.
+    place_model_on_device = property(lambda _: False, lambda *_: None)
 
-    def __init__(self, *args: Any, joined: int | None = None, **kwargs: Any) -> None:
-        #: The wrapper.
-        self.pipe: MappedGPipe
+    def __init__(
+        self,
+        *args: Any,
+        devices: int | Sequence[Device] | None = None,
+        chunks: int | None = None,
+        checkpoint: Keeping | Sequence[Keeping] | None = None,
+        joined: int | None = None,
+        **kwargs: Any,
+    ) -> None:
         if joined is not None:
             remedy = "joined=1 computes each mini-batch alone"
             joined = checked_count(joined, "joined", "mini-batches in one call", remedy)
@@ -110,48 +173,85 @@ class Pipelined:
         self._collated: dict[int, Collated] = {}
         self._prepared: list[Prepared] = []
         self._step: JoinedStep | None = None
-        # These are the first two arguments of all Trainers.
-        names = ("model", "args")[: len(args)]
-        given = {**dict(zip(names, args)), **kwargs}
-        if given.get("model") is not None or given.get("model_init") is None:
-            given["model"] = self._unwrapped(given.get("model"))
-        arguments = given.get("args")
-        if arguments is not None:
-            verify(arguments)
-        super().__init__(*map(given.pop, names), *args[2:], **given)
-        if self.model is not self.pipe.module:
+        self._is_loss_alone = False
+        self._options = Options(devices, chunks, checkpoint)
+        #: The wrappers that were given, of the model and of others, as references.
+        self._given: dict[nn.Module, MappedGPipe] = {}
+        values = [self._unwrapped(x) for x in args]
+        given = {key: self._unwrapped(x) for key, x in kwargs.items()}
+        for x in (*values, *given.values()):
+            if isinstance(x, transformers.TrainingArguments):
+                verify(x)
+        super().__init__(*values, **given)
+        verify(self.args)
+        self._adopt()
+        self._is_made = True
+
+    def _unwrapped(self, value: Any) -> Any:
+        """The model of a wrapper, which is remembered; other values as they are."""
+        if not isinstance(value, MappedGPipe):
+            return value
+        self._given[value.module] = value
+        keep_in_place(value.module, value.hf_device_map)
+        return value.module
+
+    def _adopt(self) -> None:
+        """Have the Trainer's model, and those that it compares with, spread over the devices."""
+        model: Any = self._model
+        within = {*model.modules()} - {model}
+        if lost := [type(x).__name__ for x in self._given if x in within]:
             raise ValueError(
                 "a Trainer must train the model that was wrapped (wrapped: "
-                f"{type(self.pipe.module).__name__}, trained: {type(self.model).__name__}); give "
-                "it its adapters first, as MappedGPipe(get_peft_model(model, config), ...)"
+                f"{lost}, trained: {type(model).__name__}); pass the plain model, which is wrapped "
+                "then, or give it its adapters first"
             )
-        places = {*self.pipe.hf_device_map.values()}
-        if self.args.n_gpu > 1 and len(places) == 1:
+        own, given = self._given.get(model), [x for x in self._options if x is not None]
+        if own is not None and given:
             raise ValueError(
-                "a Trainer copies a model that is on one device to all GPUs (device: "
-                f"{places.pop()}, GPUs: {self.args.n_gpu}); map the model to several of them, or "
-                "hide the others by CUDA_VISIBLE_DEVICES"
+                "devices, chunks and checkpoint are for a model that is not wrapped yet (model: "
+                f"MappedGPipe, given: {given}); pass them to MappedGPipe, or pass the plain model"
             )
+        self._spread = Spread(model, self._options, own)
+        self._stand_in = self._standing_in(self._spread)
+        for key, x in [*vars(self).items()]:
+            is_module = isinstance(x, nn.Module) and key not in ("_model", "_wrapped")
+            if is_module and x is not model and (key in REFERENCES or x in self._given):
+                spread = Spread(x, self._options, self._given.get(x), self._spread)
+                setattr(self, key, self._standing_in(spread))
 
-    def _unwrapped(self, pipe: Any) -> nn.Module:
-        if not isinstance(pipe, MappedGPipe):
-            raise TypeError(
-                "the model of a pipelined Trainer is a wrapped one (model: "
-                f"{type(pipe).__name__}); pass MappedGPipe(model, device_map, chunks=8)"
-            )
-        self.pipe = pipe
-        # Neither Trainer nor Accelerate moves a model with a map of several entries.
-        names = [name for name, _ in pipe.module.named_children()]
-        places = pipe.hf_device_map
-        if len(places) == 1:
-            places = {name: device for device in places.values() for name in names}
-        model: Any = pipe.module
-        model.hf_device_map = places
-        return pipe.module
+    def _standing_in(self, spread: Spread) -> StandIn:
+        return StandIn(spread.model, partial(self._called, spread), spread.made)
+
+    @property
+    def pipe(self) -> MappedGPipe | None:
+        """The wrapper; None before the first call of a model that was not wrapped."""
+        return self._spread.pipe
+
+    @property
+    def model(self) -> Any:
+        """The model; within a step its stand-in, whose calls go through the pipeline."""
+        return self._stand_in if self._is_in_step else self._model
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        if type(model) is not StandIn and model is not self._model:
+            self._model = model
+            if self._is_made:
+                self._adopt()
+
+    @property
+    def model_wrapped(self) -> Any:
+        """The same: a model that is spread is wrapped in nothing."""
+        return self.model
+
+    @model_wrapped.setter
+    def model_wrapped(self, _: Any) -> None:
+        pass
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         above: Any = super()
-        return self._unwrapped(above.call_model_init(trial))
+        model: nn.Module = self._unwrapped(above.call_model_init(trial))
+        return model
 
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         above: Any = super()
@@ -160,7 +260,7 @@ class Pipelined:
             self.accelerator.dispatch_batches is not False
         )
         own = self.data_collator
-        self.data_collator = Collator(own, self.pipe.chunks, is_sliced)
+        self.data_collator = Collator(own, self._spread.chunks, is_sliced)
         try:
             return above._get_dataloader(dataset, *args, **kwargs)
         finally:
@@ -191,6 +291,11 @@ class Pipelined:
             self._prepared.append(Prepared({**found}, own))
         return found
 
+    def __init_subclass__(cls) -> None:
+        for name in {"training_step", "compute_loss", "prediction_step"} & vars(cls).keys():
+            setattr(cls, name, in_step(vars(cls)[name]))
+
+    @in_step
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the loss of a mini-batch, and the gradients, as the Trainer's class does.
 
@@ -209,7 +314,7 @@ class Pipelined:
             self._step = JoinedStep(
                 lambda k: own(batches[k], *args, **kwargs),
                 len(batches),
-                partial(compute, self.pipe),
+                lambda calls: compute(self._spread.made(), calls),
                 self._state,
             )
             try:
@@ -227,13 +332,13 @@ class Pipelined:
         for count, batch in enumerate(self._batches, 1):
             collated = self._collated.get(id(batch))
             rows += len(collated.parts) if collated else rows_of(batch)
-            if count in (most, DEEPEST) or (most is None and rows >= self.pipe.chunks):
+            if count in (most, DEEPEST) or (most is None and rows >= self._spread.chunks):
                 return self._batches[:count]
         return [*self._batches]
 
     def _state(self) -> list[Any]:
         """The objects in the Trainer's attributes, and in lists and dicts there."""
-        own = ("_collated", "_prepared", "_batches", "_losses", "_step")
+        own = ("_collated", "_prepared", "_batches", "_losses", "_step", "_is_loss_alone")
         found = [(key, x) for key, x in vars(self).items() if key not in own]
         within = [[*x.values()] if isinstance(x, dict) else x for _, x in found]
         lists = [x for x in within if isinstance(x, list | tuple | set | deque)]
@@ -248,23 +353,27 @@ class Pipelined:
             and above._prepare_inputs.__func__ is transformers.Trainer._prepare_inputs
             # They update their statistics once for each call.
             and not any(
-                isinstance(x, DeferredBatchNorm | OncePerMiniBatch) for x in self.pipe.modules()
+                isinstance(x, DeferredBatchNorm | OncePerMiniBatch)
+                for x in self._spread.model.modules()
             )
         )
 
+    @in_step
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
         """Compute the loss of a mini-batch, as the Trainer's class does, by the wrapper."""
         above: Any = super()
-        needed = (
+        self._is_loss_alone = not (
             return_outputs
             or getattr(self, "label_smoother", None) is not None
             or getattr(self, "compute_loss_func", None) is not None
             or above.compute_loss.__func__ is not transformers.Trainer.compute_loss
         )
-        called = self._called(model, not needed)
-        return above.compute_loss(called, inputs, return_outputs, *args, **kwargs)
+        try:
+            return above.compute_loss(model, inputs, return_outputs, *args, **kwargs)
+        finally:
+            self._is_loss_alone = False
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as the Trainer's class does, on the devices of the model.
@@ -279,32 +388,40 @@ class Pipelined:
             return self._without_parts(batch)
 
         try:
-            with unmoved(self.pipe.module):
+            with unmoved(self._spread.model):
                 return above.evaluation_loop(Loader(dataloader, take), *args, **kwargs)
         finally:
             self._collated, self._prepared = before
 
+    @in_step
     def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Predict a mini-batch, as the Trainer's class does, by the wrapper."""
         above: Any = super()
-        return above.prediction_step(self._called(model, False), *args, **kwargs)
+        return above.prediction_step(model, *args, **kwargs)
 
-    def _called(self, model: Any, alone: bool) -> Any:
-        """The object to call in place of the model; another model is called itself."""
-        if type(model) is PipelinedModel or self.accelerator.unwrap_model(model) is not self.model:
-            return model
-
-        def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            # Mini-batches may have a tensor in common.
-            counts = [x.count_in(kwargs) for x in self._prepared]
-            most = max(counts, default=0)
-            parts = self._prepared[counts.index(most)].divided(args, kwargs) if most else []
-            made = ModelCall(args, kwargs, parts, self.label_names, self.args.device, alone)
-            if self._step is not None:
-                return self._step.call(made)
-            return compute(self.pipe, [made])[0]
-
-        return PipelinedModel(self.pipe, call)
+    def _called(
+        self, spread: Spread, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a model, or a module that holds what is spread of it, through the pipeline."""
+        # Mini-batches may have a tensor in common.
+        counts = [x.count_in(kwargs) for x in self._prepared]
+        most = max(counts, default=0)
+        parts = self._prepared[counts.index(most)].divided(args, kwargs) if most else []
+        call = ModelCall(
+            args, kwargs, parts, self.label_names, self.args.device, self._is_loss_alone
+        )
+        if spread.pipe is None:
+            spread.made(call.sample(spread.model, spread.chunks))
+            if spread is self._spread and self.optimizer is not None:
+                # What a checkpoint had for the optimizer goes where its parameters went.
+                self.optimizer.load_state_dict(self.optimizer.state_dict())
+        pipe = spread.made()
+        if module is not spread.model:
+            with calling(pipe.module, module):
+                return compute(pipe, [call])[0]
+        if self._step is not None and spread is self._spread:
+            return self._step.call(call)
+        return compute(pipe, [call])[0]
 
 
 def rows_of(batch: Any) -> int:
@@ -329,13 +446,13 @@ def unmoved(model: Any) -> Iterator[None]:
 
 
 def verify(arguments: Any) -> None:
-    """Check the arguments of a Trainer.
+    """Check the arguments of a Trainer, and have it use one GPU by itself.
 
     Raises:
         ValueError: they ask for something that a pipeline does in another way.
     """
     refused = {
-        "torch_compile": "compile the modules that the device map names, by module.compile()",
+        "torch_compile": "compile the modules of the model, by module.compile()",
         "fsdp": "a pipeline spreads the model already; leave it out",
         "deepspeed": "a pipeline spreads the model already; leave it out",
     }
@@ -343,3 +460,5 @@ def verify(arguments: Any) -> None:
         value = getattr(arguments, name, None)
         if value:
             raise ValueError(f"a pipelined Trainer takes no {name} ({name}: {value}); {remedy}")
+    # It copies a model to all GPUs otherwise.
+    arguments._n_gpu = min(arguments.n_gpu, 1)

@@ -1,0 +1,146 @@
+"""The models of a Trainer on their devices: wrappers that are made when a model is called first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from torchgpipe.devices.streams import CPU, Device, accelerators
+from torchgpipe.mapped.device_map import Wholes
+from torchgpipe.mapped_gpipe import MappedGPipe
+from torchgpipe.partition.arguments import checked_count
+from torchgpipe.partition.keeping import Keeping
+from torchgpipe.planner.blocks import Times, refined
+from torchgpipe.planner.given import places_of
+from torchgpipe.planner.maps import proposed
+from torchgpipe.transformers.counting import base_of
+
+__all__: list[str] = []
+
+
+#: The bytes of a model on the CPU up to which its blocks are measured there. Beyond that a single
+#: micro-batch takes minutes, and the blocks of large models are alike.
+MEASURED = 2 * 2**30
+
+
+class Options(NamedTuple):
+    """What a pipelined Trainer is told of devices and micro-batches; None where it is not."""
+
+    devices: int | Sequence[Device] | None
+    chunks: int | None
+    checkpoint: Keeping | Sequence[Keeping] | None
+
+    def places(self) -> list[torch.device]:
+        """The devices.
+
+        Raises:
+            ValueError: there are accelerators, but fewer.
+        """
+        found = accelerators()
+        if self.devices is None:
+            return found or [CPU]
+        if not isinstance(self.devices, int):
+            return places_of(self.devices, are_one_each=False)
+        remedy = "devices=None takes all of them"
+        count = checked_count(self.devices, "devices", "accelerators, the first ones", remedy)
+        if 0 < len(found) < count:
+            raise ValueError(
+                "there must be as many accelerators as a model is spread over (devices: "
+                f"{count}, accelerators: {len(found)}); {remedy}"
+            )
+        return found[:count] or [CPU]
+
+
+class Spread:
+    """A model, and its wrapper, which is made by the arguments of the model's first call.
+
+    Args:
+        model: the model. Until it is called it stays where it was loaded.
+        options: devices, chunks and checkpoint mode for the wrapper.
+        pipe: the wrapper, if there is one already.
+        like: a model that is on its devices, or to come there, in the way that this one shall be
+            spread, too, if it has the same modules.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        options: Options,
+        pipe: MappedGPipe | None = None,
+        like: Spread | None = None,
+    ) -> None:
+        self.model, self._options, self.pipe, self._like = model, options, pipe, like
+        own: Any = getattr(model, "hf_device_map", None) or {}
+        #: Whether Accelerate has spread the model, and nobody asks for other devices.
+        self._is_dispatched = len({*own.values()}) > 1 and options.devices is None
+        if pipe is None and not self._is_dispatched:
+            self._places = options.places()
+            keep_in_place(model)
+
+    @property
+    def chunks(self) -> int:
+        """The number of micro-batches of a mini-batch."""
+        if self.pipe is not None:
+            return self.pipe.chunks
+        places = {*self.model.hf_device_map.values()} if self._is_dispatched else self._places
+        return self._options.chunks or 2 * len(places)
+
+    def made(self, sample: Mapping[str, Any] | None = None) -> MappedGPipe:
+        """The wrapper.
+
+        Args:
+            sample: keyword arguments of the model, for a micro-batch. Blocks are measured with
+                these. Without any they are spread by the bytes of their weights.
+        """
+        if self.pipe is None:
+            checkpoint = self._options.checkpoint or "except_last"
+            options: dict[str, Any] = {"chunks": self.chunks, "checkpoint": checkpoint}
+            self.pipe = MappedGPipe(self.model, **self._map(sample), **options)
+            keep_in_place(self.model, self.pipe.hf_device_map)
+        return self.pipe
+
+    def _map(self, sample: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The arguments of the wrapper that say where its modules are."""
+        if self._is_dispatched:
+            return {}
+        if self._like is not None and (found := self._like.map_for(self.model, sample)):
+            return {"device_map": found}
+        if len(self._places) == 1:
+            return {"device_map": {"": self._places[0]}}
+        home = [x for x in self.model.parameters() if x.device == CPU]
+        if sample is None or sum(x.nbytes for x in home) > MEASURED:
+            return {"device_map": by_weights(self.model, self._places)}
+        return {"device_map": "auto", "sample": sample, "devices": self._places}
+
+    def map_for(
+        self, model: nn.Module, sample: Mapping[str, Any] | None
+    ) -> dict[str, torch.device] | None:
+        """The device map of the model for another one, if that has the same modules."""
+        if type(base_of(model)) is not type(base_of(self.model)):
+            return None
+        names = {x: name for name, x in self.model.named_modules()}
+        prefix = f"{names[base_of(self.model)]}."
+        own = {key.removeprefix(prefix): x for key, x in self.made(sample).device_map.items()}
+        return own if own.keys() <= dict(model.named_modules()).keys() else None
+
+
+def keep_in_place(model: Any, device_map: Mapping[str, torch.device] | None = None) -> None:
+    """Have Accelerate leave a model where it is: it moves none with a map of several entries."""
+    found = dict(device_map or {})
+    if len(found) < 2:
+        home = next((x.device for x in model.parameters()), CPU)
+        found = {name: home for name, _ in model.named_modules()}
+    model.hf_device_map = found
+
+
+def by_weights(model: nn.Module, places: Sequence[torch.device]) -> dict[str, Device]:
+    """Spread the blocks of a model evenly by the bytes of their weights."""
+
+    def measure(blocks: dict[str, nn.Module]) -> Times:
+        sizes = {name: float(sum(x.nbytes for x in y.parameters())) for name, y in blocks.items()}
+        return Times(blocks, sizes, {})
+
+    return proposed(places, *refined(measure, Wholes.of(model), len(places)))
