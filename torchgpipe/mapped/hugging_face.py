@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from importlib import import_module
 from types import FrameType
 from typing import Any
@@ -96,8 +97,14 @@ def verify_all_there(model: nn.Module) -> None:
 
 def release(model: nn.Module) -> None:
     """Remove the hooks of Accelerate, which would take tensors back to the devices of its map."""
-    if any(_hooks(module) for module in model.modules()):
-        import_module("accelerate.hooks").remove_hook_from_submodules(model)
+    for module in model.modules():
+        if _hooks(module):
+            hooks = import_module("accelerate.hooks")
+            if isinstance(module.forward, partial):
+                hooks.remove_hook_from_module(module)
+            else:
+                # Somebody has put another forward around that of Accelerate, which asks for a hook.
+                module._hf_hook = hooks.ModelHook()
 
 
 def verify_trainer() -> None:
