@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchgpipe.devices.streams import CPU, Device, accelerators
 from torchgpipe.mapped.device_map import Wholes
@@ -17,6 +17,7 @@ from torchgpipe.planner.blocks import Times, refined
 from torchgpipe.planner.given import places_of
 from torchgpipe.planner.maps import proposed
 from torchgpipe.transformers.counting import base_of
+from torchgpipe.values.structure import map_leaves
 
 __all__: list[str] = []
 
@@ -61,6 +62,7 @@ class Spread:
         model: the model. Until it is called it stays where it was loaded.
         options: devices, chunks and checkpoint mode for the wrapper.
         pipe: the wrapper, if there is one already.
+        moved: takes the parameters by what they were, when they have come to their devices.
         like: a model that is on its devices, or to come there, in the way that this one shall be
             spread, too, if it has the same modules.
     """
@@ -70,9 +72,12 @@ class Spread:
         model: Any,
         options: Options,
         pipe: MappedGPipe | None = None,
+        *,
+        moved: Callable[[dict[nn.Parameter, nn.Parameter]], None] = lambda _: None,
         like: Spread | None = None,
     ) -> None:
-        self.model, self._options, self.pipe, self._like = model, options, pipe, like
+        self.model, self.pipe = model, pipe
+        self._options, self._moved, self._like = options, moved, like
         own: Any = getattr(model, "hf_device_map", None) or {}
         #: Whether Accelerate has spread the model, and nobody asks for other devices.
         self._is_dispatched = len({*own.values()}) > 1 and options.devices is None
@@ -98,8 +103,10 @@ class Spread:
         if self.pipe is None:
             checkpoint = self._options.checkpoint or "except_last"
             options: dict[str, Any] = {"chunks": self.chunks, "checkpoint": checkpoint}
+            before = [*self.model.parameters()]
             self.pipe = MappedGPipe(self.model, **self._map(sample), **options)
             keep_in_place(self.model, self.pipe.hf_device_map)
+            self._moved(dict(zip(before, self.model.parameters())))
         return self.pipe
 
     def _map(self, sample: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -113,7 +120,8 @@ class Spread:
         home = [x for x in self.model.parameters() if x.device == CPU]
         if sample is None or sum(x.nbytes for x in home) > MEASURED:
             return {"device_map": by_weights(self.model, self._places)}
-        return {"device_map": "auto", "sample": sample, "devices": self._places}
+        near = map_leaves(lambda x: x.to(CPU) if home and isinstance(x, Tensor) else x, sample)
+        return {"device_map": "auto", "sample": near, "devices": self._places}
 
     def map_for(
         self, model: nn.Module, sample: Mapping[str, Any] | None
@@ -144,3 +152,18 @@ def by_weights(model: nn.Module, places: Sequence[torch.device]) -> dict[str, De
         return Times(blocks, sizes, {})
 
     return proposed(places, *refined(measure, Wholes.of(model), len(places)))
+
+
+def follow(optimizer: Any, moved: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Have an optimizer train parameters that have moved since it was made.
+
+    Args:
+        optimizer: the optimizer, which may have the state of a checkpoint.
+        moved: the parameters by what they were: on some devices PyTorch makes new ones.
+    """
+    for group in optimizer.param_groups:
+        group["params"] = [moved.get(x, x) for x in group["params"]]
+    for x in [*optimizer.state]:
+        optimizer.state[moved.get(x, x)] = optimizer.state.pop(x)
+    # Brings the state to the devices of the parameters.
+    optimizer.load_state_dict(optimizer.state_dict())

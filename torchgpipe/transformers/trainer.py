@@ -30,7 +30,7 @@ from torchgpipe.recompute.once import OncePerMiniBatch
 from torchgpipe.transformers.collating import KEY, Collated, Collator, Loader, Prepared
 from torchgpipe.transformers.joined_step import JoinedStep, one_backward
 from torchgpipe.transformers.model_call import ModelCall, compute
-from torchgpipe.transformers.spread import Options, Spread, keep_in_place
+from torchgpipe.transformers.spread import Options, Spread, follow, keep_in_place
 from torchgpipe.transformers.stand_in import StandIn
 from torchgpipe.values.division import row_count
 
@@ -172,7 +172,7 @@ class Pipelined:
         #: Mini-batches that cannot be cut, by identity, and those that are on their device.
         self._collated: dict[int, Collated] = {}
         self._prepared: list[Prepared] = []
-        self._step: JoinedStep | None = None
+        self._joined_step: JoinedStep | None = None
         self._is_loss_alone = False
         self._options = Options(devices, chunks, checkpoint)
         #: The wrappers that were given, of the model and of others, as references.
@@ -211,16 +211,22 @@ class Pipelined:
                 "devices, chunks and checkpoint are for a model that is not wrapped yet (model: "
                 f"MappedGPipe, given: {given}); pass them to MappedGPipe, or pass the plain model"
             )
-        self._spread = Spread(model, self._options, own)
+        self._spread = Spread(model, self._options, own, moved=self._followed)
         self._stand_in = self._standing_in(self._spread)
         for key, x in [*vars(self).items()]:
-            is_module = isinstance(x, nn.Module) and key not in ("_model", "_wrapped")
-            if is_module and x is not model and (key in REFERENCES or x in self._given):
-                spread = Spread(x, self._options, self._given.get(x), self._spread)
+            if not isinstance(x, nn.Module) or x is model:
+                continue
+            if key in REFERENCES or x in self._given:
+                spread = Spread(x, self._options, self._given.get(x), like=self._spread)
                 setattr(self, key, self._standing_in(spread))
 
     def _standing_in(self, spread: Spread) -> StandIn:
         return StandIn(spread.model, partial(self._called, spread), spread.made)
+
+    def _followed(self, moved: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Have the optimizer follow the parameters to their devices."""
+        if self.optimizer is not None:
+            follow(self.optimizer, moved)
 
     @property
     def pipe(self) -> MappedGPipe | None:
@@ -303,7 +309,12 @@ class Pipelined:
         takes for ``chunks`` micro-batches. These find their losses then.
         """
         above: Any = super()
-        own: Callable[..., Tensor] = partial(above.training_step, model)
+
+        def own(inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+            loss: Tensor = above.training_step(model, inputs, *args, **kwargs)
+            # A loss of somebody's own may be on the device of the head.
+            return loss.to(self.args.device)
+
         if not (self._batches and self._batches[0] is inputs):
             return own(inputs, *args, **kwargs)
         batches = [] if self._losses else self._joined()
@@ -311,7 +322,7 @@ class Pipelined:
         if len(batches) == 1:
             return own(inputs, *args, **kwargs)
         if batches:
-            self._step = JoinedStep(
+            self._joined_step = JoinedStep(
                 lambda k: own(batches[k], *args, **kwargs),
                 len(batches),
                 lambda calls: compute(self._spread.made(), calls),
@@ -319,9 +330,9 @@ class Pipelined:
             )
             try:
                 with one_backward(self.accelerator):
-                    self._losses = self._step.losses()
+                    self._losses = self._joined_step.losses()
             finally:
-                self._step = None
+                self._joined_step = None
             # They are on their device, and are not read again.
             self._prepared = []
         return self._losses.pop(0)
@@ -338,7 +349,7 @@ class Pipelined:
 
     def _state(self) -> list[Any]:
         """The objects in the Trainer's attributes, and in lists and dicts there."""
-        own = ("_collated", "_prepared", "_batches", "_losses", "_step", "_is_loss_alone")
+        own = ("_collated", "_prepared", "_batches", "_losses", "_joined_step", "_is_loss_alone")
         found = [(key, x) for key, x in vars(self).items() if key not in own]
         within = [[*x.values()] if isinstance(x, dict) else x for _, x in found]
         lists = [x for x in within if isinstance(x, list | tuple | set | deque)]
@@ -410,17 +421,12 @@ class Pipelined:
         call = ModelCall(
             args, kwargs, parts, self.label_names, self.args.device, self._is_loss_alone
         )
-        if spread.pipe is None:
-            spread.made(call.sample(spread.model, spread.chunks))
-            if spread is self._spread and self.optimizer is not None:
-                # What a checkpoint had for the optimizer goes where its parameters went.
-                self.optimizer.load_state_dict(self.optimizer.state_dict())
-        pipe = spread.made()
+        pipe = spread.pipe or spread.made(call.sample(spread.model, spread.chunks))
         if module is not spread.model:
             with calling(pipe.module, module):
                 return compute(pipe, [call])[0]
-        if self._step is not None and spread is self._spread:
-            return self._step.call(call)
+        if self._joined_step is not None and spread is self._spread:
+            return self._joined_step.call(call)
         return compute(pipe, [call])[0]
 
 

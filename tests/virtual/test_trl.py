@@ -1,0 +1,192 @@
+"""TRL's trainers over several devices, of which they know the first: as the plain ones on it."""
+
+
+import pytest
+import torch
+
+from tests.examples import MISSING
+from tests.support.architectures import GROUPED
+from tests.support.helpers import assert_no_races
+from torchgpipe.testing import observe
+
+transformers = pytest.importorskip("transformers", exc_type=MISSING)
+trl = pytest.importorskip("trl", exc_type=MISSING)
+peft = pytest.importorskip("peft", exc_type=MISSING)
+datasets = pytest.importorskip("datasets", exc_type=MISSING)
+
+# Not before it is known that these are there.
+from accelerate import state  # noqa: E402
+from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+
+from torchgpipe.transformers import pipelined  # noqa: E402
+
+# TRL passes arguments that Transformers calls old.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:trl")
+
+datasets.disable_progress_bars()
+SIZE = 64
+
+
+def tokenizer(side="right"):
+    words = Tokenizer(models.WordLevel({f"w{k}": k for k in range(SIZE)}, unk_token="w3"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"pad_token": "w0", "bos_token": "w1", "eos_token": "w2", "unk_token": "w3"}
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, padding_side=side, **special
+    )
+
+
+def text(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return " ".join(f"w{k}" for k in torch.randint(4, SIZE, (count,), generator=generator).tolist())
+
+
+def model_of(kind="LlamaForCausalLM", seed=0, **options):
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        **{
+            **GROUPED,
+            "vocab_size": SIZE,
+            "num_hidden_layers": 4,
+            "tie_word_embeddings": False,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            **options,
+        }
+    )
+    return getattr(transformers, kind)(config)
+
+
+LORA = {"r": 4, "init_lora_weights": False}
+PAIRS = [
+    {
+        "prompt": text(3 + k % 3, k) + " ",
+        "chosen": text(4 + k % 4, 20 + k),
+        "rejected": text(3 + (k + 2) % 5, 40 + k),
+    }
+    for k in range(16)
+]
+TEXTS = [{"text": text(4 + 3 * (k % 5), k)} for k in range(32)]
+PROMPTS = [{"prompt": text(3 + k % 3, k)} for k in range(8)]
+JUDGED = [
+    {"prompt": x["prompt"], "completion": x["chosen"], "label": k % 2 == 0}
+    for k, x in enumerate(PAIRS)
+]
+
+
+def known(monkeypatch, arguments, device):
+    """Have a Trainer know a device, as it knows the first GPU."""
+    place = property(lambda x: (x._setup_devices, device)[1])
+    monkeypatch.setattr(transformers.TrainingArguments, "device", place)
+    assert arguments.device == device
+    monkeypatch.setitem(state.PartialState._shared_state, "device", device)
+    state.AcceleratorState._shared_state.clear()
+
+
+def reward(completions, **_):
+    return [sum(int(word[1:]) % 5 for word in x.split()) / 10 for x in completions]
+
+
+ONLINE = {"num_generations": 4, "max_completion_length": 6, "per_device_train_batch_size": 8}
+
+
+def lora(task="CAUSAL_LM"):
+    return peft.LoraConfig(task_type=task, **LORA)
+
+
+#: By name: the trainer, its options, its data, and what else it gets.
+CASES = {
+    "SFT": ("SFT", {"gradient_accumulation_steps": 2}, TEXTS, {}),
+    "SFT, packed": (
+        "SFT",
+        {"packing": True, "max_length": 24, "per_device_train_batch_size": 2},
+        TEXTS,
+        {},
+    ),
+    "SFT, LoRA": ("SFT", {}, TEXTS, {"peft_config": lora}),
+    "DPO, LoRA": ("DPO", {}, PAIRS, {"peft_config": lora}),
+    "DPO": ("DPO", {}, PAIRS, {"ref_model": lambda: model_of(seed=7)}),
+    "KTO, LoRA": ("KTO", {}, JUDGED, {"peft_config": lora}),
+    "KTO": ("KTO", {}, JUDGED, {"ref_model": lambda: model_of(seed=7)}),
+    "Reward": ("Reward", {}, PAIRS, {}),
+    "GRPO": ("GRPO", ONLINE, PROMPTS, {}),
+    "GRPO, two iterations": ("GRPO", {**ONLINE, "num_iterations": 2}, PROMPTS, {}),
+    "GRPO, KL, LoRA": ("GRPO", {**ONLINE, "beta": 0.1}, PROMPTS, {"peft_config": lora}),
+    "GRPO, KL": ("GRPO", {**ONLINE, "beta": 0.1}, PROMPTS, {}),
+    "RLOO": ("RLOO", {**ONLINE, "beta": 0.1}, PROMPTS, {"peft_config": lora}),
+    "Distillation": (
+        "Distillation",
+        {"max_completion_length": 6, "per_device_train_batch_size": 8},
+        PROMPTS,
+        {"teacher_model": lambda: model_of(seed=7)},
+    ),
+}
+
+
+def run(name, folder, device, monkeypatch, **own):
+    """Train, and return what was logged and the weights."""
+    kind, options, data, others = CASES[name]
+    trainer, config = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
+    if own:
+        trainer = pipelined(trainer)
+    if kind == "Reward":
+        model = model_of("LlamaForSequenceClassification", num_labels=1)
+    else:
+        model = model_of()
+    if "KL" in name and "LoRA" not in name:
+        # The reference is loaded from here.
+        model.save_pretrained(folder / "model")
+        model = transformers.LlamaForCausalLM.from_pretrained(folder / "model")
+    given = {key: make() for key, make in others.items()}
+    if kind in ("GRPO", "RLOO"):
+        given["reward_funcs"] = reward
+    arguments = config(
+        str(folder),
+        **{
+            "per_device_train_batch_size": 4,
+            "max_steps": 3,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+            "bf16": False,
+            "learning_rate": 0.1,
+            "optim": "sgd",
+            "lr_scheduler_type": "constant",
+            "use_cpu": True,
+            **options,
+        },
+    )
+    known(monkeypatch, arguments, device)
+    side = "left" if kind in ("GRPO", "RLOO", "Distillation") else "right"
+    made = trainer(
+        model=model,
+        args=arguments,
+        train_dataset=datasets.Dataset.from_list(data),
+        processing_class=tokenizer(side),
+        **given,
+        **own,
+    )
+    made.remove_callback(transformers.PrinterCallback)
+    assert made.accelerator.device == device
+    with observe() as seen:
+        made.train()
+    logs = [
+        {k: x[k] for k in x if k.startswith(("loss", "reward", "grad", "kl", "entropy", "logps"))}
+        for x in made.state.log_history
+        if "loss" in x
+    ]
+    weights = {key: x.detach().cpu().clone() for key, x in made.model.named_parameters()}
+    return logs, weights, seen, made
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logs_and_weights(name, devices, tmp_path, monkeypatch):
+    expected, plain, _, _ = run(name, tmp_path, devices[0], monkeypatch)
+    several = {"devices": devices[:3], "chunks": 4}
+    logs, weights, seen, made = run(name, tmp_path, devices[0], monkeypatch, **several)
+    assert len({*made.pipe.device_map.values()}) == 3
+    torch.testing.assert_close(logs, expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(weights, plain, rtol=1e-3, atol=1e-4)
+    assert_no_races(seen)
