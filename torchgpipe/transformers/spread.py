@@ -17,6 +17,7 @@ from torchgpipe.planner.blocks import Times, refined
 from torchgpipe.planner.given import places_of
 from torchgpipe.planner.maps import proposed
 from torchgpipe.transformers.counting import base_of
+from torchgpipe.transformers.fused_head import call_within_head
 from torchgpipe.values.structure import map_leaves
 
 __all__: list[str] = []
@@ -81,6 +82,8 @@ class Spread:
         own: Any = getattr(model, "hf_device_map", None) or {}
         #: Whether Accelerate has spread the model, and nobody asks for other devices.
         self._is_dispatched = len({*own.values()}) > 1 and options.devices is None
+        #: Whether the host waits for each micro-batch.
+        self._waits = call_within_head(base_of(model))
         if pipe is None and not self._is_dispatched:
             self._places = options.places()
             keep_in_place(model)
@@ -90,8 +93,12 @@ class Spread:
         """The number of micro-batches of a mini-batch."""
         if self.pipe is not None:
             return self.pipe.chunks
-        places = {*self.model.hf_device_map.values()} if self._is_dispatched else self._places
-        return self._options.chunks or 2 * len(places)
+        return self._options.chunks or 2 * self._count
+
+    @property
+    def _count(self) -> int:
+        """The number of devices."""
+        return len({*(self.model.hf_device_map.values() if self._is_dispatched else self._places)})
 
     def made(self, sample: Mapping[str, Any] | None = None) -> MappedGPipe:
         """The wrapper.
@@ -103,6 +110,8 @@ class Spread:
         if self.pipe is None:
             checkpoint = self._options.checkpoint or "except_last"
             options: dict[str, Any] = {"chunks": self.chunks, "checkpoint": checkpoint}
+            # While one thread waits, another one has work for the devices.
+            options["threads"] = self._count if self._waits else 1
             before = [*self.model.parameters()]
             self.pipe = MappedGPipe(self.model, **self._map(sample), **options)
             keep_in_place(self.model, self.pipe.hf_device_map)
