@@ -1,12 +1,13 @@
 """TRL's trainers over several devices, of which they know the first: as the plain ones on it."""
 
-
 import pytest
 import torch
 
 from tests.examples import MISSING
 from tests.support.architectures import GROUPED
 from tests.support.helpers import assert_no_races
+from tests.support.size import soak
+from tests.support.trainers import known
 from torchgpipe.testing import observe
 
 transformers = pytest.importorskip("transformers", exc_type=MISSING)
@@ -15,10 +16,13 @@ peft = pytest.importorskip("peft", exc_type=MISSING)
 datasets = pytest.importorskip("datasets", exc_type=MISSING)
 
 # Not before it is known that these are there.
-from accelerate import state  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+from trl.trainer import utils  # noqa: E402
+from trl.trainer.utils import add_fused_lm_head  # noqa: E402
 
+from tests.virtual.test_joined_steps import busiest  # noqa: E402
 from torchgpipe.transformers import pipelined  # noqa: E402
+from torchgpipe.transformers.spread import Options, Spread  # noqa: E402
 
 # TRL passes arguments that Transformers calls old.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:trl")
@@ -47,7 +51,6 @@ def model_of(kind="LlamaForCausalLM", seed=0, **options):
         **{
             **GROUPED,
             "vocab_size": SIZE,
-            "num_hidden_layers": 4,
             "tie_word_embeddings": False,
             "pad_token_id": 0,
             "bos_token_id": 1,
@@ -58,7 +61,6 @@ def model_of(kind="LlamaForCausalLM", seed=0, **options):
     return getattr(transformers, kind)(config)
 
 
-LORA = {"r": 4, "init_lora_weights": False}
 PAIRS = [
     {
         "prompt": text(3 + k % 3, k) + " ",
@@ -68,20 +70,11 @@ PAIRS = [
     for k in range(16)
 ]
 TEXTS = [{"text": text(4 + 3 * (k % 5), k)} for k in range(32)]
-PROMPTS = [{"prompt": text(3 + k % 3, k)} for k in range(8)]
+PROMPTS = [{"prompt": text(3 + k % 3, k)} for k in range(32)]
 JUDGED = [
     {"prompt": x["prompt"], "completion": x["chosen"], "label": k % 2 == 0}
     for k, x in enumerate(PAIRS)
 ]
-
-
-def known(monkeypatch, arguments, device):
-    """Have a Trainer know a device, as it knows the first GPU."""
-    place = property(lambda x: (x._setup_devices, device)[1])
-    monkeypatch.setattr(transformers.TrainingArguments, "device", place)
-    assert arguments.device == device
-    monkeypatch.setitem(state.PartialState._shared_state, "device", device)
-    state.AcceleratorState._shared_state.clear()
 
 
 def reward(completions, **_):
@@ -91,8 +84,12 @@ def reward(completions, **_):
 ONLINE = {"num_generations": 4, "max_completion_length": 6, "per_device_train_batch_size": 8}
 
 
-def lora(task="CAUSAL_LM"):
-    return peft.LoraConfig(task_type=task, **LORA)
+def lora():
+    return peft.LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False)
+
+
+def reference():
+    return model_of(seed=7)
 
 
 #: By name: the trainer, its options, its data, and what else it gets.
@@ -104,29 +101,43 @@ CASES = {
         TEXTS,
         {},
     ),
-    "SFT, LoRA": ("SFT", {}, TEXTS, {"peft_config": lora}),
     "DPO, LoRA": ("DPO", {}, PAIRS, {"peft_config": lora}),
-    "DPO": ("DPO", {}, PAIRS, {"ref_model": lambda: model_of(seed=7)}),
-    "KTO, LoRA": ("KTO", {}, JUDGED, {"peft_config": lora}),
-    "KTO": ("KTO", {}, JUDGED, {"ref_model": lambda: model_of(seed=7)}),
+    "DPO": ("DPO", {}, PAIRS, {"ref_model": reference}),
+    # The mini-batch has fewer answers of the reference than rows.
+    "DPO, precomputed": ("DPO", {"precompute_ref_log_probs": True}, PAIRS, {"peft_config": lora}),
+    "KTO": ("KTO", {}, JUDGED, {"peft_config": lora}),
     "Reward": ("Reward", {}, PAIRS, {}),
     "GRPO": ("GRPO", ONLINE, PROMPTS, {}),
     "GRPO, two iterations": ("GRPO", {**ONLINE, "num_iterations": 2}, PROMPTS, {}),
-    "GRPO, KL, LoRA": ("GRPO", {**ONLINE, "beta": 0.1}, PROMPTS, {"peft_config": lora}),
     "GRPO, KL": ("GRPO", {**ONLINE, "beta": 0.1}, PROMPTS, {}),
     "RLOO": ("RLOO", {**ONLINE, "beta": 0.1}, PROMPTS, {"peft_config": lora}),
     "Distillation": (
         "Distillation",
         {"max_completion_length": 6, "per_device_train_batch_size": 8},
         PROMPTS,
-        {"teacher_model": lambda: model_of(seed=7)},
+        {"teacher_model": reference},
     ),
+}
+
+#: Others of the same kinds.
+MORE = {
+    "SFT, LoRA": ("SFT", {}, TEXTS, {"peft_config": lora}),
+    "SFT, half precision": ("SFT", {"bf16": True}, TEXTS, {"peft_config": lora}),
+    "DPO, synchronised": (
+        "DPO",
+        {"sync_ref_model": True, "ref_model_sync_steps": 1},
+        PAIRS,
+        {"ref_model": reference},
+    ),
+    "KTO, reference": ("KTO", {}, JUDGED, {"ref_model": reference}),
+    "GRPO, KL, LoRA": ("GRPO", {**ONLINE, "beta": 0.1}, PROMPTS, {"peft_config": lora}),
+    "GRPO, accumulated": ("GRPO", {**ONLINE, "gradient_accumulation_steps": 2}, PROMPTS, {}),
 }
 
 
 def run(name, folder, device, monkeypatch, **own):
     """Train, and return what was logged and the weights."""
-    kind, options, data, others = CASES[name]
+    kind, options, data, others = {**CASES, **MORE}[name]
     trainer, config = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
     if own:
         trainer = pipelined(trainer)
@@ -181,7 +192,7 @@ def run(name, folder, device, monkeypatch, **own):
     return logs, weights, seen, made
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(x, marks=soak) for x in MORE)])
 def test_logs_and_weights(name, devices, tmp_path, monkeypatch):
     expected, plain, _, _ = run(name, tmp_path, devices[0], monkeypatch)
     several = {"devices": devices[:3], "chunks": 4}
@@ -189,4 +200,25 @@ def test_logs_and_weights(name, devices, tmp_path, monkeypatch):
     assert len({*made.pipe.device_map.values()}) == 3
     torch.testing.assert_close(logs, expected, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(weights, plain, rtol=1e-3, atol=1e-4)
+    assert_no_races(seen)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_fused_head(tied, devices, monkeypatch):
+    """It is on the device of the head, and no micro-batch waits until the host has seen another."""
+    model, places = model_of(num_hidden_layers=8, tie_word_embeddings=tied), devices[:4]
+    add_fused_lm_head(model)
+    seen_on = []
+    # As on GPUs, where only the labels that count are looked at.
+    monkeypatch.setattr(utils, "_use_triton", lambda device: seen_on.append(device) or True)
+    spread = Spread(model, Options(places, 8, "never"))
+    inputs = torch.randint(4, SIZE, (8, 6)).to(places[0])
+    pipe = spread.made()
+    for _ in range(2):
+        # One thread runs the first step, in which rows are watched.
+        with observe(costs={"mm": 1.0, "addmm": 1.0, "bmm": 0.0}) as seen:
+            output = pipe(input_ids=inputs, labels=inputs, fused_lm_head=True)
+            output.loss.mean().backward()
+    assert {*seen_on} == {places[3]}
+    assert seen.makespan / busiest(seen) < 1.5
     assert_no_races(seen)

@@ -105,6 +105,11 @@ class Collator:
                 raise
             return self._in_one(examples, whole, f"raised {type(error).__name__}: {error}")
         found = as_one_batch(parts, self._is_one_row)
+        if whole and has_other_order(found, whole):
+            # As of TRL's pairs: all chosen rows, then all others. The call of the model tells what
+            # can be cut, which is less than the mini-batch has.
+            self._is_cut = True
+            return whole
         if whole and self._is_one_row and shapes_in(found) != shapes_in(whole):
             # Some of them have a size of their own, as cumulated lengths.
             places = [key for key, x in shapes_in(whole).items() if x[:1] == (1,)]
@@ -134,6 +139,19 @@ def has_rows(batch: dict[str, Any], count: int) -> bool:
     except (TypeError, ValueError):
         return False
     return count == 1 or row_count(batch) > 1
+
+
+def has_other_order(batch: Mapping[str, Any], whole: Mapping[str, Any]) -> bool:
+    """Whether a tensor of a mini-batch has the rows that it has in another one, in other order."""
+
+    def rows(x: Tensor) -> list[Any]:
+        return [row.flatten().tolist() for row in x]
+
+    return any(
+        rows(x) != rows(batch[key]) and sorted(rows(x)) == sorted(rows(batch[key]))
+        for key, x in whole.items()
+        if isinstance(x, Tensor) and x.dim() and x.shape == getattr(batch.get(key), "shape", None)
+    )
 
 
 def shapes_in(batch: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

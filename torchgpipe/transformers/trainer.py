@@ -102,11 +102,8 @@ def in_step(method: Callable[..., Any]) -> Callable[..., Any]:
     def within(self: Pipelined, model: Any, *args: Any, **kwargs: Any) -> Any:
         if type(model) is not StandIn and self.accelerator.unwrap_model(model) is self._model:
             model = self._stand_in
-        outer, self._is_in_step = self._is_in_step, True
-        try:
+        with self._standing():
             return method(self, model, *args, **kwargs)
-        finally:
-            self._is_in_step = outer
 
     return within
 
@@ -185,7 +182,6 @@ class Pipelined:
         super().__init__(*values, **given)
         verify(self.args)
         self._adopt()
-        self._is_made = True
 
     def _unwrapped(self, value: Any) -> Any:
         """The model of a wrapper, which is remembered; other values as they are."""
@@ -198,6 +194,8 @@ class Pipelined:
     def _adopt(self) -> None:
         """Have the Trainer's model, and those that it compares with, spread over the devices."""
         model: Any = self._model
+        if self._is_made and self._spread.model is model:
+            return
         within = {*model.modules()} - {model}
         if lost := [type(x).__name__ for x in self._given if x in within]:
             raise ValueError(
@@ -213,6 +211,7 @@ class Pipelined:
             )
         self._spread = Spread(model, self._options, own, moved=self._followed)
         self._stand_in = self._standing_in(self._spread)
+        self._is_made = True
         for key, x in [*vars(self).items()]:
             if not isinstance(x, nn.Module) or x is model:
                 continue
@@ -222,6 +221,22 @@ class Pipelined:
 
     def _standing_in(self, spread: Spread) -> StandIn:
         return StandIn(spread.model, partial(self._called, spread), spread.made)
+
+    @contextmanager
+    def _standing(self) -> Iterator[None]:
+        """Have the stand-in be the Trainer's model within a ``with`` block."""
+        outer, self._is_in_step = self._is_in_step, True
+        try:
+            yield
+        finally:
+            self._is_in_step = outer
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        # TRL has the reference compute all data, by this method, while a Trainer is made.
+        above: Any = super()
+        self._adopt()
+        with self._standing():
+            return above._precompute_ref_logps(*args, **kwargs)
 
     def _followed(self, moved: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Have the optimizer follow the parameters to their devices."""
