@@ -328,7 +328,7 @@ class MappedGPipe(Wrapper):
         # It refers to the graph, and the graph to the step, if the model came back to a device.
         # guard: letting go of what is omitted
         del step.omitted
-        omitted.take(mini_batch.batches)
+        omitted.take(mini_batch.batches, joins=not mini_batch.division.is_ready)
         output = mini_batch.joined(order.blocks)
         if late:
             output = map_leaves(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copyreg
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from itertools import chain
 from typing import Any
@@ -27,7 +27,7 @@ from torchgpipe.partition.arguments import checked_count
 from torchgpipe.recompute.once import OncePerMiniBatch
 from torchgpipe.transformers.collating import KEY, Collated, Collator, Loader, Prepared
 from torchgpipe.transformers.joined_step import JoinedStep, one_backward
-from torchgpipe.transformers.model_call import ModelCall, compute
+from torchgpipe.transformers.model_call import ModelCall, compute, loss_alone
 from torchgpipe.transformers.stand_in import PipelinedModel
 from torchgpipe.values.division import row_count
 
@@ -263,8 +263,8 @@ class Pipelined:
             or getattr(self, "compute_loss_func", None) is not None
             or above.compute_loss.__func__ is not transformers.Trainer.compute_loss
         )
-        called = self._called(model, not needed)
-        return above.compute_loss(called, inputs, return_outputs, *args, **kwargs)
+        with nullcontext() if needed else loss_alone(self.pipe.module):
+            return above.compute_loss(self._called(model), inputs, return_outputs, *args, **kwargs)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as the Trainer's class does, on the devices of the model.
@@ -287,9 +287,9 @@ class Pipelined:
     def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Predict a mini-batch, as the Trainer's class does, by the wrapper."""
         above: Any = super()
-        return above.prediction_step(self._called(model, False), *args, **kwargs)
+        return above.prediction_step(self._called(model), *args, **kwargs)
 
-    def _called(self, model: Any, alone: bool) -> Any:
+    def _called(self, model: Any) -> Any:
         """The object to call in place of the model; another model is called itself."""
         if type(model) is PipelinedModel or self.accelerator.unwrap_model(model) is not self.model:
             return model
@@ -299,7 +299,7 @@ class Pipelined:
             counts = [x.count_in(kwargs) for x in self._prepared]
             most = max(counts, default=0)
             parts = self._prepared[counts.index(most)].divided(args, kwargs) if most else []
-            made = ModelCall(args, kwargs, parts, self.label_names, self.args.device, alone)
+            made = ModelCall(args, kwargs, parts, self.label_names, self.args.device)
             if self._step is not None:
                 return self._step.call(made)
             return compute(self.pipe, [made])[0]
