@@ -18,7 +18,16 @@ from torchgpipe.batchnorm import defer
 from torchgpipe.checks import checked_flag
 from torchgpipe.devices.streams import Device, has_streams
 from torchgpipe.engine.wrapper import MiniBatch, Wrapper, begin_mini_batch, compute
-from torchgpipe.mapped.calls import Call, Signed, current, intercept, is_intercepted, let_go, signed
+from torchgpipe.mapped.calls import (
+    Call,
+    Near,
+    Signed,
+    current,
+    intercept,
+    is_intercepted,
+    let_go,
+    signed,
+)
 from torchgpipe.mapped.course import Course
 from torchgpipe.mapped.device_map import checked_map, mapped_modules, place, placed
 from torchgpipe.mapped.exchanged import Attributes
@@ -72,7 +81,8 @@ class MappedGPipe(Wrapper):
             spreads its blocks evenly, as far as each device has the memory for a step with AdamW
             under the checkpoint mode; a policy counts as ``'never'``. Without a map the model must
             have been dispatched by Accelerate, as ``from_pretrained(..., device_map="auto")`` does,
-            and that map is taken. Accelerate's hooks are removed in any case.
+            and that map is taken. Accelerate's hooks are removed in any case. Without accelerators,
+            the model is on the CPU then, with a warning, and so it is for ``"auto"``.
 
     Keyword Args:
         chunks: how many micro-batches to make of a mini-batch; a mini-batch with fewer rows is
@@ -135,10 +145,10 @@ class MappedGPipe(Wrapper):
             raise TypeError(
                 f"a device map is for a module (module: {type(module).__name__}); pass an nn.Module"
             )
+        if device_map is sample is devices is memory is None:
+            device_map = map_of_accelerate(module)
         # How many modes a list has to have is known of a map that is there already.
         self._map: Any = device_map if isinstance(device_map, Mapping) else None
-        if device_map is sample is devices is memory is None:
-            self._map = map_of_accelerate(module)
         self._set(module, chunks, checkpoint)
         self.threads = threads
         self._output_device = None if output_device is None else checked_device(output_device)
@@ -422,26 +432,6 @@ def calls_of(model: MappedGPipe) -> list[Call]:
 def workers_of(model: MappedGPipe) -> Threads:
     """The threads of a wrapper, for what judges it from outside."""
     return model._workers
-
-
-class Near:
-    """Copy tensors that the caller has on the CPU to a device, each once.
-
-    Later, each such copy would make the host wait for all work that the device has by then.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._moved: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def all_of(self, *tensors: Tensor) -> list[Tensor]:
-        """The tensors, on the device if they are on the CPU, and the device is an accelerator."""
-        if not has_streams(self._device):
-            return [*tensors]
-        for x in tensors:
-            if x.device.type == "cpu" and id(x) not in self._moved:
-                self._moved[id(x)] = x, x.to(self._device)
-        return [self._moved[id(x)][1] if id(x) in self._moved else x for x in tensors]
 
 
 def _own(whole: set[int], *tensors: Tensor) -> list[Tensor]:

@@ -21,7 +21,7 @@ from torchgpipe._torch.checkpoints import repeating
 from torchgpipe._torch.dynamo import Interception, uncompiled
 from torchgpipe.ambient.context import registered
 from torchgpipe.ambient.notes import Visit, noted
-from torchgpipe.devices.streams import current_stream, record_stream
+from torchgpipe.devices.streams import current_stream, has_streams, record_stream
 from torchgpipe.engine.body import Body
 from torchgpipe.mapped.containers import handing_back, map_arguments, tensors_of
 from torchgpipe.mapped.device_map import Mapped
@@ -102,6 +102,26 @@ def _near(device: torch.device, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
         # guard: recording for a checkpoint of PyTorch
         record_stream(x, current_stream(x.device))
     return {id(x): x.to(device) for x in tensors}
+
+
+class Near:
+    """Copy tensors that the caller has on the CPU to a device, each once.
+
+    Later, each such copy would make the host wait for all work that the device has by then.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._moved: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def all_of(self, *tensors: Tensor) -> list[Tensor]:
+        """The tensors, on the device if they are on the CPU, and the device is an accelerator."""
+        if not has_streams(self._device):
+            return [*tensors]
+        for x in tensors:
+            if x.device.type == "cpu" and id(x) not in self._moved:
+                self._moved[id(x)] = x, x.to(self._device)
+        return [self._moved[id(x)][1] if id(x) in self._moved else x for x in tensors]
 
 
 def intercept(mapped: Mapped, lasting: Lasting) -> Call:
