@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe._torch.dynamo import is_compiled, uncompiled
+from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient.generators import holding
 from torchgpipe.autograd.nodes import drain_after_failure
 from torchgpipe.batchnorm import defer
@@ -24,9 +24,9 @@ from torchgpipe.mapped.calls import (
     Signed,
     current,
     intercept,
-    is_intercepted,
     let_go,
     signed,
+    verify_calls,
 )
 from torchgpipe.mapped.course import Course
 from torchgpipe.mapped.device_map import checked_map, mapped_modules, place, placed
@@ -44,7 +44,7 @@ from torchgpipe.mapped.step import Lasting, MappedStep
 from torchgpipe.mapped.threads import Threads, Turns
 from torchgpipe.partition.arguments import checked_device, checked_threads
 from torchgpipe.partition.keeping import Keeping, keepings_of, words_of
-from torchgpipe.partition.placement import elsewhere, tensors
+from torchgpipe.partition.placement import tensors
 from torchgpipe.planner.blocks import unchanged
 from torchgpipe.planner.given import Memory
 from torchgpipe.planner.maps import chosen_map
@@ -193,8 +193,10 @@ class MappedGPipe(Wrapper):
         self._lasting = Lasting()
         self._attributes: dict[nn.Module, Attributes] = {}
         self._workers = Threads()
+        is_spread = len({*self._map.values()}) > 1
         self._calls = [
-            intercept(mapped, self._lasting) for mapped in mapped_modules(self.module, self._map)
+            intercept(mapped, self._lasting, is_spread=is_spread)
+            for mapped in mapped_modules(self.module, self._map)
         ]
         self._mapped = {call.mapped.module for call in self._calls}
         #: The modules around mapped ones, by name.
@@ -275,8 +277,29 @@ class MappedGPipe(Wrapper):
         """Merge the adapters of a model of PEFT, whose modules are replaced by others then."""
         bring_adapters_home(self.module)
         found = merge(*args, **kwargs)
-        self._prepare()
+        if self._calls:
+            self._prepare()
         return found
+
+    def unwrap(self, device: Device | None = None) -> nn.Module:
+        """Give the model back, which is a plain one then; the wrapper cannot be called any more.
+
+        Args:
+            device: where the model goes to. By default modules stay where they are, and bring their
+                arguments to their devices.
+        """
+        places = {*self._map.values()} if device is None else {checked_device(device)}
+        for call in self._calls:
+            let_go(call, is_spread=len(places) > 1)
+        self._calls = []
+        # Whoever merges adapters calls no module.
+        bring_adapters_home(self.module)
+        if device is not None:
+            for module in self.module.modules():
+                # Trainers would take the model for one on several devices.
+                vars(module).pop("hf_device_map", None)
+            place(self.module, {"": places.pop()})
+        return self.module
 
     def _traced(self) -> tuple[Lasting, list[torch.device]]:
         return self._lasting, [*dict.fromkeys(self._map.values())]
@@ -400,28 +423,7 @@ class MappedGPipe(Wrapper):
             current.course = outer
 
     def _verify(self) -> None:
-        lost = [call.mapped.name for call in self._calls if not is_intercepted(call)]
-        if lost:
-            raise RuntimeError(
-                "the modules of a device map must be called through their wrapper (modules: "
-                f"{lost[:5]}); use the latest of several wrappers only"
-            )
-        for name, module in self._around:
-            if is_compiled(module):
-                raise RuntimeError(
-                    "only whole modules of a device map can be compiled, since compiled code "
-                    f"around them calls them in its own way (compiled: {name or 'the model'}); "
-                    "compile the modules that the map names"
-                )
-        devices = {*self._map.values()}
-        for call in self._calls:
-            lent = call.mapped.lent or ()
-            if found := elsewhere(call.mapped.module, call.mapped.device, lent, devices):
-                raise RuntimeError(
-                    "parameters and buffers must stay on the device of their module "
-                    f"({call.mapped.name}: {found}); move the tensor back, or wrap the model anew "
-                    "with another map"
-                )
+        verify_calls(self.module, self._calls, self._around, {*self._map.values()})
 
 
 def calls_of(model: MappedGPipe) -> list[Call]:
