@@ -76,7 +76,7 @@ class GPipe(Wrapper):
             or one of another kind.
         ValueError: balance, chunks or checkpoint are out of range, a parameter would be needed on
             two devices, or layers are sharded by FSDP2 while the devices are several. The balance
-            is a word other than ``"auto"``, or it is, and there is no device, the layers take no
+            is a word other than ``"auto"``, or it is, and devices are empty, the layers take no
             time there, or they do not fit. A sample is given beside a balance.
         IndexError: there are fewer devices than partitions.
 

@@ -11,14 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe._torch.dynamo import is_compiled, uncompiled
+from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient.generators import holding
 from torchgpipe.autograd.nodes import drain_after_failure
 from torchgpipe.batchnorm import defer
 from torchgpipe.checks import checked_flag
 from torchgpipe.devices.streams import Device, has_streams
 from torchgpipe.engine.wrapper import MiniBatch, Wrapper, begin_mini_batch, compute
-from torchgpipe.mapped.calls import Call, Signed, current, intercept, is_intercepted, let_go, signed
+from torchgpipe.mapped.calls import (
+    Call,
+    Near,
+    Signed,
+    current,
+    intercept,
+    let_go,
+    signed,
+    verify_calls,
+)
 from torchgpipe.mapped.course import Course
 from torchgpipe.mapped.device_map import checked_map, mapped_modules, place, placed
 from torchgpipe.mapped.exchanged import Attributes
@@ -35,7 +44,7 @@ from torchgpipe.mapped.step import Lasting, MappedStep
 from torchgpipe.mapped.threads import Threads, Turns
 from torchgpipe.partition.arguments import checked_device, checked_threads
 from torchgpipe.partition.keeping import Keeping, keepings_of, words_of
-from torchgpipe.partition.placement import elsewhere, tensors
+from torchgpipe.partition.placement import tensors
 from torchgpipe.planner.blocks import unchanged
 from torchgpipe.planner.given import Memory
 from torchgpipe.planner.maps import chosen_map
@@ -72,7 +81,8 @@ class MappedGPipe(Wrapper):
             spreads its blocks evenly, as far as each device has the memory for a step with AdamW
             under the checkpoint mode; a policy counts as ``'never'``. Without a map the model must
             have been dispatched by Accelerate, as ``from_pretrained(..., device_map="auto")`` does,
-            and that map is taken. Accelerate's hooks are removed in any case.
+            and that map is taken. Accelerate's hooks are removed in any case. Without accelerators,
+            the model is on the CPU then, with a warning, and so it is for ``"auto"``.
 
     Keyword Args:
         chunks: how many micro-batches to make of a mini-batch; a mini-batch with fewer rows is
@@ -135,10 +145,10 @@ class MappedGPipe(Wrapper):
             raise TypeError(
                 f"a device map is for a module (module: {type(module).__name__}); pass an nn.Module"
             )
+        if device_map is sample is devices is memory is None:
+            device_map = map_of_accelerate(module)
         # How many modes a list has to have is known of a map that is there already.
         self._map: Any = device_map if isinstance(device_map, Mapping) else None
-        if device_map is sample is devices is memory is None:
-            self._map = map_of_accelerate(module)
         self._set(module, chunks, checkpoint)
         self.threads = threads
         self._output_device = None if output_device is None else checked_device(output_device)
@@ -183,8 +193,10 @@ class MappedGPipe(Wrapper):
         self._lasting = Lasting()
         self._attributes: dict[nn.Module, Attributes] = {}
         self._workers = Threads()
+        is_spread = len({*self._map.values()}) > 1
         self._calls = [
-            intercept(mapped, self._lasting) for mapped in mapped_modules(self.module, self._map)
+            intercept(mapped, self._lasting, is_spread=is_spread)
+            for mapped in mapped_modules(self.module, self._map)
         ]
         self._mapped = {call.mapped.module for call in self._calls}
         #: The modules around mapped ones, by name.
@@ -265,8 +277,29 @@ class MappedGPipe(Wrapper):
         """Merge the adapters of a model of PEFT, whose modules are replaced by others then."""
         bring_adapters_home(self.module)
         found = merge(*args, **kwargs)
-        self._prepare()
+        if self._calls:
+            self._prepare()
         return found
+
+    def unwrap(self, device: Device | None = None) -> nn.Module:
+        """Give the model back, which is a plain one then; the wrapper cannot be called any more.
+
+        Args:
+            device: where the model goes to. By default modules stay where they are, and bring their
+                arguments to their devices.
+        """
+        places = {*self._map.values()} if device is None else {checked_device(device)}
+        for call in self._calls:
+            let_go(call, is_spread=len(places) > 1)
+        self._calls = []
+        # Whoever merges adapters calls no module.
+        bring_adapters_home(self.module)
+        if device is not None:
+            for module in self.module.modules():
+                # Trainers would take the model for one on several devices.
+                vars(module).pop("hf_device_map", None)
+            place(self.module, {"": places.pop()})
+        return self.module
 
     def _traced(self) -> tuple[Lasting, list[torch.device]]:
         return self._lasting, [*dict.fromkeys(self._map.values())]
@@ -328,7 +361,7 @@ class MappedGPipe(Wrapper):
         # It refers to the graph, and the graph to the step, if the model came back to a device.
         # guard: letting go of what is omitted
         del step.omitted
-        omitted.take(mini_batch.batches)
+        omitted.take(mini_batch.batches, joins=not mini_batch.division.is_ready)
         output = mini_batch.joined(order.blocks)
         if late:
             output = map_leaves(
@@ -390,28 +423,7 @@ class MappedGPipe(Wrapper):
             current.course = outer
 
     def _verify(self) -> None:
-        lost = [call.mapped.name for call in self._calls if not is_intercepted(call)]
-        if lost:
-            raise RuntimeError(
-                "the modules of a device map must be called through their wrapper (modules: "
-                f"{lost[:5]}); use the latest of several wrappers only"
-            )
-        for name, module in self._around:
-            if is_compiled(module):
-                raise RuntimeError(
-                    "only whole modules of a device map can be compiled, since compiled code "
-                    f"around them calls them in its own way (compiled: {name or 'the model'}); "
-                    "compile the modules that the map names"
-                )
-        devices = {*self._map.values()}
-        for call in self._calls:
-            lent = call.mapped.lent or ()
-            if found := elsewhere(call.mapped.module, call.mapped.device, lent, devices):
-                raise RuntimeError(
-                    "parameters and buffers must stay on the device of their module "
-                    f"({call.mapped.name}: {found}); move the tensor back, or wrap the model anew "
-                    "with another map"
-                )
+        verify_calls(self.module, self._calls, self._around, {*self._map.values()})
 
 
 def calls_of(model: MappedGPipe) -> list[Call]:
@@ -422,26 +434,6 @@ def calls_of(model: MappedGPipe) -> list[Call]:
 def workers_of(model: MappedGPipe) -> Threads:
     """The threads of a wrapper, for what judges it from outside."""
     return model._workers
-
-
-class Near:
-    """Copy tensors that the caller has on the CPU to a device, each once.
-
-    Later, each such copy would make the host wait for all work that the device has by then.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._moved: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def all_of(self, *tensors: Tensor) -> list[Tensor]:
-        """The tensors, on the device if they are on the CPU, and the device is an accelerator."""
-        if not has_streams(self._device):
-            return [*tensors]
-        for x in tensors:
-            if x.device.type == "cpu" and id(x) not in self._moved:
-                self._moved[id(x)] = x, x.to(self._device)
-        return [self._moved[id(x)][1] if id(x) in self._moved else x for x in tensors]
 
 
 def _own(whole: set[int], *tensors: Tensor) -> list[Tensor]:

@@ -77,8 +77,9 @@ def test_the_most_memory(devices):
         # The first step, which knows nothing of the model, and a later one.
         found[mode] = [peak(devices[1], step_of(pipe, ids)) for _ in range(2)]
     assert max(found["always"]) < 1.2 * expected
-    assert max(found["except_last"]) < 2 * CHUNKS + expected
-    assert min(found["never"]) > 2.5 * CHUNKS
+    # Nobody looks at the logits, so they are not joined, which would double them.
+    assert max(found["except_last"]) < 1.1 * CHUNKS + expected
+    assert 2 * CHUNKS < min(found["never"]) <= max(found["never"]) < 2.5 * CHUNKS
 
 
 # Embedding and head are one weight, used on the streams of two visits.

@@ -73,6 +73,45 @@ def test_evaluation_in_half_precision(devices, tmp_path):
     assert "to" not in vars(model)
 
 
+class OwnLoss(transformers.Trainer):
+    """A loss of the model's own, which could add something."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **more):
+        out = model(**inputs, **more)
+        return (out.loss, out) if return_outputs else out.loss
+
+
+def test_logits_that_nobody_looks_at(devices, tmp_path, monkeypatch):
+    """They are not computed for a loss of one's own, nor do they come to the Trainer's device."""
+    from torchgpipe.transformers import pipelined
+
+    sizes = {"vocab_size": 4096, "hidden_size": 16, "intermediate_size": 16}
+    config = transformers.LlamaConfig(num_hidden_layers=1, num_attention_heads=2, **sizes)
+    data = [{"input_ids": torch.arange(32), "labels": torch.arange(32)}] * 8
+    monkeypatch.setattr(
+        transformers.TrainingArguments,
+        "device",
+        property(lambda self: (self._setup_devices, devices[0])[1]),
+    )
+    found = []
+    for kind in (transformers.Trainer, OwnLoss):
+        model = transformers.LlamaForCausalLM(config)
+        device_map = {"model": devices[0], "lm_head": devices[1]}
+        pipe = MappedGPipe(model, device_map, chunks=4, checkpoint="always")
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=1, save_strategy="no", report_to=[], disable_tqdm=True
+        )
+        trainer = pipelined(kind)(pipe, arguments, train_dataset=data)
+        before = [*map(torch.accelerator.memory_allocated, devices[:2])]
+        [*map(torch.accelerator.reset_peak_memory_stats, devices[:2])]
+        trainer.train()
+        after = [*map(torch.accelerator.max_memory_allocated, devices[:2])]
+        found.append([y - x for x, y in zip(before, after)])
+        del model, pipe, trainer
+    # The logits of a micro-batch are 1 MiB.
+    assert found[1] == pytest.approx(found[0], abs=2**19)
+
+
 @pytest.mark.parametrize("target", ["first", "cpu"])
 def test_outputs_come_to_a_device(target, devices):
     model, inputs = build("llama")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from copy import copy
 from functools import partial
 from types import FunctionType, MethodType
@@ -18,16 +18,16 @@ from torch.overrides import TorchFunctionMode
 
 from torchgpipe import _torch
 from torchgpipe._torch.checkpoints import repeating
-from torchgpipe._torch.dynamo import Interception, uncompiled
+from torchgpipe._torch.dynamo import is_compiled, uncompiled
 from torchgpipe.ambient.context import registered
-from torchgpipe.ambient.notes import Visit, noted
-from torchgpipe.devices.streams import current_stream, record_stream
+from torchgpipe.ambient.notes import Visit
+from torchgpipe.devices.streams import has_streams
 from torchgpipe.engine.body import Body
-from torchgpipe.mapped.containers import handing_back, map_arguments, tensors_of
+from torchgpipe.mapped.alone import CallAlone, devices_of, put_call
+from torchgpipe.mapped.containers import tensors_of
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.mapped.exchanged import Attributes, CallAttributes, RestoredAttributes
-from torchgpipe.mapped.foreign import may_meet, watched
-from torchgpipe.partition.placement import Lent
+from torchgpipe.partition.placement import elsewhere
 from torchgpipe.recompute.layer_state import LayersState
 from torchgpipe.recompute.runs import is_recomputing
 from torchgpipe.values.microbatch import VALUE, Batch
@@ -48,20 +48,20 @@ __all__: list[str] = []
 # ``forward``, as Accelerate sets it, would run within the module's own hooks.
 
 
-class Call(Interception):
-    """A call of a mapped module, in place of the module's own.
-
-    Args:
-        mapped: the module.
-        inner: the module's own call, if another one than PyTorch's.
-        lasting: tells which thread runs a step.
-    """
+class Call(CallAlone):
+    """A call of a mapped module that goes to a wrapper, in place of the module's own."""
 
     def __init__(self, mapped: Mapped, inner: Callable[..., Any] | None, lasting: Lasting) -> None:
-        self.mapped = mapped
-        self.inner = inner
-        self.compiled = inner is not None
-        self._lasting = lasting
+        super().__init__(mapped, inner, lasting)
+        #: The devices on which its tensors are at home, or copies of them while they are lent.
+        self._homes = devices_of(mapped.module)
+        if self._homes:
+            self._homes |= {x.device for x in (mapped, *mapped.turns)}
+
+    def place(self, mapped: Mapped, tensors: Sequence[Tensor]) -> torch.device:
+        # A checkpoint of PyTorch computes a module again where a step has computed it.
+        is_moved = self._homes and self._homes.isdisjoint(devices_of(mapped.module))
+        return super().place(mapped, tensors) if is_moved else mapped.device
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -80,40 +80,46 @@ class Call(Interception):
                 )
             # Outside of a step, as when the model generates text.
             mapped = self.mapped.turn(current.counts)
-            given, copies, near = (args, kwargs), list[Any](), partial(_near, mapped.device)
-            # One copy of each: the module may change it in place, or ask whether two are the same.
-            here = near(tensors_of(given))
-            args, kwargs = map_arguments(lambda x: here[id(x)], given, copies)
-            if mapped.lent:
-                # guard: weights that checkpoints of the model need again
-                lent = Lent(mapped.lent, lambda xs: [*near(xs).values()], self._lasting.lock)
-                inner = partial(lent.call, inner)
-            if may_meet(self._lasting.met, mapped):
-                inner = watched(self._lasting.met, mapped, near, inner)
-            handing = handing_back(given, (args, kwargs)) if copies else nullcontext()
-            with noted(f"raised in {mapped.place}"), handing:
-                return inner(*args, **kwargs)
+            return self.outside(mapped, inner, args, kwargs)
         return course.call(self.mapped, module, inner, (args, kwargs))
 
 
-def _near(device: torch.device, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
-    for x in tensors:
-        # A checkpoint of PyTorch has what came on a lane, or is of a later visit.
-        # guard: recording for a checkpoint of PyTorch
-        record_stream(x, current_stream(x.device))
-    return {id(x): x.to(device) for x in tensors}
+class Near:
+    """Copy tensors that the caller has on the CPU to a device, each once.
+
+    Later, each such copy would make the host wait for all work that the device has by then.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._moved: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def all_of(self, *tensors: Tensor) -> list[Tensor]:
+        """The tensors, on the device if they are on the CPU, and the device is an accelerator."""
+        if not has_streams(self._device):
+            return [*tensors]
+        for x in tensors:
+            if x.device.type == "cpu" and id(x) not in self._moved:
+                self._moved[id(x)] = x, x.to(self._device)
+        return [self._moved[id(x)][1] if id(x) in self._moved else x for x in tensors]
 
 
-def intercept(mapped: Mapped, lasting: Lasting) -> Call:
-    """Make calls of a module go to its wrapper."""
+def intercept(mapped: Mapped, lasting: Lasting, *, is_spread: bool) -> Call:
+    """Make calls of a module go to its wrapper.
+
+    Args:
+        mapped: the module.
+        lasting: tells which thread runs a step.
+        is_spread: whether the model is on several devices, so that its copies are.
+    """
     module: nn.Module = mapped.module
     inner: Any = module._compiled_call_impl
-    if isinstance(inner, Call):
+    if isinstance(inner, CallAlone):
         # Of another wrapper around the same module.
         inner = inner.inner
     found = Call(mapped, inner, lasting)
     lasting.in_turns |= bool(mapped.turns)
-    module._compiled_call_impl = found
+    put_call(module, found, is_spread=is_spread)
     return found
 
 
@@ -121,16 +127,69 @@ def is_intercepted(call: Call) -> bool:
     """Whether calls of the module still go to its wrapper, even if it was compiled since."""
     module: nn.Module = call.mapped.module
     found: Any = module._compiled_call_impl
-    if found is not None and not isinstance(found, Call):
+    if found is not None and not isinstance(found, CallAlone):
         call.inner, call.compiled = found, True
         module._compiled_call_impl = call
     return module._compiled_call_impl is call
 
 
-def let_go(call: Call) -> None:
-    """Make calls of a module go to the module itself again."""
-    if call.mapped.module._compiled_call_impl is call:
-        call.mapped.module._compiled_call_impl = call.inner
+def let_go(call: Call, *, is_spread: bool = False) -> None:
+    """Make calls of a module go to the module itself again.
+
+    Args:
+        call: the call.
+        is_spread: whether the model stays on several devices. Then modules bring their arguments.
+    """
+    if is_intercepted(call):
+        module = call.mapped.module
+        put_call(module, call.alone(module, call.inner), is_spread=is_spread)
+        if not is_spread:
+            module._compiled_call_impl = call.inner
+
+
+def verify_calls(
+    model: nn.Module,
+    calls: Sequence[Call],
+    around: Sequence[tuple[str, nn.Module]],
+    devices: Collection[torch.device],
+) -> None:
+    """Check that calls of the mapped modules go to their wrapper, and that these are in place.
+
+    Args:
+        model: the model.
+        calls: the calls; none after :meth:`MappedGPipe.unwrap`.
+        around: the modules around mapped ones, by name.
+        devices: the devices of the map.
+
+    Raises:
+        RuntimeError: they do not, or code around them is compiled, or tensors were moved.
+    """
+    if not calls:
+        raise RuntimeError(
+            "a wrapper cannot be called after unwrap(), which has given its model back (model: "
+            f"{type(model).__name__}); call the model, or wrap it anew"
+        )
+    lost = [call.mapped.name for call in calls if not is_intercepted(call)]
+    if lost:
+        raise RuntimeError(
+            "the modules of a device map must be called through their wrapper (modules: "
+            f"{lost[:5]}); use the latest of several wrappers only"
+        )
+    for name, module in around:
+        if is_compiled(module):
+            raise RuntimeError(
+                "only whole modules of a device map can be compiled, since compiled code around "
+                f"them calls them in its own way (compiled: {name or 'the model'}); compile the "
+                "modules that the map names"
+            )
+    for call in calls:
+        lent = call.mapped.lent or ()
+        if found := elsewhere(call.mapped.module, call.mapped.device, lent, devices):
+            raise RuntimeError(
+                "parameters and buffers must stay on the device of their module "
+                f"({call.mapped.name}: {found}); move the tensor back, or wrap the model anew with "
+                "another map"
+            )
 
 
 class Signed:

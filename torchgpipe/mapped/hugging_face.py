@@ -16,7 +16,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchgpipe.devices.streams import Device
+from torchgpipe.ambient.notes import warn
+from torchgpipe.devices.streams import CPU, Device, accelerators
 
 __all__: list[str] = []
 
@@ -62,16 +63,32 @@ def without_cache_of(output: Any) -> Any:
 def map_of_accelerate(model: nn.Module) -> dict[str, Device]:
     """The device map by which Accelerate has dispatched a model.
 
+    On a machine without accelerators, where ``device_map="balanced"`` dispatches none, it is
+    :func:`on_cpu`.
+
     Raises:
-        ValueError: the model has no device map.
+        ValueError: the model has no device map, and there are accelerators.
     """
     device_map: Any = getattr(model, "hf_device_map", None)
+    if not device_map and not accelerators():
+        return on_cpu(model)
     if not device_map:
         raise ValueError(
             "a device map must be given for a model that Accelerate has not dispatched (model: "
             f"{type(model).__name__}); pass the devices by the names of modules, or 'auto'"
         )
     return dict(device_map)
+
+
+def on_cpu(model: nn.Module) -> dict[str, Device]:
+    """The device map of a model on a machine without accelerators, with a warning."""
+    warn(
+        "a model is on the CPU alone, since this machine has no accelerators to spread it over "
+        f"(model: {type(model).__name__}); it trains all the same. To cut it here, too, name 'cpu' "
+        "several times, in devices or a device map. If the CPU is what you mean, silence this by "
+        "warnings.filterwarnings('ignore', 'a model is on the CPU alone')"
+    )
+    return {"": CPU}
 
 
 def verify_all_there(model: nn.Module) -> None:

@@ -1,21 +1,21 @@
-"""Outputs on demand: other outputs than the loss are computed when they are first read.
+"""Outputs on demand: other outputs than the loss are joined, or computed, when they are first read.
 
 Models of Hugging Face return their logits with the loss. The logits of all micro-batches take
-more memory than anything else, and most callers use the loss alone. Where all micro-batches are
-checkpointed, what :mod:`torchgpipe.mapped.tail` computes again in backward can be computed for the
-caller, too. So the wrapper returns an output of the model's own class that computes omitted tensors
-when one is read. From then on it is an ordinary object.
+more memory than anything else, and most callers use the loss alone. So the wrapper returns an
+output of the model's own class that joins those of all micro-batches when one is read. From then on
+it is an ordinary object.
 
-Until then, a stand-in replaces such a tensor in the graph of autograd: one number, expanded to the
-shape of the tensor.
+Where all micro-batches are checkpointed, what :mod:`torchgpipe.mapped.tail` computes again in
+backward can be computed for the caller, too, so that it is omitted. Until then, a stand-in replaces
+such a tensor in the graph of autograd: one number, expanded to the shape of the tensor.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from torchgpipe.devices.streams import current_stream, record_stream, wait_strea
 from torchgpipe.mapped.tail import Tail
 from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.values.microbatch import VALUE, Batch, join_tensors
+from torchgpipe.values.structure import is_dense, leaves_of, map_leaves
 
 __all__: list[str] = []
 
@@ -49,11 +50,18 @@ def omissible(output: Any, batch: Batch, tail: Tail) -> list[Tensor]:
     """
     if not can_fill_itself(output):
         return []
-    parts = batch.parts[VALUE]
     own = [x for x in output.values() if isinstance(x, Tensor) and tail.number(x) is not None]
-    if not any(x.dim() == 0 and x.requires_grad for x in own):
-        return []
-    return [x for x in own if x.dim() and sum(x is y for y in parts) == 1]
+    return with_rows(own, batch.parts[VALUE]) if any(map(is_loss, own)) else []
+
+
+def is_loss(value: Any) -> bool:
+    """Whether a value of an output may be a loss to train by."""
+    return isinstance(value, Tensor) and value.dim() == 0 and value.requires_grad
+
+
+def with_rows(tensors: Iterable[Tensor], among: Sequence[Tensor]) -> list[Tensor]:
+    """Those of some tensors that have rows, and occur once among others."""
+    return [x for x in tensors if x.dim() and sum(x is y for y in among) == 1]
 
 
 class StandIn(torch.autograd.Function):
@@ -106,20 +114,28 @@ class Omitted:
         places, _ = self._found[i]
         return batch.replace([StandIn.apply(x) if k in places else x for k, x in enumerate(batch)])
 
-    def take(self, batches: list[Batch]) -> None:
-        """Replace stand-ins by meta tensors, which take no memory when they are joined."""
-        self._places = sorted({k for places, _ in self._found.values() for k in places})
+    def take(self, batches: list[Batch], *, joins: bool) -> None:
+        """Replace tensors by meta tensors, which take no memory when they are joined.
+
+        Args:
+            batches: the outputs of all micro-batches.
+            joins: whether they will be joined. Otherwise no tensors but stand-ins are replaced.
+        """
+        places = {k for places, _ in self._found.values() for k in places}
+        if joins:
+            places |= joined_later(batches)
+        self._places = sorted(places)
         for i, batch in enumerate(batches if self._places else ()):
             self._rows.append([batch[k] for k in self._places])
             batches[i] = batch.replace(
                 [
-                    torch.empty_like(x, device="meta") if k in self._places else x
+                    torch.empty_like(x, device="meta") if k in places else x
                     for k, x in enumerate(batch)
                 ]
             )
 
     def put(self, output: Any, device: torch.device | None) -> Any:
-        """Make the output of a step compute its omitted tensors when they are read.
+        """Make the output of a step compute what was replaced when it is read.
 
         Args:
             output: the outputs of all micro-batches, joined, or a list of them.
@@ -132,23 +148,29 @@ class Omitted:
         return [self._filling(x, range(i, i + 1), device) for i, x in enumerate(output)]
 
     def _filling(self, output: Any, numbers: range, device: torch.device | None) -> Any:
-        names = [k for k, x in output.items() if isinstance(x, Tensor) and x.is_meta]
-        vars(output)[MISSING] = names, partial(self._made, numbers, device)
-        own: type = type(output)
-        object.__setattr__(output, "__class__", on_demand(own))
-        return output
+        there = {key: x for key, x in output.items() if not any(map(is_meta, leaves_of(x)))}
+        values = {key: x for key, x in output.items() if key not in there}
+
+        def make() -> dict[str, Any]:
+            metas = filter(is_meta, leaves_of(values))
+            made = dict(zip(map(id, metas), self._made(numbers, device)))
+            return {
+                key: map_leaves(lambda x: made.get(id(x), x), value)
+                for key, value in values.items()
+            }
+
+        return on_reading(output, there, make)
 
     @uncompiled
     def _made(self, numbers: range, device: torch.device | None) -> list[Tensor]:
-        """Compute the omitted tensors of some micro-batches, and join them."""
+        """Compute or take the tensors of some micro-batches, and join them."""
         columns: list[list[Tensor]] = [[] for _ in self._places]
-        with torch.inference_mode(False), torch.enable_grad():
-            for i in numbers:
-                made = self._computed(i)
-                for column, k, x in zip(columns, self._places, self._rows[i]):
-                    x = Filled.apply(x, made[k]) if k in made else x
-                    column.append(x if device is None else x.to(device))
-            return [join_tensors(tuple(column)) for column in columns]
+        for i in numbers:
+            made = self._computed(i)
+            for column, k, x in zip(columns, self._places, self._rows[i]):
+                x = Filled.apply(x, made[k]) if k in made else x
+                column.append(x if device is None else x.to(device))
+        return [join_tensors(tuple(column)) for column in columns]
 
     def _computed(self, i: int) -> dict[int, Tensor]:
         if i not in self._found:
@@ -170,8 +192,59 @@ class Omitted:
         return found
 
 
-#: The attribute of an output with the names of omitted tensors, and a function to compute them.
+def joined_later(batches: Sequence[Batch]) -> set[int]:
+    """The indices of the tensors that can be joined when somebody reads them."""
+    first, *others = [batch.parts[VALUE] for batch in batches]
+    output = batches[0].value
+    if not (others and can_fill_itself(output) and any(map(is_loss, output.values()))):
+        return set()
+    if any(map(is_meta, first)):
+        return set()
+    found = [{*map(id, with_rows(filter(is_dense, part), part))} for part in (first, *others)]
+    return {
+        k
+        for k, column in enumerate(zip(first, *others))
+        # Of other classes nobody knows what an empty one is.
+        if all(type(x) is Tensor and id(x) in own for x, own in zip(column, found))
+    }
+
+
+def is_meta(value: Any) -> bool:
+    """Whether a value is a tensor on the meta device."""
+    return isinstance(value, Tensor) and value.is_meta
+
+
+#: The attribute of an output with the names of missing values, and a function to compute them.
 MISSING = "_torchgpipe_missing"
+
+
+def there(output: Any) -> dict[str, Any]:
+    """The values of an output that can be read without computing any."""
+    missing, _ = object.__getattribute__(output, "__dict__").get(MISSING, ((), None))
+    return {key: output[key] for key in output if key not in missing}
+
+
+def on_reading(like: Any, found: Mapping[str, Any], make: Callable[[], Mapping[str, Any]]) -> Any:
+    """Make an output that computes its values when one is read, but for some.
+
+    Args:
+        like: an output of the same class and with the same names, which can fill itself.
+        found: the values that are there.
+        make: returns the others, by name.
+    """
+    own: Any = type(like)
+    state = {**object.__getattribute__(like, "__dict__")}
+    if state.pop(MISSING, None):
+        (own,) = own.__bases__
+    output = OrderedDict.__new__(own)
+    for name in like:
+        OrderedDict.__setitem__(output, name, found.get(name))
+    vars(output).update(state, **found)
+    if names := [name for name in like if name not in found]:
+        vars(output)[MISSING] = names, make
+        object.__setattr__(output, "__class__", on_demand(own))
+    return output
+
 
 #: Attributes that can be read without the omitted tensors.
 HARMLESS = {"__class__", "__init__", "__new__", "__init_subclass__", "__subclasshook__"}
@@ -190,11 +263,13 @@ def on_demand(own: type) -> type:
     def fill(output: Any) -> None:
         found = object.__getattribute__(output, "__dict__")
         names, make = found[MISSING]
-        made = make()
+        # Who reads it first may not be the one who needs gradients.
+        with torch.inference_mode(False), torch.enable_grad():
+            made = make()
         del found[MISSING]
         object.__setattr__(output, "__class__", own)
-        for name, x in zip(names, made):
-            output[name] = x
+        for name in names:
+            output[name] = made[name]
 
     def is_there(output: Any, name: Any) -> bool:
         names, _ = object.__getattribute__(output, "__dict__")[MISSING]

@@ -10,9 +10,10 @@ from torch import nn
 
 from torchgpipe.batchnorm import has_batch_norms
 from torchgpipe.devices.streams import Device
+from torchgpipe.mapped.hugging_face import on_cpu
 from torchgpipe.partition.arguments import MISSING, checked_chunks
 from torchgpipe.partition.keeping import checked_keepings, counted, is_policy, keepings_of
-from torchgpipe.planner.given import chunks_of, input_of, places_of, rows_of
+from torchgpipe.planner.given import chunks_of, has_no_place, input_of, places_of, rows_of
 from torchgpipe.planner.problem import problem_of
 from torchgpipe.planner.search import search
 from torchgpipe.planner.trial import Trial
@@ -69,7 +70,8 @@ def chosen(
             "the balance 'auto' needs a sample to measure the layers with (sample: None); pass the "
             "arguments of a call with as many rows as a mini-batch"
         )
-    input, places = input_of(sample), places_of(devices)
+    input = input_of(sample)
+    places = places_of([*on_cpu(module).values()] if has_no_place(devices) else devices)
     # What is wrong is better told before anything is measured.
     own = None if chunks is MISSING else checked_chunks(chunks)
     count = min(len(places), len(module))

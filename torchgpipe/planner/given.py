@@ -54,6 +54,11 @@ MOST = 64
 LOOKS = 5
 
 
+def has_no_place(devices: Iterable[Device] | None) -> bool:
+    """Whether no devices are given, and there are no accelerators."""
+    return devices is None and not accelerators()
+
+
 def places_of(devices: Iterable[Device] | None, *, are_one_each: bool = True) -> list[torch.device]:
     """The devices to plan for: by default all accelerators."""
     given: Any = accelerators() if devices is None else devices

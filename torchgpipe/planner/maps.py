@@ -21,7 +21,7 @@ from torchgpipe.ambient.notes import add_note, noted, warn
 from torchgpipe.devices.streams import CPU, Device, has_streams
 from torchgpipe.mapped.device_map import Wholes, place
 from torchgpipe.mapped.hugging_face import (
-    map_of_accelerate,
+    on_cpu,
     release,
     takes_cache,
     verify_all_there,
@@ -41,6 +41,7 @@ from torchgpipe.planner.given import (
     FILLED_WITH_SKIPS,
     Memory,
     arguments_of,
+    has_no_place,
     limits_of,
     places_of,
     state_of,
@@ -147,16 +148,16 @@ def chosen_map(
 ) -> Mapping[str, Device]:
     """Return the device map of a model, which loses the hooks of Accelerate.
 
-    It is the user's own, for None that of Accelerate, or ``"auto"``, which measures the model with
-    a sample, for devices and limits of memory, chunks and a checkpoint mode. A map that was found
-    is rehearsed with the sample's arguments, and gives way to another one if the model raises
-    anything.
+    It is the user's own, or ``"auto"``, which measures the model with a sample, for devices and
+    limits of memory, chunks and a checkpoint mode. A map that was found is rehearsed with the
+    sample's arguments, and gives way to another one if the model raises anything. Without
+    accelerators, all is on the CPU.
 
     Raises:
         TypeError: the sample or the devices are of the wrong kind.
         ValueError: the word is another one, sample or devices are missing, or given beside another
             map, memory is given beside one, or has no limit of a device, the model cannot be
-            measured, or does not fit, or it has no map or modules that are offloaded.
+            measured, or does not fit, or it has modules that are offloaded.
     """
     if isinstance(device_map, str) and device_map != "auto":
         raise ValueError(
@@ -174,8 +175,9 @@ def chosen_map(
         )
     verify_all_there(model)
     found: Mapping[str, Device]
-    if device_map is None:
-        found = map_of_accelerate(model)
+    if isinstance(device_map, str) and has_no_place(devices):
+        _arguments_of(model, sample)
+        found = on_cpu(model)
     elif isinstance(device_map, str):
         places = places_of(devices, are_one_each=False)
         # A value may be used anywhere after, as a skip is, and predictions are off by as much.
@@ -186,6 +188,7 @@ def chosen_map(
         maps = _maps(model, places, arguments, limits, chunks, checkpoint)
         found = _first_that_runs(model, maps, lambda found: rehearse(found, arguments))
     else:
+        assert device_map is not None
         found = device_map
     release(model)
     return found

@@ -35,11 +35,11 @@ EARLY_AT_FIRST, EARLY = 2, 1
 #: A computation: its worker, stage, kind and micro-batch.
 Computation: TypeAlias = tuple[int, int, str, int]
 
-#: The memory of a loss outside, as multiples of the joined outputs: the most of what it keeps, and
-#: of gradients; and what is there for the whole of backward. One that is not known keeps as much as
-#: its input, as differences, and a gradient. A cross entropy keeps logarithms, and two gradients at
-#: a time, of which one stays. Inside, a loss takes nothing more.
-UNKNOWN, CROSS_ENTROPY, INSIDE = (2, 2), (3, 1), (0, 0)
+#: The memory of a loss outside, as multiples of all outputs: what is joined; the most of what it
+#: keeps, and of gradients; and what is there for the whole of backward. One that is not known keeps
+#: as much as its input, as differences, and a gradient. A cross entropy keeps logarithms, and two
+#: gradients at a time, of which one stays. Inside, a loss takes no more, joined on demand or not.
+UNKNOWN, CROSS_ENTROPY, INSIDE, ON_DEMAND = (1, 2, 2), (1, 3, 1), (1, 0, 0), (0, 0, 0)
 
 
 class Issued:
@@ -92,7 +92,7 @@ class StepMemory:
         given: float,
         targets: float = 0.0,
         is_summed: bool,
-        loss: tuple[int, int] | None,
+        loss: tuple[int, int, int] | None,
         away: Sequence[float] = (),
         ahead: Sequence[int] = (),
         aside: Collection[int] = (),
@@ -231,15 +231,15 @@ class StepMemory:
     def _compute_loss(self) -> None:
         """Join the outputs, and compute a loss of them."""
         w, stage, m = self._placement[-1], self._stages[-1], self._m
-        whole = m * stage.output
-        if m > 1:
+        assert self._loss is not None
+        whole, (is_joined, most, kept) = m * stage.output, self._loss
+        if m > 1 and is_joined:
             self._now[w] += whole
             self._during(w, 0.0)
             again = sum((len(self._stages) - 1, i) in self._again for i in range(m))
             self._now[w] -= again * stage.output + (m - again) * stage.loose
-        assert self._loss is not None
-        self._during(w, self._loss[0] * whole)
-        self._now[w] += self._loss[1] * whole
+        self._during(w, most * whole)
+        self._now[w] += kept * whole
 
     def _r(self, w: int, j: int, i: int) -> None:
         stage = self._stages[j]
@@ -384,9 +384,9 @@ class Footprint:
         Returns:
             The most bytes, and those that leave of the cells of a micro-batch there.
         """
-        own = {k for x in blocks for k in self._own.get(x, ())}
+        own, found = {k for x in blocks for k in self._own.get(x, ())}, self.found
         stages, placement = [], []
-        for is_own, visit in groupby(range(len(self.found.sections)), own.__contains__):
+        for is_own, visit in groupby(range(len(found.sections)), own.__contains__):
             numbers = [*visit]
             stages.append(self._stage(range(numbers[0], numbers[-1] + 1)))
             placement.append(0 if is_own else len(stages))
@@ -399,9 +399,9 @@ class Footprint:
             placement,
             stages,
             state=self.state,
-            given=self.chunks * self.found.given,
+            given=self.chunks * found.given,
             is_summed=False,
-            loss=INSIDE if self.found.has_loss else CROSS_ENTROPY,
+            loss=(INSIDE, ON_DEMAND)[found.fills_itself] if found.has_loss else CROSS_ENTROPY,
             away=away,
             ahead=[0 if w or not leaves else leaves.ahead for w in placement],
             aside=range(1, 1 + len(stages)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from inspect import signature
 from itertools import chain, islice
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.mapped.on_demand import can_fill_itself, on_reading, there
 from torchgpipe.mapped_gpipe import MappedGPipe
 from torchgpipe.transformers.collating import in_one
 from torchgpipe.transformers.counting import (
@@ -40,8 +41,7 @@ class ModelCall:
         kwargs: the same, with ``num_items_in_batch`` if the model shall know it.
         given: the keyword arguments of each micro-batch, if the mini-batch cannot be cut by rows.
         names: the arguments that are labels.
-        device: where the loss goes to; None if it stays where it is.
-        alone: whether the loss alone is used. Otherwise the other outputs go to ``device``, too.
+        device: where outputs go to; None if they stay where they are.
     """
 
     def __init__(
@@ -51,10 +51,8 @@ class ModelCall:
         given: Sequence[Mapping[str, Any]],
         names: Sequence[str],
         device: torch.device | None,
-        alone: bool,
     ) -> None:
         self.args, self.kwargs = args, {**kwargs}
-        self.alone = alone
         self._names, self._device = names, device
         self._items = self.kwargs.pop("num_items_in_batch", None)
         self._own = self.kwargs
@@ -113,22 +111,40 @@ class ModelCall:
         return split((self.args, self.kwargs), self.division)
 
     def joined(self, outputs: Sequence[Any]) -> Any:
-        """Join the outputs of all micro-batches."""
+        """Join the outputs of all micro-batches; losses now, and others when one is read."""
+        first = outputs[0]
+        if not can_fill_itself(first):
+            return self._joined(outputs)
+        losses = {
+            name: torch.stack([x[name] for x in outputs])
+            for name, value in there(first).items()
+            if isinstance(value, Tensor) and not value.dim()
+        }
+        return on_reading(first, losses, lambda: self._joined(outputs))
+
+    def _joined(self, outputs: Sequence[Any]) -> Any:
         found = [Batch(x) for x in outputs]
-        if not self._given or self.alone:
+        if not self._given:
             return joined(found, self.division)
         tensors = [in_one(column, self._is_one_row) for column in zip(*found)]
         return found[0].replace(tensors).value
 
     def finished(self, output: Any) -> Any:
-        """Combine the losses of all micro-batches into one, and move it to its device."""
+        """Combine the losses of all micro-batches into one, and move outputs to their device.
+
+        An output that can fill itself moves all but losses when one is read.
+        """
         m, rows = self.division.m, sum(self.division.sizes)
 
         def finished(name: str, value: Any) -> Any:
-            if isinstance(value, Tensor) and is_stacked(name, value, m, rows):
+            if is_stacked(name, value, m, rows):
                 return whole(value, self.shares).to(self._device)
-            return value if self.alone else map_leaves(self._arrived, value)
+            return map_leaves(self._arrived, value)
 
+        if can_fill_itself(output):
+            found = there(output).items()
+            losses = {key: finished(key, x) for key, x in found if is_stacked(key, x, m, rows)}
+            return on_reading(output, losses, lambda: map_leaves(self._arrived, {**output}))
         if isinstance(output, tuple):
             return tuple([finished("" if k else "loss", x) for k, x in enumerate(output)])
         if not isinstance(output, dict):
@@ -174,16 +190,15 @@ def compute(pipe: MappedGPipe, calls: Sequence[ModelCall]) -> list[Any]:
     chunks = -(-pipe.chunks // len(calls))
     for call in calls:
         call.divide(pipe, chunks)
-    with loss_alone(pipe.module) if all(x.alone for x in calls) else nullcontext():
-        if len(calls) == 1 and not calls[0].is_given:
-            return [calls[0].finished(pipe(*calls[0].args, **calls[0].kwargs))]
-        parts = [*chain(*[call.parts() for call in calls])]
-        names = dict.fromkeys(chain(*[kwargs for _, kwargs in parts]))
-        args = [Chunks(values) for values in zip(*[args for args, _ in parts])]
-        known = signature(pipe.module.forward).parameters
-        defaults = {name: known[name].default if name in known else None for name in names}
-        kwargs = Chunks.of([{**defaults, **own} for _, own in parts])
-        outputs = iter(pipe(*args, **kwargs))
+    if len(calls) == 1 and not calls[0].is_given:
+        return [calls[0].finished(pipe(*calls[0].args, **calls[0].kwargs))]
+    parts = [*chain(*[call.parts() for call in calls])]
+    names = dict.fromkeys(chain(*[kwargs for _, kwargs in parts]))
+    args = [Chunks(values) for values in zip(*[args for args, _ in parts])]
+    known = signature(pipe.module.forward).parameters
+    defaults = {name: known[name].default if name in known else None for name in names}
+    kwargs = Chunks.of([{**defaults, **own} for _, own in parts])
+    outputs = iter(pipe(*args, **kwargs))
     return [call.finished(call.joined([*islice(outputs, call.division.m)])) for call in calls]
 
 
@@ -217,10 +232,10 @@ def loss_of(
 
     names = find_labels(type(base_of(pipe.module)))
     if isinstance(batch, Mapping):
-        call = ModelCall((), {**batch}, [], names, None, True)
+        call = ModelCall((), {**batch}, [], names, None)
         losses = loss_in(output)
     else:
-        call = ModelCall((), {}, batch, names, None, True)
+        call = ModelCall((), {}, batch, names, None)
         losses = torch.stack([loss_in(x).reshape(()) for x in output])
     call.divide(pipe, pipe.chunks)
     if losses.shape != call.shares.shape:
@@ -240,7 +255,7 @@ def loss_in(output: Any) -> Tensor:
     return found
 
 
-def is_stacked(name: str, value: Tensor, m: int, rows: int) -> bool:
+def is_stacked(name: str, value: Any, m: int, rows: int) -> bool:
     """Whether an output has a number for each micro-batch, where the model returns one.
 
     Args:
@@ -249,9 +264,10 @@ def is_stacked(name: str, value: Tensor, m: int, rows: int) -> bool:
         m: the number of micro-batches.
         rows: the number of rows, which an output of one dimension has otherwise.
     """
-    one_each = value.shape == (m,) and value.is_floating_point()
+    if not isinstance(value, Tensor) or value.shape != (m,) or not value.is_floating_point():
+        return False
     # Where each micro-batch has one row, the shape says nothing.
-    return one_each and (m != rows or name.endswith("loss"))
+    return m != rows or name.endswith("loss")
 
 
 @contextmanager

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copyreg
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial, wraps
 from itertools import chain
 from typing import Any
+from weakref import WeakMethod
 
 try:
     import transformers
@@ -29,7 +30,7 @@ from torchgpipe.partition.keeping import Keeping
 from torchgpipe.recompute.once import OncePerMiniBatch
 from torchgpipe.transformers.collating import KEY, Collated, Collator, Loader, Prepared
 from torchgpipe.transformers.joined_step import JoinedStep, one_backward
-from torchgpipe.transformers.model_call import ModelCall, compute
+from torchgpipe.transformers.model_call import ModelCall, compute, loss_alone
 from torchgpipe.transformers.spread import Options, Spread, follow, keep_in_place
 from torchgpipe.transformers.stand_in import StandIn
 from torchgpipe.values.division import row_count
@@ -93,6 +94,18 @@ def pipelined(trainer: type) -> Any:
 
 #: The attributes of Trainers that hold models to compare with.
 REFERENCES = "ref_model", "teacher_model"
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method for what its object refers to, so that the models are freed with their Trainer."""
+    found = WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        own = found()
+        assert own is not None
+        return own(*args, **kwargs)
+
+    return call
 
 
 def in_step(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -170,7 +183,6 @@ class Pipelined:
         self._collated: dict[int, Collated] = {}
         self._prepared: list[Prepared] = []
         self._joined_step: JoinedStep | None = None
-        self._is_loss_alone = False
         self._options = Options(devices, chunks, checkpoint)
         #: The wrappers that were given, of the model and of others, as references.
         self._given: dict[nn.Module, MappedGPipe] = {}
@@ -209,7 +221,7 @@ class Pipelined:
                 "devices, chunks and checkpoint are for a model that is not wrapped yet (model: "
                 f"MappedGPipe, given: {given}); pass them to MappedGPipe, or pass the plain model"
             )
-        self._spread = Spread(model, self._options, own, moved=self._followed)
+        self._spread = Spread(model, self._options, own, moved=weakly(self._followed))
         self._stand_in = self._standing_in(self._spread)
         self._is_made = True
         for key, x in [*vars(self).items()]:
@@ -220,7 +232,7 @@ class Pipelined:
                 setattr(self, key, self._standing_in(spread))
 
     def _standing_in(self, spread: Spread) -> StandIn:
-        return StandIn(spread.model, partial(self._called, spread), spread.made)
+        return StandIn(spread.model, partial(weakly(self._called), spread), spread.made)
 
     @contextmanager
     def _standing(self) -> Iterator[None]:
@@ -364,7 +376,7 @@ class Pipelined:
 
     def _state(self) -> list[Any]:
         """The objects in the Trainer's attributes, and in lists and dicts there."""
-        own = ("_collated", "_prepared", "_batches", "_losses", "_joined_step", "_is_loss_alone")
+        own = ("_collated", "_prepared", "_batches", "_losses", "_joined_step")
         found = [(key, x) for key, x in vars(self).items() if key not in own]
         within = [[*x.values()] if isinstance(x, dict) else x for _, x in found]
         lists = [x for x in within if isinstance(x, list | tuple | set | deque)]
@@ -390,16 +402,14 @@ class Pipelined:
     ) -> Any:
         """Compute the loss of a mini-batch, as the Trainer's class does, by the wrapper."""
         above: Any = super()
-        self._is_loss_alone = not (
+        needed = (
             return_outputs
             or getattr(self, "label_smoother", None) is not None
             or getattr(self, "compute_loss_func", None) is not None
             or above.compute_loss.__func__ is not transformers.Trainer.compute_loss
         )
-        try:
+        with nullcontext() if needed else loss_alone(self._spread.model):
             return above.compute_loss(model, inputs, return_outputs, *args, **kwargs)
-        finally:
-            self._is_loss_alone = False
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as the Trainer's class does, on the devices of the model.
@@ -433,9 +443,7 @@ class Pipelined:
         counts = [x.count_in(kwargs) for x in self._prepared]
         most = max(counts, default=0)
         parts = self._prepared[counts.index(most)].divided(args, kwargs) if most else []
-        call = ModelCall(
-            args, kwargs, parts, self.label_names, self.args.device, self._is_loss_alone
-        )
+        call = ModelCall(args, kwargs, parts, self.label_names, self.args.device)
         pipe = spread.pipe or spread.made(call.sample(spread.model, spread.chunks))
         if module is not spread.model:
             with calling(pipe.module, module):

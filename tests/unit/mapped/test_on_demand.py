@@ -143,9 +143,35 @@ def test_looks_after_the_weights_have_changed():
     assert out.loss.shape == (2,)
 
 
-@pytest.mark.parametrize("kind", ["never", "except_last", "no labels", "no grad"])
+class Deep(Model):
+    """A model that returns what two layers have made, and a number for each word."""
+
+    def forward(self, ids, labels=None):
+        out = super().forward(ids, labels)
+        hidden = self.embed(ids), out.logits[..., :3]
+        return CausalLMOutput(loss=out.loss, logits=out.logits, hidden_states=hidden)
+
+
+@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
+def test_outputs_are_joined_when_somebody_looks(mode):
+    pipe = MappedGPipe(Deep().eval(), {"": "cpu"}, chunks=2, checkpoint=mode)
+    ids = tokens(4)
+    out, expected = pipe(ids, labels=ids), pipe.module(ids, labels=ids)
+    assert type(out) is not CausalLMOutput
+    assert out.loss.shape == (2,)
+    with torch.no_grad():
+        torch.testing.assert_close(out.hidden_states, expected.hidden_states)
+    assert type(out) is CausalLMOutput
+    assert [*out] == ["loss", "logits", "hidden_states"]
+    # Whoever looked first did not need gradients.
+    own = torch.autograd.grad(out.logits.square().mean(), pipe.module.embed.weight)
+    other = torch.autograd.grad(expected.logits.square().mean(), pipe.module.embed.weight)
+    torch.testing.assert_close(own, other)
+
+
+@pytest.mark.parametrize("kind", ["no labels", "no grad"])
 def test_outputs_that_are_there(kind):
-    pipe, _ = piped(kind if kind in ("never", "except_last") else "always")
+    pipe, _ = piped()
     ids = tokens(4)
     with torch.set_grad_enabled(kind != "no grad"):
         out = pipe(ids, labels=None if kind == "no labels" else ids)

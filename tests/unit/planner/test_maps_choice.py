@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from tests.support.helpers import note_of
-from torchgpipe import MappedGPipe, NoChunk
+from torchgpipe import GPipe, MappedGPipe, NoChunk
 from torchgpipe.devices.streams import accelerators
+from torchgpipe.mapped import hugging_face
 from torchgpipe.planner import given, maps
 from torchgpipe.planner.blocks import timed
 
@@ -85,9 +86,26 @@ def test_all_accelerators_by_default(monkeypatch):
     names = ["first", "second", "norm"]
     found = maps.chosen_map(Model(), "auto", X)
     assert found == dict.fromkeys(["", *names], CPU)
-    monkeypatch.setattr(given, "accelerators", list)
-    with pytest.raises(ValueError, match=r"'auto'.* accelerators, or.*\['cpu'\] \* 4"):
-        MappedGPipe(Model(), "auto", sample=X)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: MappedGPipe(Model(), chunks=2),
+        lambda: MappedGPipe(Model(), "auto", sample=X, chunks=2),
+        lambda: GPipe(nn.Sequential(nn.Linear(3, 3)), "auto", sample=X),
+    ],
+    ids=["dispatched", "map", "balance"],
+)
+def test_a_machine_without_accelerators(make, monkeypatch):
+    """What is written for several accelerators runs on a laptop, too, and says what it is."""
+    for module in (given, hugging_face):
+        monkeypatch.setattr(module, "accelerators", list)
+    with pytest.warns(UserWarning, match=r"on the CPU alone.*\(model: ") as seen:
+        pipe = make()
+    assert len(seen) == 1
+    assert {*pipe.hf_device_map.values()} == {CPU}
+    pipe(X.repeat(2, 1)).sum().backward()
 
 
 @pytest.mark.skipif(not accelerators(), reason="there is no accelerator")

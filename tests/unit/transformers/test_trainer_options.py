@@ -38,6 +38,9 @@ class WithPenalty(transformers.Trainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, **_):
         out = model(**inputs)
+        with torch.no_grad():
+            # As trainers of TRL have it, for what they log.
+            self.right = (out.logits.argmax(-1) == inputs["labels"]).sum()
         loss = out.loss + out.logits.square().mean()
         return (loss, out) if return_outputs else loss
 
