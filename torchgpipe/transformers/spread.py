@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from torchgpipe.devices.streams import CPU, Device, accelerators
 from torchgpipe.mapped.device_map import Wholes
+from torchgpipe.mapped.hugging_face import on_cpu
 from torchgpipe.mapped_gpipe import MappedGPipe
 from torchgpipe.partition.arguments import checked_count
 from torchgpipe.partition.keeping import Keeping
@@ -125,7 +126,8 @@ class Spread:
         if self._like is not None and (found := self._like.map_for(self.model, sample)):
             return {"device_map": found}
         if len(self._places) == 1:
-            return {"device_map": {"": self._places[0]}}
+            is_meant = accelerators() or isinstance(self._options.devices, Sequence)
+            return {"device_map": {"": self._places[0]} if is_meant else on_cpu(self.model)}
         home = [x for x in self.model.parameters() if x.device == CPU]
         if sample is None or sum(x.nbytes for x in home) > MEASURED:
             return {"device_map": by_weights(self.model, self._places)}

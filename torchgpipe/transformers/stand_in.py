@@ -11,7 +11,7 @@ from torch import nn
 __all__: list[str] = []
 
 
-class StandIn:
+class PipelinedModel:
     """A stand-in for a model: its calls go through the pipeline, and return one loss.
 
     Its class and its attributes are those of the model, since trainers look at both. An attribute
@@ -45,7 +45,7 @@ class StandIn:
         found = getattr(self._model, name)
         # A loss that goes by the weights of the head calls all but the head.
         if name == "base_model" and isinstance(found, nn.Module) and found is not self._model:
-            return StandIn(found, self._call, self._place)
+            return PipelinedModel(found, self._call, self._place)
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:

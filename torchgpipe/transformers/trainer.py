@@ -32,7 +32,7 @@ from torchgpipe.transformers.collating import KEY, Collated, Collator, Loader, P
 from torchgpipe.transformers.joined_step import JoinedStep, one_backward
 from torchgpipe.transformers.model_call import ModelCall, compute, loss_alone
 from torchgpipe.transformers.spread import Options, Spread, follow, keep_in_place
-from torchgpipe.transformers.stand_in import StandIn
+from torchgpipe.transformers.stand_in import PipelinedModel
 from torchgpipe.values.division import row_count
 
 __all__: list[str] = []
@@ -113,7 +113,10 @@ def in_step(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(method)
     def within(self: Pipelined, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(model) is not StandIn and self.accelerator.unwrap_model(model) is self._model:
+        if (
+            type(model) is not PipelinedModel
+            and self.accelerator.unwrap_model(model) is self._model
+        ):
             model = self._stand_in
         with self._standing():
             return method(self, model, *args, **kwargs)
@@ -158,7 +161,7 @@ class Pipelined:
     #: The model, its wrapper, or how to make it, and its stand-in.
     _model: nn.Module | None = None
     _spread: Spread
-    _stand_in: StandIn
+    _stand_in: PipelinedModel
     _is_made = False
     #: Neither Trainer nor Accelerate moves the model.
     place_model_on_device = property(lambda _: False, lambda *_: None)
@@ -175,6 +178,9 @@ class Pipelined:
         if joined is not None:
             remedy = "joined=1 computes each mini-batch alone"
             joined = checked_count(joined, "joined", "mini-batches in one call", remedy)
+        if chunks is not None:
+            remedy = "by default there are two for each device"
+            chunks = checked_count(chunks, "chunks", "micro-batches of a step", remedy)
         self._most = joined
         #: The mini-batches of the optimizer step that are to come, and losses of those in front.
         self._batches: list[Any] = []
@@ -231,8 +237,8 @@ class Pipelined:
                 spread = Spread(x, self._options, self._given.get(x), like=self._spread)
                 setattr(self, key, self._standing_in(spread))
 
-    def _standing_in(self, spread: Spread) -> StandIn:
-        return StandIn(spread.model, partial(weakly(self._called), spread), spread.made)
+    def _standing_in(self, spread: Spread) -> PipelinedModel:
+        return PipelinedModel(spread.model, partial(weakly(self._called), spread), spread.made)
 
     @contextmanager
     def _standing(self) -> Iterator[None]:
@@ -267,7 +273,7 @@ class Pipelined:
 
     @model.setter
     def model(self, model: Any) -> None:
-        if type(model) is not StandIn and model is not self._model:
+        if type(model) is not PipelinedModel and model is not self._model:
             self._model = model
             if self._is_made:
                 self._adopt()
