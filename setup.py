@@ -21,6 +21,8 @@ coverage = ["coverage[toml]"]
 dist = ["build", "twine"]
 # Neither are those of `make docs`.
 transformers = ["accelerate", "transformers"]
+# The versions with which TRL's trainers were tried.
+trl = [*transformers, "datasets>=5.2", "peft>=0.21", "trl>=1.16"]
 # The documentation of torchgpipe.transformers is read from the module, which needs them.
 docs = [*transformers, *benchmarks, "furo", "myst-parser", "sphinx"]
 
@@ -60,6 +62,7 @@ setup(
         "dist": dist,
         "docs": docs,
         "transformers": transformers,
+        "trl": trl,
         "all": benchmarks + demo + examples + test + check,
     },
 )

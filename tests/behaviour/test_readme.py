@@ -1,6 +1,7 @@
 """The code of the README and of the guide runs, block after block."""
 
 import re
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +22,13 @@ ELSEWHERE = {ROOT / f"docs/{name}.rst" for name in ("dry_run", "schedule", "test
 GUIDE = sorted(GUIDE - ELSEWHERE)
 #: Pages that need a newer PyTorch than the package.
 NEWER = {"across_machines": (2, 13)}
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    """Forget what other pages have compiled, which messages speak of."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 @pytest.fixture(autouse=True)

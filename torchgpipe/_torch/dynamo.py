@@ -82,8 +82,13 @@ def prepare_if_compiled() -> None:
 
     Layers may call functions that are compiled, which nobody sees from outside.
     """
-    if not _preparation.done and "torch._dynamo" in sys.modules and _torch.compiled_codes.seen:
+    if not _preparation.done and has_compiled():
         prepare()
+
+
+def has_compiled() -> bool:
+    """Whether the process has compiled anything."""
+    return "torch._dynamo" in sys.modules and bool(_torch.compiled_codes.seen)
 
 
 def watch(layers: nn.Module, within_cell: Callable[[], bool]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe import _torch
-from torchgpipe._torch.dynamo import uncompiled
+from torchgpipe._torch.dynamo import has_compiled, uncompiled
 from torchgpipe.ambient.notes import layer as current
 
 __all__: list[str] = []
@@ -97,10 +97,17 @@ def _shape(saved: Tensor | Slot) -> tuple[int, ...] | str:
 
 def mismatch(actual: str, expected: str) -> RuntimeError:
     """The error for a recomputation that saves other tensors than the forward."""
+    compiled = ""
+    if has_compiled():
+        compiled = (
+            ". Behind the limit of graphs torch.compile leaves one of them to Python: set "
+            "torch._dynamo.config.recompile_limit to 8 for each device, or more where shapes "
+            "differ, before the first step, or compile with dynamic=True"
+        )
     return RuntimeError(
         "a recomputation must save the same tensors for backward as the forward "
         f"(recomputation: {actual}, forward: {expected}); make the layers compute the same from "
-        "the same input whenever they run (is_recomputing() tells the recomputation)"
+        f"the same input whenever they run (is_recomputing() tells the recomputation){compiled}"
     )
 
 

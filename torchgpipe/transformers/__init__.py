@@ -12,8 +12,8 @@
 :func:`loss_of` gives the loss of a mini-batch in a loop of your own. :func:`layers_of` makes an
 :class:`nn.Sequential` of a causal model, for the other wrappers.
 
-Nothing else of the package imports this, since it needs Transformers (``pip install
-torchgpipe[transformers]``).
+Nothing else of the package imports this, since it needs Transformers (in a clone of torchgpipe:
+``pip install '.[transformers]'``; ``'.[trl]'`` brings TRL, too).
 """
 
 # This one says what to install, so it comes first.

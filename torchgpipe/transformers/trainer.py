@@ -15,8 +15,8 @@ try:
     import transformers
 except ImportError as error:
     raise ImportError(
-        "torchgpipe.transformers needs Transformers (not installed: transformers); run: "
-        "pip install torchgpipe[transformers]"
+        "torchgpipe.transformers needs Transformers (not installed: transformers); run, in a clone "
+        "of torchgpipe: pip install '.[transformers]'"
     ) from error
 
 from torch import Tensor, nn

@@ -5,6 +5,7 @@ import torch
 
 from tests.support.recomputation import checkpoint
 from torchgpipe import is_recomputing
+from torchgpipe.recompute import slots
 
 
 def test_saved_tensor_changed_in_place_is_an_error(device):
@@ -35,3 +36,9 @@ def test_recomputation_that_differs_is_an_error(device, first, second, message):
     output = checkpoint(lambda x: (second if is_recomputing() else first)(x), x)
     with pytest.raises(RuntimeError, match=rf"\(recomputation: {message}"):
         output.sum().backward()
+
+
+def test_compiled_layers_that_save_other_tensors(monkeypatch):
+    """PyTorch may have left one of the two runs to Python."""
+    monkeypatch.setattr(slots, "has_compiled", lambda: True)
+    assert "torch._dynamo.config.recompile_limit" in str(slots.mismatch("one", "another"))
