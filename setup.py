@@ -15,6 +15,7 @@ examples = ["accelerate", "lightning", "safetensors", "transformers"]
 # Not among all: it needs torchvision, which has to be made for the very build of torch.
 timm = ["timm"]
 test = ["expecttest", "hypothesis", "peft", "pytest"]
+test += [f'{name}; python_version >= "3.11"' for name in ("datasets", "trl")]
 check = ["mypy", "pre-commit", "ruff"]
 # Not among all either: only `make coverage` and `make dist` use them.
 coverage = ["coverage[toml]"]

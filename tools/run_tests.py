@@ -22,7 +22,14 @@ from pathlib import Path
 #: the rest of these.
 MUTANTS = ["advice", "advice_maps", "advice_memory", "advice_offload", "advice_strays", "contract"]
 MUTANTS += ["exit", "graph_overlaps", "offload", "offload_schedules", "plan_memory", "plans"]
-MUTANTS += ["plans_of_layers", "plans_offload", "plans_proven", "selective_offload", "mutated"]
+MUTANTS += [
+    "plans_of_layers",
+    "plans_offload",
+    "plans_proven",
+    "selective_offload",
+    "trl",
+    "mutated",
+]
 MUTANTS = [f"tests/virtual/test_{name}.py" for name in MUTANTS]
 
 #: The paths that each process tests. The last one tests all that the others do not. The first one

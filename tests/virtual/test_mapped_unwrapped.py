@@ -118,7 +118,7 @@ def test_a_wrapper_that_has_given_its_model_back(place, devices):
 
 
 def test_pickles_of_a_model(devices):
-    """They know nothing of devices."""
+    """A pickle knows nothing of devices."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     expected = copy.deepcopy(model)(torch.ones(2, 4))
     pipe = MappedGPipe(model, {"0": devices[0], "1": devices[1]})

@@ -82,7 +82,7 @@ class OwnLoss(transformers.Trainer):
 
 
 def test_logits_that_nobody_looks_at(devices, tmp_path, monkeypatch):
-    """They are not computed for a loss of one's own, nor do they come to the Trainer's device."""
+    """A loss of one's own neither computes them nor brings them to the Trainer's device."""
     from torchgpipe.transformers import pipelined
 
     sizes = {"vocab_size": 4096, "hidden_size": 16, "intermediate_size": 16}

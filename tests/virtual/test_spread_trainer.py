@@ -36,7 +36,7 @@ def adam(folder, **options):
 
 
 def test_a_plain_model(devices, tmp_path, monkeypatch):
-    """It comes to its devices in the first step, and so does what a checkpoint has for it."""
+    """The model comes to its devices in the first step, with the state of its optimizer."""
     plain, _ = model_and_places(devices[:2])
     one, again = copy.deepcopy(plain), copy.deepcopy(plain)
     trainer = transformers.Trainer(plain, adam(tmp_path / "plain"), train_dataset=rows(12))

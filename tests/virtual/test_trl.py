@@ -205,7 +205,7 @@ def test_logs_and_weights(name, devices, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_fused_head(tied, devices, monkeypatch):
-    """It is on the device of the head, and no micro-batch waits until the host has seen another."""
+    """The head's own device computes it, while the host issues the next micro-batch."""
     model, places = model_of(num_hidden_layers=8, tie_word_embeddings=tied), devices[:4]
     add_fused_lm_head(model)
     seen_on = []

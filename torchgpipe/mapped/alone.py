@@ -1,8 +1,8 @@
-"""Calls of the modules of a model on several devices, outside of the steps of a wrapper.
+"""A model on several devices without its wrapper: each module brings its own arguments.
 
-Such calls are those of a model that generates text, and those of a model without a wrapper: of a
-deep copy, as for an average of the weights, and of one that ``unwrap()`` has left on its devices.
-Each module brings its arguments to its device, as under the hooks of Accelerate.
+So a model computes while it generates text, and where it has no wrapper: as a deep copy, for an
+average of the weights, or after ``unwrap()`` has left it on its devices. The hooks of Accelerate do
+the same.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ ON_COPY = "_torchgpipe_on_copy"
 
 
 class OnCopy:
-    """What copies the call of a module with the module, as PyTorch does not.
+    """An object that copies the call of a module with the module, as PyTorch does not.
 
     It has no ``__dict__``, so that nobody takes it for a container with values of the model's.
     """

@@ -60,7 +60,7 @@ def is_loss(value: Any) -> bool:
 
 
 def with_rows(tensors: Iterable[Tensor], among: Sequence[Tensor]) -> list[Tensor]:
-    """Those of some tensors that have rows, and occur once among others."""
+    """The tensors that have rows, and occur once among others."""
     return [x for x in tensors if x.dim() and sum(x is y for y in among) == 1]
 
 

@@ -1,4 +1,4 @@
-"""Calls of a model for a mini-batch: its micro-batches, and the loss that theirs make together."""
+"""The call of a model for a mini-batch: its micro-batches, and the loss of all of them."""
 
 from __future__ import annotations
 

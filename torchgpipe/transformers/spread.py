@@ -30,7 +30,7 @@ MEASURED = 2 * 2**30
 
 
 class Options(NamedTuple):
-    """What a pipelined Trainer is told of devices and micro-batches; None where it is not."""
+    """The settings of devices and micro-batches; None for what the user leaves open."""
 
     devices: int | Sequence[Device] | None
     chunks: int | None

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copyreg
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import cache, partial, wraps
+from functools import cache
 from itertools import chain
 from typing import Any
-from weakref import WeakMethod
 
 try:
     import transformers
@@ -23,16 +22,13 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from torchgpipe.batchnorm import DeferredBatchNorm
-from torchgpipe.devices.streams import Device
-from torchgpipe.mapped_gpipe import MappedGPipe
 from torchgpipe.partition.arguments import checked_count
-from torchgpipe.partition.keeping import Keeping
 from torchgpipe.recompute.once import OncePerMiniBatch
 from torchgpipe.transformers.collating import KEY, Collated, Collator, Loader, Prepared
 from torchgpipe.transformers.joined_step import JoinedStep, one_backward
 from torchgpipe.transformers.model_call import ModelCall, compute, loss_alone
-from torchgpipe.transformers.spread import Options, Spread, follow, keep_in_place
-from torchgpipe.transformers.stand_in import PipelinedModel
+from torchgpipe.transformers.spread import Spread
+from torchgpipe.transformers.spread_trainer import SpreadTrainer
 from torchgpipe.values.division import row_count
 
 __all__: list[str] = []
@@ -92,38 +88,6 @@ def pipelined(trainer: type) -> Any:
     return kind(f"Pipelined{trainer.__name__}", (Pipelined, trainer), {})
 
 
-#: The attributes of Trainers that hold models to compare with.
-REFERENCES = "ref_model", "teacher_model"
-
-
-def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method for what its object refers to, so that the models are freed with their Trainer."""
-    found = WeakMethod(method)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        own = found()
-        assert own is not None
-        return own(*args, **kwargs)
-
-    return call
-
-
-def in_step(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a method that gets the model have its stand-in, also as ``self.model``."""
-
-    @wraps(method)
-    def within(self: Pipelined, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if (
-            type(model) is not PipelinedModel
-            and self.accelerator.unwrap_model(model) is self._model
-        ):
-            model = self._stand_in
-        with self._standing():
-            return method(self, model, *args, **kwargs)
-
-    return within
-
-
 @contextmanager
 def calling(model: nn.Module, part: nn.Module) -> Iterator[None]:
     """Have a part of a model called in its place within a ``with`` block."""
@@ -148,39 +112,16 @@ def reduced(made: type) -> Any:
     return pipelined, made.__bases__[1:]
 
 
-class Pipelined:
-    """A mixin for Trainers whose model is spread over devices."""
+class Pipelined(SpreadTrainer):
+    """A mixin for Trainers whose steps go through the devices, micro-batch by micro-batch."""
 
-    args: Any
-    accelerator: Any
-    optimizer: Any
     label_names: list[str]
     data_collator: Any
-    #: Whether a step runs. The Trainer's model is its stand-in then.
-    _is_in_step = False
-    #: The model, its wrapper, or how to make it, and its stand-in.
-    _model: nn.Module | None = None
-    _spread: Spread
-    _stand_in: PipelinedModel
-    _is_made = False
-    #: Neither Trainer nor Accelerate moves the model.
-    place_model_on_device = property(lambda _: False, lambda *_: None)
 
-    def __init__(
-        self,
-        *args: Any,
-        devices: int | Sequence[Device] | None = None,
-        chunks: int | None = None,
-        checkpoint: Keeping | Sequence[Keeping] | None = None,
-        joined: int | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *args: Any, joined: int | None = None, **kwargs: Any) -> None:
         if joined is not None:
             remedy = "joined=1 computes each mini-batch alone"
             joined = checked_count(joined, "joined", "mini-batches in one call", remedy)
-        if chunks is not None:
-            remedy = "by default there are two for each device"
-            chunks = checked_count(chunks, "chunks", "micro-batches of a step", remedy)
         self._most = joined
         #: The mini-batches of the optimizer step that are to come, and losses of those in front.
         self._batches: list[Any] = []
@@ -189,108 +130,7 @@ class Pipelined:
         self._collated: dict[int, Collated] = {}
         self._prepared: list[Prepared] = []
         self._joined_step: JoinedStep | None = None
-        self._options = Options(devices, chunks, checkpoint)
-        #: The wrappers that were given, of the model and of others, as references.
-        self._given: dict[nn.Module, MappedGPipe] = {}
-        values = [self._unwrapped(x) for x in args]
-        given = {key: self._unwrapped(x) for key, x in kwargs.items()}
-        for x in (*values, *given.values()):
-            if isinstance(x, transformers.TrainingArguments):
-                verify(x)
-        super().__init__(*values, **given)
-        verify(self.args)
-        self._adopt()
-
-    def _unwrapped(self, value: Any) -> Any:
-        """The model of a wrapper, which is remembered; other values as they are."""
-        if not isinstance(value, MappedGPipe):
-            return value
-        self._given[value.module] = value
-        keep_in_place(value.module, value.hf_device_map)
-        return value.module
-
-    def _adopt(self) -> None:
-        """Have the Trainer's model, and those that it compares with, spread over the devices."""
-        model: Any = self._model
-        if self._is_made and self._spread.model is model:
-            return
-        within = {*model.modules()} - {model}
-        if lost := [type(x).__name__ for x in self._given if x in within]:
-            raise ValueError(
-                "a Trainer must train the model that was wrapped (wrapped: "
-                f"{lost}, trained: {type(model).__name__}); pass the plain model, which is wrapped "
-                "then, or give it its adapters first"
-            )
-        own, given = self._given.get(model), [x for x in self._options if x is not None]
-        if own is not None and given:
-            raise ValueError(
-                "devices, chunks and checkpoint are for a model that is not wrapped yet (model: "
-                f"MappedGPipe, given: {given}); pass them to MappedGPipe, or pass the plain model"
-            )
-        self._spread = Spread(model, self._options, own, moved=weakly(self._followed))
-        self._stand_in = self._standing_in(self._spread)
-        self._is_made = True
-        for key, x in [*vars(self).items()]:
-            if not isinstance(x, nn.Module) or x is model:
-                continue
-            if key in REFERENCES or x in self._given:
-                spread = Spread(x, self._options, self._given.get(x), like=self._spread)
-                setattr(self, key, self._standing_in(spread))
-
-    def _standing_in(self, spread: Spread) -> PipelinedModel:
-        return PipelinedModel(spread.model, partial(weakly(self._called), spread), spread.made)
-
-    @contextmanager
-    def _standing(self) -> Iterator[None]:
-        """Have the stand-in be the Trainer's model within a ``with`` block."""
-        outer, self._is_in_step = self._is_in_step, True
-        try:
-            yield
-        finally:
-            self._is_in_step = outer
-
-    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
-        # TRL has the reference compute all data, by this method, while a Trainer is made.
-        above: Any = super()
-        self._adopt()
-        with self._standing():
-            return above._precompute_ref_logps(*args, **kwargs)
-
-    def _followed(self, moved: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Have the optimizer follow the parameters to their devices."""
-        if self.optimizer is not None:
-            follow(self.optimizer, moved)
-
-    @property
-    def pipe(self) -> MappedGPipe | None:
-        """The wrapper; None before the first call of a model that was not wrapped."""
-        return self._spread.pipe
-
-    @property
-    def model(self) -> Any:
-        """The model; within a step its stand-in, whose calls go through the pipeline."""
-        return self._stand_in if self._is_in_step else self._model
-
-    @model.setter
-    def model(self, model: Any) -> None:
-        if type(model) is not PipelinedModel and model is not self._model:
-            self._model = model
-            if self._is_made:
-                self._adopt()
-
-    @property
-    def model_wrapped(self) -> Any:
-        """The same: a model that is spread is wrapped in nothing."""
-        return self.model
-
-    @model_wrapped.setter
-    def model_wrapped(self, _: Any) -> None:
-        pass
-
-    def call_model_init(self, trial: Any = None) -> nn.Module:
-        above: Any = super()
-        model: nn.Module = self._unwrapped(above.call_model_init(trial))
-        return model
+        super().__init__(*args, **kwargs)
 
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         above: Any = super()
@@ -330,11 +170,6 @@ class Pipelined:
             self._prepared.append(Prepared({**found}, own))
         return found
 
-    def __init_subclass__(cls) -> None:
-        for name in {"training_step", "compute_loss", "prediction_step"} & vars(cls).keys():
-            setattr(cls, name, in_step(vars(cls)[name]))
-
-    @in_step
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the loss of a mini-batch, and the gradients, as the Trainer's class does.
 
@@ -402,7 +237,6 @@ class Pipelined:
             )
         )
 
-    @in_step
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
@@ -418,11 +252,7 @@ class Pipelined:
             return above.compute_loss(model, inputs, return_outputs, *args, **kwargs)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate as the Trainer's class does, on the devices of the model.
-
-        In half precision it would bring the whole model to one device.
-        """
-        above: Any = super()
+        """Evaluate as the Trainer's class does, also what cannot be cut by rows."""
         before = self._collated, self._prepared
 
         def take(batch: Any) -> Any:
@@ -430,16 +260,9 @@ class Pipelined:
             return self._without_parts(batch)
 
         try:
-            with unmoved(self._spread.model):
-                return above.evaluation_loop(Loader(dataloader, take), *args, **kwargs)
+            return super().evaluation_loop(Loader(dataloader, take), *args, **kwargs)
         finally:
             self._collated, self._prepared = before
-
-    @in_step
-    def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Predict a mini-batch, as the Trainer's class does, by the wrapper."""
-        above: Any = super()
-        return above.prediction_step(model, *args, **kwargs)
 
     def _called(
         self, spread: Spread, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -467,33 +290,3 @@ def rows_of(batch: Any) -> int:
 def is_of_library(method: Any) -> bool:
     """Whether a method is that of Transformers or TRL, and not of a user's class."""
     return method.__func__.__module__.partition(".")[0] in ("transformers", "trl")
-
-
-@contextmanager
-def unmoved(model: Any) -> Iterator[None]:
-    """Have ``model.to()`` change the dtype alone within a ``with`` block."""
-    to = model.to
-    vars(model)["to"] = lambda *_, dtype=None, **__: model if dtype is None else to(dtype=dtype)
-    try:
-        yield
-    finally:
-        del vars(model)["to"]
-
-
-def verify(arguments: Any) -> None:
-    """Check the arguments of a Trainer, and have it use one GPU by itself.
-
-    Raises:
-        ValueError: they ask for something that a pipeline does in another way.
-    """
-    refused = {
-        "torch_compile": "compile the modules of the model, by module.compile()",
-        "fsdp": "a pipeline spreads the model already; leave it out",
-        "deepspeed": "a pipeline spreads the model already; leave it out",
-    }
-    for name, remedy in refused.items():
-        value = getattr(arguments, name, None)
-        if value:
-            raise ValueError(f"a pipelined Trainer takes no {name} ({name}: {value}); {remedy}")
-    # It copies a model to all GPUs otherwise.
-    arguments._n_gpu = min(arguments.n_gpu, 1)

@@ -98,7 +98,7 @@ def test_all_accelerators_by_default(monkeypatch):
     ids=["dispatched", "map", "balance"],
 )
 def test_a_machine_without_accelerators(make, monkeypatch):
-    """What is written for several accelerators runs on a laptop, too, and says what it is."""
+    """A program for several accelerators runs on a laptop, too, and warns of it."""
     for module in (given, hugging_face):
         monkeypatch.setattr(module, "accelerators", list)
     with pytest.warns(UserWarning, match=r"on the CPU alone.*\(model: ") as seen:

@@ -1,0 +1,252 @@
+"""Trainers whose models are on several devices: they see the models, and call their stand-ins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any
+from weakref import WeakMethod
+
+from torch import nn
+
+from torchgpipe.devices.streams import Device
+from torchgpipe.mapped_gpipe import MappedGPipe
+from torchgpipe.partition.arguments import checked_count
+from torchgpipe.partition.keeping import Keeping
+from torchgpipe.transformers.spread import Options, Spread, follow, keep_in_place
+from torchgpipe.transformers.stand_in import PipelinedModel
+
+__all__: list[str] = []
+
+
+#: The attributes of Trainers that hold models to compare with.
+REFERENCES = "ref_model", "teacher_model"
+
+
+def in_step(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a method that gets the model have its stand-in, also as ``self.model``."""
+
+    @wraps(method)
+    def within(self: SpreadTrainer, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if (
+            type(model) is not PipelinedModel
+            and self.accelerator.unwrap_model(model) is self._model
+        ):
+            model = self._stand_in
+        with self._standing():
+            return method(self, model, *args, **kwargs)
+
+    return within
+
+
+class SpreadTrainer:
+    """A mixin for Trainers whose models are spread over devices.
+
+    The Trainer's model is the plain one, but within a step its stand-in. So are models that it
+    compares with, for good.
+
+    Args:
+        *args: the Trainer's own arguments; wrappers among them stand for their models.
+        devices: as in :func:`~torchgpipe.transformers.pipelined`.
+        chunks: the same.
+        checkpoint: the same.
+        **kwargs: the Trainer's own arguments.
+    """
+
+    args: Any
+    accelerator: Any
+    optimizer: Any
+    #: Whether a step runs. The Trainer's model is its stand-in then.
+    _is_in_step = False
+    #: The model, its wrapper, or how to make it, and its stand-in.
+    _model: nn.Module | None = None
+    _spread: Spread
+    _stand_in: PipelinedModel
+    _is_made = False
+    # The Trainer neither moves the model nor copies it to all GPUs.
+    place_model_on_device = property(lambda _: False, lambda *_: None)
+    is_model_parallel = property(lambda _: True, lambda *_: None)
+
+    def __init__(
+        self,
+        *args: Any,
+        devices: int | Sequence[Device] | None = None,
+        chunks: int | None = None,
+        checkpoint: Keeping | Sequence[Keeping] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if chunks is not None:
+            remedy = "by default there are two for each device"
+            chunks = checked_count(chunks, "chunks", "micro-batches of a step", remedy)
+        self._options = Options(devices, chunks, checkpoint)
+        #: The wrappers that were given, of the model and of others, as references.
+        self._given: dict[nn.Module, MappedGPipe] = {}
+        values = [self._unwrapped(x) for x in args]
+        given = {key: self._unwrapped(x) for key, x in kwargs.items()}
+        for x in (*values, *given.values()):
+            verify(x)
+        super().__init__(*values, **given)
+        verify(self.args)
+        self._adopt()
+
+    def __init_subclass__(cls) -> None:
+        # Classes that inherit from a pipelined one have steps of their own.
+        for name in {"training_step", "compute_loss", "prediction_step"} & vars(cls).keys():
+            setattr(cls, name, in_step(vars(cls)[name]))
+
+    def _unwrapped(self, value: Any) -> Any:
+        """The model of a wrapper, which is remembered; other values as they are."""
+        if not isinstance(value, MappedGPipe):
+            return value
+        self._given[value.module] = value
+        keep_in_place(value.module, value.hf_device_map)
+        return value.module
+
+    def _adopt(self) -> None:
+        """Have the Trainer's model, and those that it compares with, spread over the devices."""
+        model: Any = self._model
+        if self._is_made and self._spread.model is model:
+            return
+        within = {*model.modules()} - {model}
+        if lost := [type(x).__name__ for x in self._given if x in within]:
+            raise ValueError(
+                "a Trainer must train the model that was wrapped (wrapped: "
+                f"{lost}, trained: {type(model).__name__}); pass the plain model, which is wrapped "
+                "then, or give it its adapters first"
+            )
+        own, given = self._given.get(model), [x for x in self._options if x is not None]
+        if own is not None and given:
+            raise ValueError(
+                "devices, chunks and checkpoint are for a model that is not wrapped yet (model: "
+                f"MappedGPipe, given: {given}); pass them to MappedGPipe, or pass the plain model"
+            )
+        self._spread = Spread(model, self._options, own, moved=weakly(self._followed))
+        self._stand_in = self._standing_in(self._spread)
+        self._is_made = True
+        for key, x in [*vars(self).items()]:
+            if not isinstance(x, nn.Module) or x is model:
+                continue
+            if key in REFERENCES or x in self._given:
+                spread = Spread(x, self._options, self._given.get(x), like=self._spread)
+                setattr(self, key, self._standing_in(spread))
+
+    def _standing_in(self, spread: Spread) -> PipelinedModel:
+        return PipelinedModel(spread.model, partial(weakly(self._called), spread), spread.made)
+
+    @contextmanager
+    def _standing(self) -> Iterator[None]:
+        """Have the stand-in be the Trainer's model within a ``with`` block."""
+        outer, self._is_in_step = self._is_in_step, True
+        try:
+            yield
+        finally:
+            self._is_in_step = outer
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        # TRL has the reference compute all data, by this method, while a Trainer is made.
+        above: Any = super()
+        self._adopt()
+        with self._standing():
+            return above._precompute_ref_logps(*args, **kwargs)
+
+    def _followed(self, moved: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Have the optimizer follow the parameters to their devices."""
+        if self.optimizer is not None:
+            follow(self.optimizer, moved)
+
+    @property
+    def pipe(self) -> MappedGPipe | None:
+        """The wrapper; None before the first call of a model that was not wrapped."""
+        return self._spread.pipe
+
+    @property
+    def model(self) -> Any:
+        """The model; within a step its stand-in, whose calls go through the pipeline."""
+        return self._stand_in if self._is_in_step else self._model
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        if type(model) is not PipelinedModel and model is not self._model:
+            self._model = model
+            if self._is_made:
+                self._adopt()
+
+    @property
+    def model_wrapped(self) -> Any:
+        """The same: a model that is spread is wrapped in nothing."""
+        return self.model
+
+    @model_wrapped.setter
+    def model_wrapped(self, _: Any) -> None:
+        pass
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        above: Any = super()
+        model: nn.Module = self._unwrapped(above.call_model_init(trial))
+        return model
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as the Trainer's class does, on the devices of the model.
+
+        In half precision it would bring the whole model to one device.
+        """
+        above: Any = super()
+        with unmoved(self._spread.model):
+            return above.evaluation_loop(*args, **kwargs)
+
+    @in_step
+    def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Predict a mini-batch, as the Trainer's class does, by the wrapper."""
+        above: Any = super()
+        return above.prediction_step(model, *args, **kwargs)
+
+    def _called(
+        self, spread: Spread, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a model, or a module that holds what is spread of it, through the pipeline."""
+        raise NotImplementedError
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method for what its object refers to, so that the models are freed with their Trainer."""
+    found = WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        own = found()
+        assert own is not None
+        return own(*args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def unmoved(model: Any) -> Iterator[None]:
+    """Have ``model.to()`` change the dtype alone within a ``with`` block."""
+    to = model.to
+    vars(model)["to"] = lambda *_, dtype=None, **__: model if dtype is None else to(dtype=dtype)
+    try:
+        yield
+    finally:
+        del vars(model)["to"]
+
+
+def verify(arguments: Any) -> None:
+    """Check the arguments of a Trainer, if these are that.
+
+    Raises:
+        ValueError: they ask for something that a pipeline does in another way.
+    """
+    from transformers import TrainingArguments
+
+    if not isinstance(arguments, TrainingArguments):
+        return
+    refused = {
+        "torch_compile": "compile the modules of the model, by module.compile()",
+        "fsdp": "a pipeline spreads the model already; leave it out",
+        "deepspeed": "a pipeline spreads the model already; leave it out",
+    }
+    for name, remedy in refused.items():
+        value = getattr(arguments, name, None)
+        if value:
+            raise ValueError(f"a pipelined Trainer takes no {name} ({name}: {value}); {remedy}")
