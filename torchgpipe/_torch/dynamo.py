@@ -22,7 +22,7 @@ __all__: list[str] = []
 
 
 # The wrapper runs threads, and autograd functions with a purpose of their own. So its functions
-# are marked, and the compiler breaks the graph there. Two settings of the whole process are
+# are marked, and the compiler breaks the graph there. Three settings of the whole process are
 # changed, and only once a compiled layer is about to run in a cell.
 #
 # The compiler itself is never imported here, since that takes seconds.
@@ -33,6 +33,9 @@ Result = TypeVar("Result")
 
 #: PyTorch's version, as far as it matters here.
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+
+#: How many graphs PyTorch makes of a function by default.
+GRAPHS = 8
 
 #: The code of functions that the compiler was not told of yet.
 _unmarked: list[CodeType] = []
@@ -170,6 +173,9 @@ def prepare() -> None:
     size was compiled in between. In the order of compilation, which is set here for good, the first
     graph that fits stays the first.
 
+    Each device needs graphs of its own. So the limit of graphs of a function grows with the number
+    of accelerators: behind it a recomputation is left to Python, whose forward had a graph.
+
     And what the compiler makes for backward enters the context variables of the caller of backward.
     Some versions of PyTorch enter them in all threads of autograd at once, which Python refuses;
     with this, each thread enters a copy. Which versions do so shows when they use the context:
@@ -180,6 +186,8 @@ def prepare() -> None:
         return
     keep_guard()
     _torch.set_lru_cache(False)
+    config, count = _torch.compiler_config, torch.accelerator.device_count()
+    config.recompile_limit = max(config.recompile_limit, GRAPHS * count)
     if hasattr(graph, "contextvars"):
         # Types take it for the module that it was.
         graph.contextvars = _copied

@@ -216,6 +216,7 @@ NAMES: dict[str, Name] = {
     "CustomOpDef": Name("torch.library:CustomOpDef", "stages that are graphs", ()),
     # The compiler.
     "OptimizedModule": Name("torch._dynamo.eval_frame:OptimizedModule", _COMPILER, ()),
+    "compiler_config": Name("torch._dynamo:config", _COMPILER),
     "compile_callbacks": Name("torch._dynamo.callback:callback_handler", _COMPILER),
     # Without it, nothing is known to be compiled before it is compiled in a cell.
     "compiled_codes": Name(
