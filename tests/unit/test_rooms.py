@@ -130,10 +130,8 @@ def test_torch_is_the_only_dependency():
     for name, node in [(name, node) for name, tree in TREES.items() for node in tree.body]:
         roots = {x.split(".")[0] for x in imports(node)}
         # Extras are imported where they are used. A room that is for one, and that nothing else
-        # imports, says what to install.
-        where_used = isinstance(node, ast.FunctionDef) or (
-            room(name) == "transformers" and isinstance(node, ast.Try)
-        )
+        # imports, says first of all what to install.
+        where_used = isinstance(node, ast.FunctionDef) or room(name) == "transformers"
         assert roots <= allowed | (EXTRAS if where_used else set()), name
 
 

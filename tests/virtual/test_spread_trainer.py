@@ -1,6 +1,7 @@
 """Trainers that spread a plain model by themselves, and every way to call it in a step."""
 
 import copy
+import logging
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torchgpipe.testing import observe
 transformers = pytest.importorskip("transformers", exc_type=MISSING)
 
 # Not before it is known that Transformers is there.
-from torchgpipe.transformers import pipelined  # noqa: E402
+from torchgpipe.transformers import PipelineCallback, pipelined  # noqa: E402
 
 
 def adam(folder, **options):
@@ -41,10 +42,11 @@ def test_a_plain_model(devices, tmp_path, monkeypatch):
     one, again = copy.deepcopy(plain), copy.deepcopy(plain)
     trainer = transformers.Trainer(plain, adam(tmp_path / "plain"), train_dataset=rows(12))
     trainer.train()
-    arguments, found = adam(tmp_path / "spread"), []
+    arguments, found, said = adam(tmp_path / "spread"), [], []
+    monkeypatch.setattr(logging.getLogger("torchgpipe"), "warning", said.append)
     known(monkeypatch, arguments, devices[0])
     for model, stop in ((one, None), (again, tmp_path / "spread" / "checkpoint-2")):
-        several = {"devices": devices[:2], "chunks": 4}
+        several = {"devices": devices[:2], "chunks": 4, "callbacks": [PipelineCallback()]}
         own = pipelined(transformers.Trainer)(model, arguments, train_dataset=rows(12), **several)
         with observe() as seen:
             own.train(resume_from_checkpoint=None if stop is None else str(stop))
@@ -52,6 +54,9 @@ def test_a_plain_model(devices, tmp_path, monkeypatch):
         assert own.model is model
         assert [*dict.fromkeys(own.pipe.device_map.values())] == devices[:2]
         assert own.pipe.chunks == 4
+        assert own.state.log_history[-1]["pipeline/bubble"] == 1 / 5
+        assert said.pop().startswith("2 devices, 4 micro-batches of 1 row: bubble 20%, peak 0.0 of")
+        assert not said
         found.append([x["loss"] for x in own.state.log_history if "loss" in x])
         for x, expected in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(x.cpu(), expected, rtol=1e-3, atol=1e-5)

@@ -16,9 +16,17 @@ Nothing else of the package imports this, since it needs Transformers (in a clon
 ``pip install '.[transformers]'``; ``'.[trl]'`` brings TRL, too).
 """
 
-# This one says what to install, so it comes first.
-from torchgpipe.transformers.trainer import pipelined  # isort: skip
-from torchgpipe.transformers.model_call import loss_of
-from torchgpipe.transformers.sequential import layers_of
+try:
+    import transformers  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "torchgpipe.transformers needs Transformers (not installed: transformers); run in a clone: "
+        "pip install '.[transformers]'"
+    ) from error
 
-__all__ = ["layers_of", "loss_of", "pipelined"]
+from torchgpipe.transformers.model_call import loss_of
+from torchgpipe.transformers.report import PipelineCallback
+from torchgpipe.transformers.sequential import layers_of
+from torchgpipe.transformers.trainer import pipelined
+
+__all__ = ["PipelineCallback", "layers_of", "loss_of", "pipelined"]

@@ -9,6 +9,7 @@ from typing import Any
 from weakref import WeakMethod
 
 from torch import nn
+from transformers import TrainingArguments
 
 from torchgpipe.devices.streams import Device
 from torchgpipe.mapped_gpipe import MappedGPipe
@@ -237,8 +238,6 @@ def verify(arguments: Any) -> None:
     Raises:
         ValueError: they ask for something that a pipeline does in another way.
     """
-    from transformers import TrainingArguments
-
     if not isinstance(arguments, TrainingArguments):
         return
     refused = {

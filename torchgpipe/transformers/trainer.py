@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import copyreg
+import logging
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from itertools import chain
 from typing import Any
 
-try:
-    import transformers
-except ImportError as error:
-    raise ImportError(
-        "torchgpipe.transformers needs Transformers (not installed: transformers); run, in a clone "
-        "of torchgpipe: pip install '.[transformers]'"
-    ) from error
-
+import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
@@ -27,12 +22,15 @@ from torchgpipe.recompute.once import OncePerMiniBatch
 from torchgpipe.transformers.collating import KEY, Collated, Collator, Loader, Prepared
 from torchgpipe.transformers.joined_step import JoinedStep, one_backward
 from torchgpipe.transformers.model_call import ModelCall, compute, loss_alone
+from torchgpipe.transformers.report import Figures, PipelineCallback
 from torchgpipe.transformers.spread import Spread
 from torchgpipe.transformers.spread_trainer import SpreadTrainer
 from torchgpipe.values.division import row_count
 
 __all__: list[str] = []
 
+
+logger = logging.getLogger("torchgpipe")
 
 #: The most mini-batches in one call: each is within the call of the one in front.
 DEEPEST = 32
@@ -117,6 +115,7 @@ class Pipelined(SpreadTrainer):
 
     label_names: list[str]
     data_collator: Any
+    callback_handler: Any
 
     def __init__(self, *args: Any, joined: int | None = None, **kwargs: Any) -> None:
         if joined is not None:
@@ -130,6 +129,9 @@ class Pipelined(SpreadTrainer):
         self._collated: dict[int, Collated] = {}
         self._prepared: list[Prepared] = []
         self._joined_step: JoinedStep | None = None
+        #: The figures of the last step, and whether the first ones were said.
+        self._figures: Figures | None = None
+        self._is_said = False
         super().__init__(*args, **kwargs)
 
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -148,11 +150,26 @@ class Pipelined(SpreadTrainer):
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         """Collect the mini-batches of an optimizer step, as the Trainer's class does."""
         above: Any = super()
+        self._say()
         self._collated, self._prepared, self._losses = {}, [], []
         batches = map(self._without_parts, epoch_iterator)
         found = above.get_batch_samples(batches, *args, **kwargs)
         self._batches = [*found[0]]
         return found
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log as the Trainer's class does, with what a :class:`PipelineCallback` asks for."""
+        above: Any = super()
+        self._say()
+        asked = any(isinstance(x, PipelineCallback) for x in self.callback_handler.callbacks)
+        more = self._figures.logs() if asked and self._figures else {}
+        above.log({**logs, **more}, *args, **kwargs)
+
+    def _say(self) -> None:
+        """Say once how the first step went, after it."""
+        if self._figures and not self._is_said:
+            self._is_said = True
+            logger.warning(self._figures.line())
 
     def _without_parts(self, batch: Any) -> Any:
         """Take the micro-batches out of a mini-batch that cannot be cut."""
@@ -193,7 +210,7 @@ class Pipelined(SpreadTrainer):
             self._joined_step = JoinedStep(
                 lambda k: own(batches[k], *args, **kwargs),
                 len(batches),
-                lambda calls: compute(self._spread.made(), calls),
+                self._computed,
                 self._state,
             )
             try:
@@ -217,7 +234,7 @@ class Pipelined(SpreadTrainer):
 
     def _state(self) -> list[Any]:
         """The objects in the Trainer's attributes, and in lists and dicts there."""
-        own = ("_collated", "_prepared", "_batches", "_losses", "_joined_step")
+        own = ("_collated", "_prepared", "_batches", "_losses", "_joined_step", "_figures")
         found = [(key, x) for key, x in vars(self).items() if key not in own]
         within = [[*x.values()] if isinstance(x, dict) else x for _, x in found]
         lists = [x for x in within if isinstance(x, list | tuple | set | deque)]
@@ -277,9 +294,21 @@ class Pipelined(SpreadTrainer):
         if module is not spread.model:
             with calling(pipe.module, module):
                 return compute(pipe, [call])[0]
-        if self._joined_step is not None and spread is self._spread:
+        if spread is not self._spread:
+            return compute(pipe, [call])[0]
+        if self._joined_step is not None:
             return self._joined_step.call(call)
-        return compute(pipe, [call])[0]
+        return self._computed([call])[0]
+
+    def _computed(self, calls: Sequence[ModelCall]) -> list[Any]:
+        """Compute calls of the Trainer's model in one call of its wrapper."""
+        pipe = self._spread.made()
+        found = compute(pipe, calls)
+        if torch.is_grad_enabled():
+            sizes = [size for call in calls for size in call.division.sizes]
+            devices = [*dict.fromkeys(pipe.device_map.values())]
+            self._figures = Figures(devices, len(sizes), sum(sizes))
+        return found
 
 
 def rows_of(batch: Any) -> int:
