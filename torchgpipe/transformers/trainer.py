@@ -96,13 +96,17 @@ class Pipelined:
     label_names: list[str]
     data_collator: Any
 
-    def __init__(self, *args: Any, joined: int | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, joined: int | None = None, accept_loss: bool = False, **kwargs: Any
+    ) -> None:
         #: The wrapper.
         self.pipe: MappedGPipe
         if joined is not None:
             remedy = "joined=1 computes each mini-batch alone"
             joined = checked_count(joined, "joined", "mini-batches in one call", remedy)
         self._most = joined
+        #: Whether a loss that is not the mini-batch's is no error.
+        self._accepts = accept_loss
         #: The mini-batches of the optimizer step that are to come, and losses of those in front.
         self._batches: list[Any] = []
         self._losses: list[Tensor] = []
@@ -299,7 +303,11 @@ class Pipelined:
             counts = [x.count_in(kwargs) for x in self._prepared]
             most = max(counts, default=0)
             parts = self._prepared[counts.index(most)].divided(args, kwargs) if most else []
-            made = ModelCall(args, kwargs, parts, self.label_names, self.args.device, alone)
+            names, device = self.label_names, self.args.device
+            # A function of the loss takes the outputs, and not the model's loss.
+            is_own = getattr(self, "compute_loss_func", None) is not None
+            strict = None if is_own else not self._accepts
+            made = ModelCall(args, kwargs, parts, names, device, alone, strict)
             if self._step is not None:
                 return self._step.call(made)
             return compute(self.pipe, [made])[0]
