@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from importlib import import_module
 from threading import get_ident
 from typing import Any
 
@@ -388,6 +389,30 @@ class MappedGPipe(Wrapper):
             course.close()
             step.leave_streams()
             current.course = outer
+
+    def verify(self, batch: Mapping[str, Any]) -> str:
+        """Prove that the losses of micro-batches make the loss of a mini-batch.
+
+        Two rows are computed, together and each alone, in evaluation mode and without gradients,
+        and the way of weighing is kept that makes the loss of both from those of each:
+        :func:`torchgpipe.transformers.loss_of` uses it then. Rows that do not differ prove
+        nothing, so most of their labels are left out, if the model's code knows -100.
+
+        Args:
+            batch: the keyword arguments of a call, for a model of Transformers or a similar one,
+                which returns a loss. Compiled modules are not computed, which proves nothing.
+
+        Returns:
+            What counts in the loss: ``"labels"``, ``"shifted labels"`` (all but the first one of a
+            row), ``"tokens"`` of the attention mask, ``"shifted tokens"``, ``"rows"``, or ``"sum"``
+            where losses are added.
+
+        Raises:
+            ValueError: no way makes the loss, as where rows are compared with each other.
+        """
+        # It needs Transformers, and is in a room above this one.
+        found: str = import_module("torchgpipe.transformers.proof").verify(self, batch)
+        return found
 
     def _verify(self) -> None:
         lost = [call.mapped.name for call in self._calls if not is_intercepted(call)]

@@ -1,4 +1,4 @@
-"""A loss that compares rows: computed once, of what the children of a model return for all rows."""
+"""A loss that compares rows: computed once, of what a model's children return for all of them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from torchgpipe.mapped_gpipe import MappedGPipe
+from torchgpipe.recompute.runs import is_recomputing
 from torchgpipe.transformers.counting import base_of
 from torchgpipe.values.marks import Chunks
 from torchgpipe.values.microbatch import Batch
@@ -19,9 +20,10 @@ from torchgpipe.values.structure import map_leaves
 __all__: list[str] = []
 
 
-# A contrastive loss compares each row with all others, and a detector divides losses of boxes by the
-# number of all boxes, and those of classes by weights. No losses of micro-batches make these. But it is the model's own code that computes them, of what its children have returned row by row:
-# towers, bodies, heads. So the model's forward runs twice:
+# A contrastive loss compares each row with all others, and a detector divides the loss of boxes by
+# the number of all boxes, and that of classes by weights. No losses of micro-batches make these.
+# But the model's own code computes them, of what its children have returned row by row: towers,
+# bodies, heads. So the model's forward runs twice:
 #
 #   forward of each micro-batch: children compute, pipelined; what they return is kept and joined
 #   forward of all rows, once:   children return what was kept; the code around them has all rows
@@ -58,10 +60,15 @@ class Calls(threading.local):
 
 
 class Child:
-    """A stand-in for a child of a model: its attributes, and another call."""
+    """A stand-in for a child of a model: its class and attributes, and another call."""
 
-    def __init__(self, child: nn.Module, call: Callable[..., Any]) -> None:
+    def __init__(self, child: Any, call: Callable[..., Any]) -> None:
         self._child, self._call = child, call
+
+    # The type checker does not allow a property for the class of an object.
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._child)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._child, name)
@@ -69,12 +76,24 @@ class Child:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 
+    # The layers of a Sequential.
+    def __len__(self) -> int:
+        return len(self._child)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._child)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._child[key]
+
 
 @contextmanager
 def called(model: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
     """Have a model call something in place of its children within a ``with`` block."""
     base = base_of(model)
-    children = dict(base.named_children())
+    # Lists of modules are not called.
+    found = base.named_children()
+    children = {name: x for name, x in found if type(x).forward is not nn.Module.forward}
     # The attributes of an object come before the modules in it, which stay what they are.
     vars(base).update({name: Child(x, partial(call, name, x)) for name, x in children.items()})
     try:
@@ -102,6 +121,9 @@ def recorded(
 
     def end(model: nn.Module, args: Any, output: Any) -> Any:
         found, calls.outputs = calls.outputs, {}
+        if is_recomputing():
+            # Backward is after the block, and the model calls its children.
+            return None
         if by_rows is not None:
             found = {
                 name: [x if keep else None for x, keep in zip(found[name], each, strict=True)]
@@ -139,7 +161,9 @@ def repeated(pipe: MappedGPipe, args: Any, kwargs: dict[str, Any], given: Any) -
     pipe.checkpoint, pipe.training = "never", False
     try:
         with called(pipe.module, calls.repeat):
-            return pipe(*(Chunks([x]) for x in args), **Chunks.of([{**kwargs, GIVEN: given}]))[0]
+            return pipe.forward(
+                *(Chunks([x]) for x in args), **Chunks.of([{**kwargs, GIVEN: given}])
+            )[0]
     finally:
         pipe.checkpoint, pipe.training = mode, training
         handle.remove()

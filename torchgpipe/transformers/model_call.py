@@ -14,7 +14,7 @@ from torchgpipe.mapped_gpipe import MappedGPipe
 from torchgpipe.transformers.children import recorded, repeated
 from torchgpipe.transformers.collating import as_one_batch, in_one
 from torchgpipe.transformers.counting import base_of, counts_by, shares_of, told, whole
-from torchgpipe.transformers.proof import ONCE, run, weighing_of
+from torchgpipe.transformers.proof import ONCE, compared, run, weighing_of
 from torchgpipe.values.division import Division, division_of, row_count, split
 from torchgpipe.values.marks import Chunks
 from torchgpipe.values.microbatch import Batch, joined
@@ -68,17 +68,13 @@ class ModelCall:
             sizes = self.division.sizes
         model, weighing = pipe.module, weighing_of(pipe)
         if self._strict is not None and self.division.m > 1:
-            given = (
-                self._given
-                and not self._is_one_row
-                and [
-                    as_one_batch(self._given[:2], False),
-                    *self._given[:2],
-                ]
-            )
+            # One row of packed sequences is not what its parts are alone.
+            first = [] if self._is_one_row else self._given[:2]
+            given = [as_one_batch(first, False), *first] if first else []
             if given or not self._given:
-                rows = sum(sizes)
-                weighing.prove(self.args, self._own, given, rows, self._names, strict=self._strict)
+                weighing.prove(
+                    *(self.args, self._own, given, sum(sizes), self._names), strict=self._strict
+                )
         way = weighing.way(self._own)
         #: The calls of children to keep, if the loss is computed once, of all rows.
         self.by_rows = weighing.by_rows if way == ONCE and not self._is_one_row else None
@@ -172,7 +168,7 @@ def compute(pipe: MappedGPipe, calls: Sequence[ModelCall]) -> list[Any]:
             found = [pipe(*calls[0].args, **calls[0].kwargs)]
         else:
             parts = [*chain(*[call.parts() for call in calls])]
-            outputs = iter(run(pipe, parts))
+            outputs = iter(run(pipe, pipe.module, parts))
             found = [call.joined([*islice(outputs, call.division.m)]) for call in calls]
     return [call.finished(call.once(pipe, x)) for call, x in zip(calls, found)]
 
@@ -189,7 +185,7 @@ def loss_of(
 
     A mean over micro-batches is another loss if they have unequally many labels that count, as with
     padding. Here they count by these, as a pipelined Trainer has it. Without labels they count by
-    their rows.
+    their rows. For a model with a loss of its own, :meth:`MappedGPipe.verify` finds what counts.
 
     Args:
         pipe: the wrapper of a model of Transformers.
@@ -201,7 +197,7 @@ def loss_of(
         The loss of all rows, of shape ``()``, on the device of the losses.
 
     Raises:
-        ValueError: there is not one loss for each micro-batch.
+        ValueError: there is not one loss for each micro-batch, or the loss compares rows.
     """
     from transformers.utils.generic import find_labels
 
@@ -213,6 +209,8 @@ def loss_of(
         call = ModelCall((), {}, batch, names, None, True)
         losses = torch.stack([loss_in(x).reshape(()) for x in output])
     call.divide(pipe, pipe.chunks)
+    if call.by_rows is not None:
+        raise compared(pipe)
     if losses.shape != call.shares.shape:
         raise ValueError(
             "there must be one loss for each micro-batch of the mini-batch (losses: "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -46,7 +46,7 @@ __all__: list[str] = []
 ONCE = "once"
 
 #: By dtype: how far losses differ by rounding, and from where on they are others, per unit of loss.
-CLOSE = {torch.float64: (1e-9, 1e-7), torch.float32: (2e-6, 5e-5)}
+CLOSE = {torch.float64: (1e-9, 1e-7), torch.float32: (1e-5, 1e-4)}
 HALF = 4e-3, 3e-2
 
 
@@ -120,7 +120,8 @@ class Weighing:
             pairs = [(args, {**part}) for part in given]
             pairs[0][1].pop(KEY, None)
         found = self._compared(pairs, names, usual_way(model, kwargs), strict)
-        if before is None and is_of_library(model) and "objects" not in found:
+        lists = [x for x in kwargs.values() if type(x) is list]
+        if before is None and is_of_library(model) and not lists:
             # Its labels were made to differ.
             del found[1:]
         if found:
@@ -130,13 +131,15 @@ class Weighing:
         self, pairs: list[Any], names: Sequence[str], usual: str, strict: bool
     ) -> list[str]:
         """Compute two rows, or micro-batches, and find the ways that give the loss of both."""
-        model, pipe, numbers = self.pipe.module, self.pipe, random_state()
+        # Hooks of the wrapper are for steps.
+        pipe, call, numbers = self.pipe, self.pipe.forward, random_state()
+        model = pipe.module
         with torch.no_grad(), unchanged(model):
             model.eval()
             pipe.training = False
             try:
                 with recorded(model, reduce=losses_in):
-                    outputs = run(pipe, pairs[:1]) + run(pipe, pairs[1:])
+                    outputs = run(call, model, pairs[:1]) + run(call, model, pairs[1:])
                 (target, extra), *each = [output for output, _ in outputs]
                 if target is None or not target.isfinite():
                     return [usual] if target is None else []
@@ -151,26 +154,33 @@ class Weighing:
                 }
                 off = {way: float("inf") if x != x else x for way, x in off.items()}
                 ways = [usual, *sorted({*WAYS} - {usual}, key=off.__getitem__)]
-                best = min(ways, key=off.__getitem__)
-                if off[usual] <= max(tight, min(near, 4 * off[best])):
-                    return [x for x in ways if off[x] <= max(tight, off[usual])]
-                if off[best] <= near:
-                    return [
-                        best,
-                        *(x for x in ways if x != best and off[x] <= max(tight, 4 * off[best])),
-                    ]
+                # Losses over objects have other parts, which are equal before training.
+                best = min((x for x in ways if x != "objects"), key=off.__getitem__)
+                for way in (usual, best):
+                    if off[way] <= tight:
+                        return [way, *(x for x in ways if x != way and off[x] <= tight)]
                 calls = [calls for _, calls in outputs]
-                found = rows_of_calls(calls[0], calls[1:], model)
-                if found:
-                    given = joined_calls(found, calls[1:], [row_count(x) for _, x in pairs[1:]])
-                    once = losses_in(repeated(pipe, *pairs[0], given))[0]
-                    if (once - target).abs() <= near:
-                        self.by_rows = found
+                if kept := rows_of_calls(calls[0], calls[1:], model):
+                    sizes = [row_count(own) for _, own in pairs[1:]]
+                    given = joined_calls(kept, calls[1:], sizes)
+                    once = losses_in(repeated(pipe, pairs[0][0], pairs[0][1], given))[0]
+                    if once is not None and 4 * (once - target).abs() <= min(off[best], 4 * near):
+                        self.by_rows = kept
                         return [ONCE]
+                if off[best] <= near:
+                    return [usual if off[usual] <= 4 * off[best] else best]
                 with recorded(model, reduce=losses_in):
-                    (((again, _), _),) = run(pipe, pairs[:1])
+                    (((again, _), _),) = run(call, model, pairs[:1])
                 if strict and (again - target).abs() <= near:
-                    raise ValueError("...")
+                    found = float(self._weighed(usual, losses, pairs, names))
+                    raise ValueError(
+                        "the loss of a mini-batch must follow from those of its micro-batches, "
+                        "weighed by labels, tokens or rows, or from what the model's children "
+                        f"return for its rows ({type(base_of(model)).__name__}: "
+                        f"{float(target):.6g} for two rows together, {found:.6g} for each alone, "
+                        f"weighed by {usual}); pass compute_loss_func to the Trainer, which gets "
+                        "the outputs of all rows, or accept the other loss by accept_loss=True"
+                    )
                 return [usual]
             finally:
                 restore_random_state(numbers)
@@ -190,28 +200,37 @@ def key_of(kwargs: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(name for name, x in kwargs.items() if x is not None)
 
 
-def run(pipe: MappedGPipe, parts: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> list[Any]:
-    """Compute micro-batches that are made already, of which some may have more arguments."""
+def run(
+    call: Callable[..., Any], model: nn.Module, parts: Sequence[tuple[tuple[Any, ...], Any]]
+) -> list[Any]:
+    """Compute micro-batches that are made already, of which some may have more arguments.
+
+    Args:
+        call: calls a wrapper.
+        model: its model.
+        parts: the arguments of each micro-batch.
+    """
     names = dict.fromkeys(chain(*[kwargs for _, kwargs in parts]))
     args = [Chunks(values) for values in zip(*[args for args, _ in parts])]
-    known = inspect.signature(pipe.module.forward).parameters
+    known = inspect.signature(model.forward).parameters
     defaults = {name: known[name].default if name in known else None for name in names}
-    found: list[Any] = pipe(*args, **Chunks.of([{**defaults, **own} for _, own in parts]))
+    found: list[Any] = call(*args, **Chunks.of([{**defaults, **own} for _, own in parts]))
     return found
 
 
 def losses_in(output: Any) -> tuple[Tensor | None, dict[str, Tensor]]:
     """The loss in an output of a model, and what routers have added to it."""
+    found, extra = output, dict[str, Tensor]()
     if isinstance(output, Mapping):
         added = ("aux_loss", "z_loss")
-        extra = {
-            key: x for key, x in output.items() if key.endswith(added) and isinstance(x, Tensor)
-        }
+        tensors = {key: x for key, x in output.items() if isinstance(x, Tensor)}
+        extra = {key: x for key, x in tensors.items() if key.endswith(added)}
         found = output.get("loss")
-    else:
-        extra, found = {}, output[0] if isinstance(output, tuple) and output else output
-    is_loss = isinstance(found, Tensor) and found.numel() == 1 and found.is_floating_point()
-    return (found.reshape(()) if is_loss else None), extra
+    elif isinstance(output, tuple) and output:
+        found = output[0]
+    if isinstance(found, Tensor) and found.numel() == 1 and found.is_floating_point():
+        return found.reshape(()), extra
+    return None, extra
 
 
 def joined_calls(
@@ -262,14 +281,17 @@ def differing(model: nn.Module, kwargs: dict[str, Any], names: Sequence[str]) ->
             continue
         odd = torch.arange(len(x), device=x.device) % 2
         knows = "loss_function" in used or "CrossEntropyLoss" in used
+        # Some take the outputs at the places of answers.
+        takes = hasattr(base_of(model).config, "start_n_top") if knows else True
         if x.dim() == 2 and (knows or bool((x == IGNORED).any())):
             # Few, so that the first one has a weight.
             most = (2 + 6 * odd).unsqueeze(1)
             found[name] = x.masked_fill((x != IGNORED).cumsum(1) > most, IGNORED)
         ids = kwargs.get("input_ids")
-        if name == "end_positions" and "loss_function" in used and isinstance(ids, Tensor):
-            # Answers that are cut off.
-            found[name] = torch.where(odd.bool(), ids.shape[1], x)
+        if name.endswith("_positions") and not takes and isinstance(ids, Tensor):
+            # Answers of which the end alone is cut off.
+            length = ids.shape[1]
+            found[name] = x % length if name[0] == "s" else torch.where(odd.bool(), length, x)
     return found
 
 
@@ -280,3 +302,29 @@ weighings: WeakKeyDictionary[MappedGPipe, Weighing] = WeakKeyDictionary()
 def weighing_of(pipe: MappedGPipe) -> Weighing:
     """What is known of the losses of a wrapper."""
     return weighings.setdefault(pipe, Weighing(pipe))
+
+
+def verify(pipe: MappedGPipe, batch: Mapping[str, Any]) -> str:
+    """Prove that the losses of micro-batches make the loss of a mini-batch.
+
+    See :meth:`MappedGPipe.verify`.
+    """
+    from transformers.utils.generic import find_labels
+
+    names, rows = find_labels(type(base_of(pipe.module))), row_count({**batch})
+    weighing = weighing_of(pipe)
+    if rows > 1:
+        weighing.prove((), {**batch}, [], rows, names, strict=True)
+    way = weighing.way(batch)
+    if way == ONCE:
+        raise compared(pipe)
+    return way
+
+
+def compared(pipe: MappedGPipe) -> ValueError:
+    """The error for a loss in a loop that micro-batches do not make."""
+    return ValueError(
+        "the loss of a mini-batch must follow from those of its micro-batches (model: "
+        f"{type(base_of(pipe.module)).__name__}, which compares rows, or has several losses); "
+        "compute it outside of the model, of the outputs of all rows, or use a pipelined Trainer"
+    )

@@ -51,6 +51,7 @@ def pipelined(trainer: type) -> Any:
     computed by the wrapper. The loss is that of the whole mini-batch, on the device of the inputs.
     The mini-batches of an optimizer step go through the wrapper in one call, as few as it takes for
     ``chunks`` micro-batches; ``joined=2``, a further argument, is at most two of them, and 1 none.
+    Two rows prove that loss before the first step, and ``accept_loss=True`` trains another one.
 
     Args:
         trainer: :class:`transformers.Trainer`, or a class that inherits from it.
