@@ -32,6 +32,7 @@ from torchgpipe.mapped.hugging_face import (
     without_cache,
     without_cache_of,
 )
+from torchgpipe.mapped.inputs import Near, own_versions
 from torchgpipe.mapped.step import Lasting, MappedStep
 from torchgpipe.mapped.threads import Threads, Turns
 from torchgpipe.partition.arguments import checked_device, checked_threads
@@ -312,7 +313,7 @@ class MappedGPipe(Wrapper):
             mini_batch.map(Near(devices[0]).all_of)
         if m > 1:
             # A model may change its rows of an input in place. Others must not count as changed.
-            mini_batch.map(partial(_own, {id(x) for x in mini_batch.whole}))
+            mini_batch.map(partial(own_versions, {id(x) for x in mini_batch.whole}))
         output_device = self._output_device
         # For a copy to the CPU the host waits, so it comes when all micro-batches are issued.
         late = output_device is not None and not has_streams(output_device)
@@ -399,8 +400,7 @@ class MappedGPipe(Wrapper):
         nothing, so most of their labels are left out, if the model's code knows -100.
 
         Args:
-            batch: the keyword arguments of a call, for a model of Transformers or a similar one,
-                which returns a loss. Compiled modules are not computed, which proves nothing.
+            batch: the keyword arguments of a call that returns a loss. Compiled modules prove none.
 
         Returns:
             What counts in the loss: ``"labels"``, ``"shifted labels"`` (all but the first one of a
@@ -447,28 +447,3 @@ def calls_of(model: MappedGPipe) -> list[Call]:
 def workers_of(model: MappedGPipe) -> Threads:
     """The threads of a wrapper, for what judges it from outside."""
     return model._workers
-
-
-class Near:
-    """Copy tensors that the caller has on the CPU to a device, each once.
-
-    Later, each such copy would make the host wait for all work that the device has by then.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._moved: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def all_of(self, *tensors: Tensor) -> list[Tensor]:
-        """The tensors, on the device if they are on the CPU, and the device is an accelerator."""
-        if not has_streams(self._device):
-            return [*tensors]
-        for x in tensors:
-            if x.device.type == "cpu" and id(x) not in self._moved:
-                self._moved[id(x)] = x, x.to(self._device)
-        return [self._moved[id(x)][1] if id(x) in self._moved else x for x in tensors]
-
-
-def _own(whole: set[int], *tensors: Tensor) -> list[Tensor]:
-    """Give tensors version counters of their own, except those that every micro-batch gets."""
-    return [x if x.requires_grad or id(x) in whole else x.data for x in tensors]
