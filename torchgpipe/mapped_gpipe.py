@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from importlib import import_module
 from threading import get_ident
 from typing import Any
 
@@ -20,7 +21,6 @@ from torchgpipe.devices.streams import Device, has_streams
 from torchgpipe.engine.wrapper import MiniBatch, Wrapper, begin_mini_batch, compute
 from torchgpipe.mapped.calls import (
     Call,
-    Near,
     Signed,
     current,
     intercept,
@@ -40,6 +40,7 @@ from torchgpipe.mapped.hugging_face import (
     without_cache,
     without_cache_of,
 )
+from torchgpipe.mapped.inputs import Near, on_device, own_versions
 from torchgpipe.mapped.step import Lasting, MappedStep
 from torchgpipe.mapped.threads import Threads, Turns
 from torchgpipe.partition.arguments import checked_device, checked_threads
@@ -213,10 +214,8 @@ class MappedGPipe(Wrapper):
         """The devices by the names of modules."""
         return dict(self._map)
 
-    @property
-    def hf_device_map(self) -> dict[str, torch.device]:
-        """The same, as Hugging Face's trainers look for it: they do not move such a model."""
-        return dict(self._map)
+    #: The same, as Hugging Face's trainers look for it: they do not move such a model.
+    hf_device_map = device_map
 
     @property
     def _partition_count(self) -> int | None:
@@ -344,7 +343,7 @@ class MappedGPipe(Wrapper):
             mini_batch.map(Near(devices[0]).all_of)
         if m > 1:
             # A model may change its rows of an input in place. Others must not count as changed.
-            mini_batch.map(partial(_own, {id(x) for x in mini_batch.whole}))
+            mini_batch.map(partial(own_versions, {id(x) for x in mini_batch.whole}))
         output_device = self._output_device
         # For a copy to the CPU the host waits, so it comes when all micro-batches are issued.
         late = output_device is not None and not has_streams(output_device)
@@ -364,10 +363,7 @@ class MappedGPipe(Wrapper):
         omitted.take(mini_batch.batches, joins=not mini_batch.division.is_ready)
         output = mini_batch.joined(order.blocks)
         if late:
-            output = map_leaves(
-                lambda x: x.to(output_device) if isinstance(x, Tensor) and not x.is_meta else x,
-                output,
-            )
+            output = map_leaves(partial(on_device, output_device), output)
         return omitted.put(output, output_device)
 
     def _run(self, step: MappedStep, batches: list[Batch], order: Order) -> None:
@@ -422,6 +418,24 @@ class MappedGPipe(Wrapper):
             step.leave_streams()
             current.course = outer
 
+    def verify(self, batch: Mapping[str, Any]) -> str:
+        """Prove that the losses of micro-batches make the loss of a mini-batch.
+
+        Two rows are computed, together and each alone, in evaluation mode and without gradients;
+        :func:`torchgpipe.transformers.loss_of` uses the way that makes the loss.
+
+        Args:
+            batch: the keyword arguments of a call that returns a loss.
+
+        Returns:
+            What counts: ``"labels"``, ``"shifted labels"`` (without the first one of a row),
+            ``"tokens"`` of the attention mask, ``"shifted tokens"``, ``"rows"``, or ``"sum"``.
+
+        Raises:
+            ValueError: no way makes the loss, as where rows are compared with each other.
+        """
+        return str(import_module("torchgpipe.transformers.proof").verify(self, batch))
+
     def _verify(self) -> None:
         verify_calls(self.module, self._calls, self._around, {*self._map.values()})
 
@@ -434,8 +448,3 @@ def calls_of(model: MappedGPipe) -> list[Call]:
 def workers_of(model: MappedGPipe) -> Threads:
     """The threads of a wrapper, for what judges it from outside."""
     return model._workers
-
-
-def _own(whole: set[int], *tensors: Tensor) -> list[Tensor]:
-    """Give tensors version counters of their own, except those that every micro-batch gets."""
-    return [x if x.requires_grad or id(x) in whole else x.data for x in tensors]

@@ -128,3 +128,32 @@ def test_outputs_come_to_a_device(target, devices):
     (expected.loss + expected.logits.sum()).backward()
     for own, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(own.grad.cpu(), other.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
+def test_a_loss_of_all_rows(mode, devices, tmp_path):
+    """Images and texts are compared once, with what the towers on their devices return for all."""
+    from torchgpipe.transformers import pipelined
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    text = {"vocab_size": 32, "max_position_embeddings": 8, "eos_token_id": 2, **sizes}
+    image = {"image_size": 8, "patch_size": 4, **sizes}
+    config = transformers.CLIPConfig(text_config=text, vision_config=image, projection_dim=8)
+    config.text_config.num_hidden_layers = config.vision_config.num_hidden_layers = 1
+    model = transformers.CLIPModel(config)
+    plain = copy.deepcopy(model)
+    places = {"": devices[0], "vision_model": devices[1], "text_model.encoder": devices[2]}
+    pipe = MappedGPipe(model, places, chunks=2, checkpoint=mode)
+    rows = {"input_ids": torch.randint(3, 32, (5, 6)), "pixel_values": torch.rand(5, 3, 8, 8)}
+    rows = {**rows, "return_loss": True}
+    arguments = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    trainer = pipelined(transformers.Trainer)(pipe, arguments)
+    with observe() as seen:
+        loss = trainer.compute_loss(model, dict(rows))
+        loss.backward()
+    assert_no_races(seen)
+    expected = plain(**rows).loss
+    expected.backward()
+    torch.testing.assert_close(loss.cpu(), expected)
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad.cpu(), other.grad, rtol=1e-4, atol=1e-5)

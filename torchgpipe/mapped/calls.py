@@ -21,7 +21,6 @@ from torchgpipe._torch.checkpoints import repeating
 from torchgpipe._torch.dynamo import is_compiled, uncompiled
 from torchgpipe.ambient.context import registered
 from torchgpipe.ambient.notes import Visit
-from torchgpipe.devices.streams import has_streams
 from torchgpipe.engine.body import Body
 from torchgpipe.mapped.alone import CallAlone, devices_of, put_call
 from torchgpipe.mapped.containers import tensors_of
@@ -82,26 +81,6 @@ class Call(CallAlone):
             mapped = self.mapped.turn(current.counts)
             return self.outside(mapped, inner, args, kwargs)
         return course.call(self.mapped, module, inner, (args, kwargs))
-
-
-class Near:
-    """Copy tensors that the caller has on the CPU to a device, each once.
-
-    Later, each such copy would make the host wait for all work that the device has by then.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._moved: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def all_of(self, *tensors: Tensor) -> list[Tensor]:
-        """The tensors, on the device if they are on the CPU, and the device is an accelerator."""
-        if not has_streams(self._device):
-            return [*tensors]
-        for x in tensors:
-            if x.device.type == "cpu" and id(x) not in self._moved:
-                self._moved[id(x)] = x, x.to(self._device)
-        return [self._moved[id(x)][1] if id(x) in self._moved else x for x in tensors]
 
 
 def intercept(mapped: Mapped, lasting: Lasting, *, is_spread: bool) -> Call:

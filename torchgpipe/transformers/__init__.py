@@ -25,8 +25,8 @@ except ImportError as error:
     ) from error
 
 from torchgpipe.transformers.model_call import loss_of
-from torchgpipe.transformers.report import PipelineCallback
 from torchgpipe.transformers.sequential import layers_of
+from torchgpipe.transformers.step_figures import PipelineCallback
 from torchgpipe.transformers.trainer import pipelined
 
 __all__ = ["PipelineCallback", "layers_of", "loss_of", "pipelined"]

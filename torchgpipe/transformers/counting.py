@@ -18,11 +18,13 @@ Losses of another kind are sums or means over rows, each row's loss as CTC has i
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
 
@@ -76,6 +78,73 @@ def ignored_pixels(model: nn.Module) -> int:
 def base_of(model: nn.Module) -> Any:
     """The model itself, if it has adapters."""
     return getattr(model, "get_base_model", lambda: model)()
+
+
+#: The ways in which losses of models weigh their rows.
+WAYS = ("labels", "shifted labels", "tokens", "shifted tokens", "objects", "rows", "sum")
+
+
+def usual_way(model: nn.Module, kwargs: Mapping[str, Any]) -> str:
+    """The way in which a model of Transformers weighs its rows, by what is known of its class."""
+    if reduction := ctc_reduction(model):
+        return "sum" if reduction == "sum" else "rows"
+    return "shifted labels" if shifts_labels(model) and "shift_labels" not in kwargs else "labels"
+
+
+def counts_by(
+    way: str,
+    model: nn.Module,
+    kwargs: Mapping[str, Any],
+    names: Sequence[str],
+    sizes: Sequence[int],
+) -> Tensor:
+    """Count what has a weight in the loss of each micro-batch, of shape ``(m,)``.
+
+    Args:
+        way: one of :data:`WAYS`. What rows do not have is counted by rows.
+        model: the model.
+        kwargs: its arguments.
+        names: the arguments that are labels.
+        sizes: the number of rows of each micro-batch.
+    """
+    counted: list[Tensor] = []
+    if way.endswith("labels"):
+        counted = labels_of(model, kwargs, names, sum(sizes))
+    elif way.endswith("tokens"):
+        mask = kwargs.get("attention_mask")
+        counted = [mask.bool()] if isinstance(mask, Tensor) and mask.dim() == 2 else []
+    elif way == "objects":
+        lists = [x for x in kwargs.values() if type(x) is list and len(x) == sum(sizes)]
+        each = [sum(x.numel() for x in Batch(row)) for row in zip(*lists)]
+        counted = (
+            [torch.ones(len(each), max(each)).cumsum(1) <= torch.tensor(each)[:, None]]
+            if lists
+            else []
+        )
+    return counts_of(counted, sizes, way.startswith("shifted"))
+
+
+def labels_of(
+    model: nn.Module, kwargs: Mapping[str, Any], names: Sequence[str], rows: int
+) -> list[Tensor]:
+    """The labels of a mini-batch, by which its rows count: :data:`IGNORED` counts nowhere."""
+    if "shift_labels" in kwargs:
+        return [kwargs["shift_labels"]]
+    mask = kwargs.get("bool_masked_pos")
+    found = [kwargs.get(name) for name in names if name != "bool_masked_pos"]
+    ids = kwargs.get("input_ids")
+    if isinstance(ids, Tensor) and any(name.endswith("_positions") for name in names):
+        # An answer after the end of its row counts nowhere.
+        found = [x if x is None else x.masked_fill(x >= ids.shape[1], IGNORED) for x in found]
+    labels = [x for x in found if isinstance(x, Tensor) and x.dim() and len(x) == rows]
+    pixels = ignored_pixels(model)
+    labels = [x.masked_fill(x == pixels, IGNORED) if x.dim() > 2 else x for x in labels]
+    # Labels that are truth values all count; those of a mask say what counts.
+    labels = [x.int() if x.dtype == torch.bool else x for x in labels]
+    if not isinstance(mask, Tensor):
+        return labels
+    # Of images as labels the masked patches count.
+    return [mask, *(x for x in labels if not x.is_floating_point())]
 
 
 def counts_of(labels: Sequence[Tensor], sizes: Sequence[int], shifted: bool) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from inspect import signature
 from itertools import chain, islice
 from typing import Any
@@ -13,18 +13,10 @@ from torch import Tensor, nn
 
 from torchgpipe.mapped.on_demand import can_fill_itself, on_reading, there
 from torchgpipe.mapped_gpipe import MappedGPipe
-from torchgpipe.transformers.collating import in_one
-from torchgpipe.transformers.counting import (
-    IGNORED,
-    base_of,
-    counts_of,
-    ctc_reduction,
-    ignored_pixels,
-    shares_of,
-    shifts_labels,
-    told,
-    whole,
-)
+from torchgpipe.transformers.children import recorded, repeated
+from torchgpipe.transformers.collating import as_one_batch, in_one
+from torchgpipe.transformers.counting import base_of, counts_by, shares_of, told, whole
+from torchgpipe.transformers.proof import ONCE, compared, run, weighing_of
 from torchgpipe.values.division import Division, division_of, row_count, split
 from torchgpipe.values.marks import Chunks
 from torchgpipe.values.microbatch import Batch, joined
@@ -42,6 +34,8 @@ class ModelCall:
         given: the keyword arguments of each micro-batch, if the mini-batch cannot be cut by rows.
         names: the arguments that are labels.
         device: where outputs go to; None if they stay where they are.
+        strict: whether to prove how rows are weighed, and another loss is an error; None without a
+            proof.
     """
 
     def __init__(
@@ -51,8 +45,10 @@ class ModelCall:
         given: Sequence[Mapping[str, Any]],
         names: Sequence[str],
         device: torch.device | None,
+        strict: bool | None = None,
     ) -> None:
         self.args, self.kwargs = args, {**kwargs}
+        self._strict = strict
         self._names, self._device = names, device
         self._items = self.kwargs.pop("num_items_in_batch", None)
         self._own = self.kwargs
@@ -70,16 +66,20 @@ class ModelCall:
             self.kwargs = self._own
             self.division = division_of((self.args, self.kwargs), chunks)
             sizes = self.division.sizes
-        model = pipe.module
-        shifted = shifts_labels(model) and "shift_labels" not in self.kwargs
-        reduction = ctc_reduction(model)
+        model, weighing = pipe.module, weighing_of(pipe)
+        if self._strict is not None and self.division.m > 1:
+            # One row of packed sequences is not what its parts are alone.
+            first = [] if self._is_one_row else self._given[:2]
+            given = [as_one_batch(first, False), *first] if first else []
+            if given or not self._given:
+                weighing.prove(
+                    *(self.args, self._own, given, sum(sizes), self._names), strict=self._strict
+                )
+        way = weighing.way(self._own)
+        #: The calls of children to keep, if the loss is computed once, of all rows.
+        self.by_rows = weighing.by_rows if way == ONCE and not self._is_one_row else None
         wholes = [*zip(self._given, ([n] for n in sizes))] or [(self.kwargs, sizes)]
-        counts = torch.cat(
-            [
-                counts_of([] if reduction else self._labels(model, own, sum(n)), n, shifted)
-                for own, n in wholes
-            ]
-        )
+        counts = torch.cat([counts_by(way, model, own, self._names, n) for own, n in wholes])
         if next(pipe.parameters(), counts).dtype == torch.float64:
             counts = counts.double()
         items = None if self._items is None else told(counts, self._items)
@@ -87,9 +87,10 @@ class ModelCall:
             part["num_items_in_batch"] = count
         if items is not None and not self._given:
             self.kwargs = {**self._own, "num_items_in_batch": Chunks(items)}
-        is_sum = reduction == "sum"
         self.shares = (
-            torch.ones_like(counts) if is_sum else shares_of(counts, alone=self._items is None)
+            torch.ones_like(counts)
+            if way == "sum"
+            else shares_of(counts, alone=self._items is None)
         )
 
     def sample(self, model: nn.Module, chunks: int) -> dict[str, Any]:
@@ -129,6 +130,15 @@ class ModelCall:
         tensors = [in_one(column, self._is_one_row) for column in zip(*found)]
         return found[0].replace(tensors).value
 
+    def once(self, pipe: MappedGPipe, output: Any) -> Any:
+        """Compute all rows once, of what the children of the model have returned for them."""
+        if self.by_rows is None:
+            return output
+        items = {} if self._items is None else {"num_items_in_batch": self._items}
+        whole = Division([sum(self.division.sizes)])
+        ((args, kwargs),) = split((self.args, {**self._own, **items}), whole)
+        return repeated(pipe, args, kwargs, output[1])
+
     def finished(self, output: Any) -> Any:
         """Combine the losses of all micro-batches into one, and move outputs to their device.
 
@@ -136,14 +146,24 @@ class ModelCall:
         """
         m, rows = self.division.m, sum(self.division.sizes)
 
+        def is_loss(name: str, value: Any) -> bool:
+            """Whether it is the loss of all rows."""
+            return self.by_rows is not None and isinstance(value, Tensor) and name.endswith("loss")
+
         def finished(name: str, value: Any) -> Any:
+            if is_loss(name, value):
+                return value.to(self._device)
             if is_stacked(name, value, m, rows):
                 return whole(value, self.shares).to(self._device)
             return map_leaves(self._arrived, value)
 
         if can_fill_itself(output):
             found = there(output).items()
-            losses = {key: finished(key, x) for key, x in found if is_stacked(key, x, m, rows)}
+            losses = {
+                key: finished(key, x)
+                for key, x in found
+                if is_loss(key, x) or is_stacked(key, x, m, rows)
+            }
             return on_reading(output, losses, lambda: map_leaves(self._arrived, {**output}))
         if isinstance(output, tuple):
             return tuple([finished("" if k else "loss", x) for k, x in enumerate(output)])
@@ -152,25 +172,6 @@ class ModelCall:
         for name in [*output]:
             output[name] = finished(name, output[name])
         return output
-
-    def _labels(self, model: nn.Module, kwargs: dict[str, Any], rows: int) -> list[Tensor]:
-        if "shift_labels" in kwargs:
-            return [kwargs["shift_labels"]]
-        mask = kwargs.get("bool_masked_pos")
-        found = [kwargs.get(name) for name in self._names if name != "bool_masked_pos"]
-        ids = kwargs.get("input_ids")
-        if isinstance(ids, Tensor) and any(name.endswith("_positions") for name in self._names):
-            # An answer after the end of its row counts nowhere.
-            found = [x if x is None else x.masked_fill(x >= ids.shape[1], IGNORED) for x in found]
-        labels = [x for x in found if isinstance(x, Tensor) and x.dim() and len(x) == rows]
-        pixels = ignored_pixels(model)
-        labels = [x.masked_fill(x == pixels, IGNORED) if x.dim() > 2 else x for x in labels]
-        # Labels that are truth values all count; those of a mask say what counts.
-        labels = [x.int() if x.dtype == torch.bool else x for x in labels]
-        if not isinstance(mask, Tensor):
-            return labels
-        # Of images as labels the masked patches count.
-        return [mask, *(x for x in labels if not x.is_floating_point())]
 
     def _arrived(self, x: Any) -> Any:
         return x.to(self._device) if isinstance(x, Tensor) else x
@@ -190,16 +191,17 @@ def compute(pipe: MappedGPipe, calls: Sequence[ModelCall]) -> list[Any]:
     chunks = -(-pipe.chunks // len(calls))
     for call in calls:
         call.divide(pipe, chunks)
-    if len(calls) == 1 and not calls[0].is_given:
-        return [calls[0].finished(pipe(*calls[0].args, **calls[0].kwargs))]
-    parts = [*chain(*[call.parts() for call in calls])]
-    names = dict.fromkeys(chain(*[kwargs for _, kwargs in parts]))
-    args = [Chunks(values) for values in zip(*[args for args, _ in parts])]
-    known = signature(pipe.module.forward).parameters
-    defaults = {name: known[name].default if name in known else None for name in names}
-    kwargs = Chunks.of([{**defaults, **own} for _, own in parts])
-    outputs = iter(pipe(*args, **kwargs))
-    return [call.finished(call.joined([*islice(outputs, call.division.m)])) for call in calls]
+    by_rows = calls[0].by_rows
+    if any(x.by_rows is not by_rows for x in calls):
+        return [compute(pipe, [x])[0] for x in calls]
+    with nullcontext() if by_rows is None else recorded(pipe.module, by_rows):
+        if len(calls) == 1 and not calls[0].is_given:
+            found = [pipe(*calls[0].args, **calls[0].kwargs)]
+        else:
+            parts = [*chain(*[call.parts() for call in calls])]
+            outputs = iter(run(pipe, pipe.module, parts))
+            found = [call.joined([*islice(outputs, call.division.m)]) for call in calls]
+    return [call.finished(call.once(pipe, x)) for call, x in zip(calls, found)]
 
 
 def loss_of(
@@ -214,7 +216,7 @@ def loss_of(
 
     A mean over micro-batches is another loss if they have unequally many labels that count, as with
     padding. Here they count by these, as a pipelined Trainer has it. Without labels they count by
-    their rows.
+    their rows. For a model with a loss of its own, :meth:`MappedGPipe.verify` finds what counts.
 
     Args:
         pipe: the wrapper of a model of Transformers.
@@ -226,7 +228,7 @@ def loss_of(
         The loss of all rows, of shape ``()``, on the device of the losses.
 
     Raises:
-        ValueError: there is not one loss for each micro-batch.
+        ValueError: there is not one loss for each micro-batch, or the loss compares rows.
     """
     from transformers.utils.generic import find_labels
 
@@ -238,6 +240,8 @@ def loss_of(
         call = ModelCall((), {}, batch, names, None)
         losses = torch.stack([loss_in(x).reshape(()) for x in output])
     call.divide(pipe, pipe.chunks)
+    if call.by_rows is not None:
+        raise compared(pipe)
     if losses.shape != call.shares.shape:
         raise ValueError(
             "there must be one loss for each micro-batch of the mini-batch (losses: "

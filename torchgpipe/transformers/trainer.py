@@ -22,9 +22,9 @@ from torchgpipe.recompute.once import OncePerMiniBatch
 from torchgpipe.transformers.collating import KEY, Collated, Collator, Loader, Prepared
 from torchgpipe.transformers.joined_step import JoinedStep, one_backward
 from torchgpipe.transformers.model_call import ModelCall, compute, loss_alone
-from torchgpipe.transformers.report import Figures, PipelineCallback
 from torchgpipe.transformers.spread import Spread
 from torchgpipe.transformers.spread_trainer import SpreadTrainer
+from torchgpipe.transformers.step_figures import Idleness, PipelineCallback
 from torchgpipe.values.division import row_count
 
 __all__: list[str] = []
@@ -53,6 +53,8 @@ def pipelined(trainer: type) -> Any:
     - ``checkpoint``: as in :class:`~torchgpipe.MappedGPipe`.
     - ``joined``: the most mini-batches of an optimizer step that go through the devices in one
       call; by default as few as it takes for ``chunks`` micro-batches.
+    - ``accept_loss``: whether to train a loss that the micro-batches do not make. Two rows show it
+      before the first step, and it is an error by default.
 
     The model is spread when it is called first, by the times that its blocks take for a micro-batch
     of that call. A model that Accelerate has spread keeps its map. A
@@ -117,11 +119,15 @@ class Pipelined(SpreadTrainer):
     data_collator: Any
     callback_handler: Any
 
-    def __init__(self, *args: Any, joined: int | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, joined: int | None = None, accept_loss: bool = False, **kwargs: Any
+    ) -> None:
         if joined is not None:
             remedy = "joined=1 computes each mini-batch alone"
             joined = checked_count(joined, "joined", "mini-batches in one call", remedy)
         self._most = joined
+        #: Whether a loss that is not the mini-batch's is no error.
+        self._accepts = accept_loss
         #: The mini-batches of the optimizer step that are to come, and losses of those in front.
         self._batches: list[Any] = []
         self._losses: list[Tensor] = []
@@ -130,7 +136,7 @@ class Pipelined(SpreadTrainer):
         self._prepared: list[Prepared] = []
         self._joined_step: JoinedStep | None = None
         #: The figures of the last step, and whether the first ones were said.
-        self._figures: Figures | None = None
+        self._figures: Idleness | None = None
         self._is_said = False
         super().__init__(*args, **kwargs)
 
@@ -162,8 +168,9 @@ class Pipelined(SpreadTrainer):
         above: Any = super()
         self._say()
         asked = any(isinstance(x, PipelineCallback) for x in self.callback_handler.callbacks)
-        more = self._figures.logs() if asked and self._figures else {}
-        above.log({**logs, **more}, *args, **kwargs)
+        if asked and self._figures:
+            logs.update(self._figures.logs())
+        above.log(logs, *args, **kwargs)
 
     def _say(self) -> None:
         """Say once how the first step went, after it."""
@@ -289,7 +296,10 @@ class Pipelined(SpreadTrainer):
         counts = [x.count_in(kwargs) for x in self._prepared]
         most = max(counts, default=0)
         parts = self._prepared[counts.index(most)].divided(args, kwargs) if most else []
-        call = ModelCall(args, kwargs, parts, self.label_names, self.args.device)
+        # References have no loss, and a function of the loss takes the outputs, not the model's.
+        is_own = spread is not self._spread or getattr(self, "compute_loss_func", None) is not None
+        strict = None if is_own else not self._accepts
+        call = ModelCall(args, kwargs, parts, self.label_names, self.args.device, strict)
         pipe = spread.pipe or spread.made(call.sample(spread.model, spread.chunks))
         if module is not spread.model:
             with calling(pipe.module, module):
@@ -307,7 +317,7 @@ class Pipelined(SpreadTrainer):
         if torch.is_grad_enabled():
             sizes = [size for call in calls for size in call.division.sizes]
             devices = [*dict.fromkeys(pipe.device_map.values())]
-            self._figures = Figures(devices, len(sizes), sum(sizes))
+            self._figures = Idleness(devices, len(sizes), sum(sizes))
         return found
 
 

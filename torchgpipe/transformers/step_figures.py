@@ -1,4 +1,4 @@
-"""What a pipelined Trainer says of its devices: how long they are idle, and their memory."""
+"""The figures of a Trainer's step: how long devices are idle, and their memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__: list[str] = []
 GIB = 2**30
 
 
-class Figures(NamedTuple):
+class Idleness(NamedTuple):
     """The figures of an optimizer step.
 
     Args:
