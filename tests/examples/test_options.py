@@ -10,6 +10,7 @@ from tests.examples import BROKEN, MISSING
 MINIMA = {
     "compiled": ({"steps": 1, "chunks": 1}, True),
     "data_parallel": ({"epochs": 1, "rows": 64, "accumulate": 1}, True),
+    "diffusion_lora": ({"steps": 2, "rank": 1, "chunks": 1}, True),
     "digits": ({"epochs": 1, "chunks": 1, "threads": 1}, True),
     "image_model": ({"epochs": 2, "rows": 32}, True),
     "language_model": ({"epochs": 2, "rows": 1, "chunks": 1}, True),

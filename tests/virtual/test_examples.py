@@ -35,6 +35,17 @@ def test_device_map(devices, monkeypatch, capsys, mode):
     assert by_hand < loop < plain
 
 
+def test_diffusion_lora(devices, monkeypatch):
+    """Each pair is on the device of its layer."""
+    pytest.importorskip("safetensors")
+    from examples import diffusion_lora
+
+    monkeypatch.setattr(diffusion_lora, "places", lambda count: devices[:count])
+    for name, value in {"BLOCKS": 2, "PARTITIONS": 2, "WIDTH": 8, "ROWS": 8}.items():
+        monkeypatch.setattr(diffusion_lora, name, value)
+    assert diffusion_lora.main(["--steps", "2", "--rank", "1", "--chunks", "2"]) == 0
+
+
 def test_mixture_of_experts(capsys):
     assert mixture_of_experts.main(["--chunks", "2"]) == 0
     head, *rows, last = capsys.readouterr().out.splitlines()
