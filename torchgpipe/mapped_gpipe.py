@@ -258,8 +258,7 @@ class MappedGPipe(Wrapper):
         return Description.of(parts, self.chunks, figures=self._lasting.figures)
 
     def extra_repr(self) -> str:
-        devices = [str(device) for device in dict.fromkeys(self._map.values())]
-        return f"devices={devices}, {super().extra_repr()}"
+        return f"devices={[*map(str, dict.fromkeys(self._map.values()))]}, {super().extra_repr()}"
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the model, such as its ``config``."""

@@ -80,6 +80,8 @@ def test_makespan_and_weights(trainer, batch, accumulation, most, devices, tmp_p
         "lr_scheduler_type": "constant",
     }
     steps = []
+    # Before the first step otherwise, which is measured here.
+    pipe.verify({"input_ids": torch.arange(12).view(2, 6), "labels": torch.arange(12).view(2, 6)})
     for kind, one, on_cpu in ((trainer, plain, True), (pipelined(trainer), pipe, False)):
         own = made(kind, one, tmp_path, rows(8), use_cpu=on_cpu, **options)
         with observe(costs={"mm": 1.0, "addmm": 1.0, "bmm": 0.0}) as seen:
