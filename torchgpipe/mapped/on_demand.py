@@ -303,5 +303,7 @@ def on_demand(own: type) -> type:
     table |= {"__getattribute__": get, "__getitem__": item, "__module__": own.__module__}
     # Code such as ``type(output)(...)`` must make an object of the output's own class.
     table["__new__"] = lambda _, *args, **kwargs: own(*args, **kwargs)
-    # By its own name, since classes of outputs register themselves by their names.
-    return type(f"{own.__name__}OnDemand", (own,), table)
+    # By a name of its own, since classes of outputs register themselves by their names.
+    found = type(f"{own.__name__}OnDemand", (own,), table)
+    found.__name__, found.__qualname__ = own.__name__, own.__qualname__
+    return found
