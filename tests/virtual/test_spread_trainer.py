@@ -55,7 +55,9 @@ def test_a_plain_model(devices, tmp_path, monkeypatch):
         assert [*dict.fromkeys(own.pipe.device_map.values())] == devices[:2]
         assert own.pipe.chunks == 4
         assert own.state.log_history[-1]["pipeline/bubble"] == 1 / 5
-        assert said.pop().startswith("2 devices, 4 micro-batches of 1 row: bubble 20%, peak 0.0 of")
+        assert said.pop().startswith(
+            "2 devices, 4 micro-batches of 1 row: bubble 20%, peak 0.0 GiB on"
+        )
         assert not said
         found.append([x["loss"] for x in own.state.log_history if "loss" in x])
         for x, expected in zip(model.parameters(), plain.parameters(), strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import NamedTuple
 
 import torch
@@ -51,7 +52,10 @@ class Idleness(NamedTuple):
         if self.peak is None:
             return text
         most, device = self.peak
-        return f"{text}, peak {most / GIB:.1f} of {memory_total(device) / GIB:.0f} GiB on {device}"
+        whole = memory_total(device)
+        # Not every device says how much it has.
+        limit = f" of {whole / GIB:.0f}" if isfinite(whole) else ""
+        return f"{text}, peak {most / GIB:.1f}{limit} GiB on {device}"
 
     def logs(self) -> dict[str, float]:
         """The figures as Trainers log them."""
