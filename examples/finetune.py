@@ -2,8 +2,8 @@
 
 Any causal model of Transformers will do: a folder, or a name on the hub. Without one, a tiny Llama
 over bytes learns from the README. All its weights are trained, or adapters alone (LoRA). The blocks
-are spread over all accelerators by their measured times ("auto"); without an accelerator all of it
-is on the CPU. At the end come a timeline of a step, and a folder that from_pretrained() loads::
+are spread over all accelerators by their measured times; without an accelerator all of it is on the
+CPU. At the end come a timeline of a step, and a folder that from_pretrained() loads::
 
     pip install accelerate transformers peft
     python -m examples.finetune
@@ -16,7 +16,6 @@ import argparse
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +25,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 import torchgpipe
 from examples.language_model import README, language_model
 from examples.options import CHECKPOINT, at_least
-from torchgpipe import MappedGPipe
 from torchgpipe.transformers import pipelined
 
 
@@ -50,15 +48,6 @@ def collated(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     mask = pad_sequence([torch.ones_like(x) for x in ids], batch_first=True)
     labels = pad_sequence(ids, batch_first=True, padding_value=-100)
     return {"input_ids": labels.clamp(min=0), "attention_mask": mask, "labels": labels}
-
-
-def spread(model: Any, sample: dict[str, Tensor], options: argparse.Namespace) -> MappedGPipe:
-    """The model over all accelerators, or on the CPU."""
-    settings = {"chunks": options.chunks, "checkpoint": options.checkpoint}
-    if torch.accelerator.is_available() and torch.accelerator.device_count() > 1:
-        return MappedGPipe(model, "auto", sample=sample, **settings)
-    device = torch.accelerator.current_accelerator(check_available=True)
-    return MappedGPipe(model, {"": device or "cpu"}, **settings)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -85,7 +74,6 @@ def main(arguments: list[str] | None = None) -> int:
     if options.lora:
         from peft import LoraConfig, get_peft_model
 
-        # Adapters come first: the wrapper maps the modules that they replace.
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=options.lora))
     lines = [x for x in options.text.read_text("utf-8").splitlines() if x.strip()]
     if options.model is None:
@@ -94,10 +82,6 @@ def main(arguments: list[str] | None = None) -> int:
         tokenizer = AutoTokenizer.from_pretrained(options.model)
         texts = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(lines)["input_ids"]]
     data = rows_of(texts, options.length, options.packed)
-    sample = collated(data[: max(1, options.rows // options.chunks)])
-    pipe = spread(model, sample, options)
-    print(pipe.describe())
-
     folder = options.out or Path(tempfile.mkdtemp())
     settings = TrainingArguments(
         str(folder),
@@ -109,12 +93,21 @@ def main(arguments: list[str] | None = None) -> int:
         report_to=[],
         use_cpu=not torch.accelerator.is_available(),
     )
-    trainer = pipelined(Trainer)(pipe, settings, train_dataset=data, data_collator=collated)
+    trainer = pipelined(Trainer)(
+        model,
+        settings,
+        train_dataset=data,
+        data_collator=collated,
+        devices=None if torch.accelerator.is_available() else ["cpu"],
+        chunks=options.chunks,
+        checkpoint=options.checkpoint,
+    )
     trainer.train()
+    pipe = trainer.pipe
     batch = {key: x.to(settings.device) for key, x in collated(data[: options.rows]).items()}
     with torchgpipe.trace(pipe) as timeline:
         pipe(**batch).loss.mean().backward()
-    print(timeline)
+    print(pipe.describe(), timeline, sep="\n")
 
     trainer.save_model(str(folder))
     saved = {name: x.cpu() for name, x in model.state_dict().items()}
