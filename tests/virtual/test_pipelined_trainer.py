@@ -8,6 +8,7 @@ import torch
 from tests.examples import MISSING
 from tests.support.architectures import build, spread
 from tests.support.helpers import assert_no_races
+from tests.support.trainers import known
 from torchgpipe import MappedGPipe
 from torchgpipe.testing import observe
 
@@ -20,7 +21,7 @@ def places(model, devices):
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_losses_and_predictions_come_to_the_device_of_the_inputs(smoothing, devices, tmp_path):
+def test_losses_and_predictions_come_to_the_device_of_the_inputs(smoothing, devices, tmp_path, monkeypatch):
     from torchgpipe.transformers import pipelined
 
     model, inputs = build("llama")
@@ -28,9 +29,9 @@ def test_losses_and_predictions_come_to_the_device_of_the_inputs(smoothing, devi
     pipe = MappedGPipe(model, places(model, devices[:2]), chunks=2)
     data = [dict(zip(inputs, row)) for row in zip(*inputs.values())]
     found = []
-    for kind, one, on_cpu in (
-        (transformers.Trainer, plain, True),
-        (pipelined(transformers.Trainer), pipe, False),
+    for kind, one, place in (
+        (transformers.Trainer, plain, torch.device("cpu")),
+        (pipelined(transformers.Trainer), pipe, devices[0]),
     ):
         arguments = transformers.TrainingArguments(
             str(tmp_path),
@@ -41,8 +42,9 @@ def test_losses_and_predictions_come_to_the_device_of_the_inputs(smoothing, devi
             label_smoothing_factor=smoothing,
             report_to=[],
             disable_tqdm=True,
-            use_cpu=on_cpu,
+            use_cpu=True,
         )
+        known(monkeypatch, arguments, place)
         trainer = kind(one, arguments, train_dataset=data, eval_dataset=data)
         with observe() as seen:
             trainer.train()

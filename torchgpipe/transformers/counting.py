@@ -189,6 +189,8 @@ def told(counts: Tensor, items: Tensor | float) -> list[Tensor]:
         counts: the labels of each micro-batch.
         items: the labels of all mini-batches of a step.
     """
+    if isinstance(items, Tensor):
+        counts = counts.to(items.device)
     # At least one, since a micro-batch without labels divides by this, too.
     return [*(counts.clamp(min=1) * items / counts.sum().clamp(min=1))]
 

@@ -87,9 +87,10 @@ class ModelCall:
             part["num_items_in_batch"] = count
         if items is not None and not self._given:
             self.kwargs = {**self._own, "num_items_in_batch": Chunks(items)}
+        # One micro-batch is the mini-batch, whatever counts in it.
         self.shares = (
             torch.ones_like(counts)
-            if way == "sum"
+            if way == "sum" or len(counts) == 1
             else shares_of(counts, alone=self._items is None)
         )
 

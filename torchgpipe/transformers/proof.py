@@ -111,8 +111,13 @@ class Weighing:
             ways = [x for x in before or WAYS if x != "sum"]
             counts = [counts_by(x, model, kwargs, names, ones).cpu() for x in ways]
             told = told_apart(torch.stack(counts))
-            k = int(told.argmax())
+            differ = classes_differ(kwargs, names, rows)
+            k = int((2 * told + differ).argmax())
             if before and not told[k]:
+                return
+            # Rows of one class do not show the weights of classes.
+            is_open = has_classes(kwargs, names) and not is_of_library(model)
+            if is_open and not differ[k]:
                 return
             sizes = [size for size in (k, 2, rows - 2 - k) if size]
             both = [*split((args, kwargs), Division(sizes))][k > 0]
@@ -139,12 +144,24 @@ class Weighing:
             model.eval()
             pipe.training = False
             try:
-                try:
-                    with recorded(model, reduce=losses_in):
-                        outputs = run(call, model, pairs[:1]) + run(call, model, pairs[1:])
-                except Exception:
-                    # Code that fails for a row, or in evaluation, shows nothing of the loss.
-                    return [usual]
+                with recorded(model, reduce=losses_in):
+                    try:
+                        outputs = run(call, model, pairs[:1])
+                    except Exception:
+                        # Code that fails in evaluation shows nothing of its loss.
+                        return [usual]
+                    try:
+                        outputs += run(call, model, pairs[1:])
+                    except Exception as error:
+                        if not strict:
+                            return [usual]
+                        raise ValueError(
+                            "the loss of a mini-batch must follow from those of its micro-batches, "
+                            f"and the model ({type(base_of(model)).__name__}) computes two of its "
+                            "parts together, but not each alone; compute the loss outside of the "
+                            "model, by compute_loss_func, which gets the outputs of all rows, or "
+                            "accept the loss of the micro-batches by accept_loss=True"
+                        ) from error
                 (target, extra), *each = [output for output, _ in outputs]
                 if target is None or not target.isfinite():
                     return [usual] if target is None else []
@@ -261,6 +278,23 @@ def told_apart(counts: Tensor) -> Tensor:
     """
     shares = counts[:, :-1] / (counts[:, :-1] + counts[:, 1:]).clamp(min=1)
     return ((shares[None] - shares[:, None]).abs() > 0.02).sum((0, 1))
+
+
+def has_classes(kwargs: Mapping[str, Any], names: Sequence[str]) -> bool:
+    """Whether each row has a class for its label."""
+    return any(is_class(kwargs.get(name)) for name in names)
+
+
+def is_class(labels: Any) -> bool:
+    """Whether labels are a class for each row."""
+    return isinstance(labels, Tensor) and labels.dim() == 1 and not labels.is_floating_point()
+
+
+def classes_differ(kwargs: Mapping[str, Any], names: Sequence[str], rows: int) -> Tensor:
+    """Whether two rows in a row have other classes, of shape ``(rows - 1,)``."""
+    labels = [x for x in map(kwargs.get, names) if isinstance(x, Tensor) and is_class(x)]
+    found = [x[:-1] != x[1:] for x in labels if len(x) == rows]
+    return torch.stack(found).any(0).long().cpu() if found else torch.zeros(rows - 1).long()
 
 
 def closeness(model: nn.Module) -> tuple[float, float]:

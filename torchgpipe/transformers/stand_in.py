@@ -11,6 +11,10 @@ from torch import nn
 __all__: list[str] = []
 
 
+#: Methods that call the model, or give a part of it to be called, where it is.
+PLACING = "generate", "get_input_embeddings", "get_output_embeddings"
+
+
 class PipelinedModel:
     """A stand-in for a model: its calls go through the pipeline, and return one loss.
 
@@ -40,9 +44,10 @@ class PipelinedModel:
         return type(self._model)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "generate":
-            self._place()
         found = getattr(self._model, name)
+        # Whoever asks for a part of the model calls it.
+        if name in PLACING or isinstance(found, nn.Module):
+            self._place()
         # A loss that goes by the weights of the head calls all but the head.
         if name == "base_model" and isinstance(found, nn.Module) and found is not self._model:
             return PipelinedModel(found, self._call, self._place)

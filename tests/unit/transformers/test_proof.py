@@ -174,3 +174,40 @@ def test_losses_of_several_kinds(tmp_path):
     ):
         model = getattr(transformers, f"BertFor{kind}")(config).eval()
         trained(model, {"input_ids": ids, **more}, tmp_path)
+
+
+def weighted(logits, ids, mask, labels):
+    weight = torch.tensor([5.0, *[1.0] * 31])
+    return F.cross_entropy(logits.mean(1), labels, weight=weight)
+
+
+def test_rows_of_one_class_prove_nothing(tmp_path):
+    """They do not show the weights of classes, so the proof looks at rows of two classes."""
+    given = {**batch(), "labels": torch.tensor([1, 1, 1, 1, 0, 1])}
+    trained(Own(weighted), given, tmp_path)
+    same = {**batch(), "labels": torch.ones(6, dtype=torch.long)}
+    model = Own(weighted)
+    trained(model, same, tmp_path)
+    assert 1 not in model.calls
+
+
+def paired(logits, ids, mask, labels):
+    chosen, rejected = logits.mean((1, 2)).chunk(2)
+    return -F.logsigmoid(chosen - rejected).mean()
+
+
+def test_rows_that_are_not_computed_alone(tmp_path):
+    with pytest.raises(ValueError, match=r"model \(Own\) computes two .*, but not each alone"):
+        trained(Own(paired), batch(), tmp_path)
+
+
+def test_one_row_without_labels(tmp_path):
+    """A mini-batch that is one micro-batch has its loss, whatever counts in it."""
+
+    def own(logits, ids, mask, labels):
+        counted = (labels != -100).sum().clamp(min=1)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / counted
+
+    given = {key: x[:1] for key, x in batch().items()}
+    given["labels"] = torch.full_like(given["labels"], -100)
+    trained(Own(own), given, tmp_path)
