@@ -21,7 +21,9 @@ def places(model, devices):
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_losses_and_predictions_come_to_the_device_of_the_inputs(smoothing, devices, tmp_path, monkeypatch):
+def test_losses_and_predictions_come_to_the_device_of_inputs(
+    smoothing, devices, tmp_path, monkeypatch
+):
     from torchgpipe.transformers import pipelined
 
     model, inputs = build("llama")

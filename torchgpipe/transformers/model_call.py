@@ -16,7 +16,7 @@ from torchgpipe.mapped_gpipe import MappedGPipe
 from torchgpipe.transformers.children import recorded, repeated
 from torchgpipe.transformers.collating import as_one_batch, in_one
 from torchgpipe.transformers.counting import base_of, counts_by, shares_of, told, whole
-from torchgpipe.transformers.proof import ONCE, compared, run, weighing_of
+from torchgpipe.transformers.proof import ONCE, compared, rows_in, run, weighing_of
 from torchgpipe.values.division import Division, division_of, row_count, split
 from torchgpipe.values.marks import Chunks
 from torchgpipe.values.microbatch import Batch, joined
@@ -58,9 +58,7 @@ class ModelCall:
     def divide(self, pipe: MappedGPipe, chunks: int) -> None:
         """Divide the mini-batch, and tell what each micro-batch counts in its loss."""
         if self._given:
-            # Other tensors may have a row for each patch of an image.
-            labels = [[part.get(name) for name in self._names] for part in self._given]
-            sizes = [row_count(own) or row_count(part) for own, part in zip(labels, self._given)]
+            sizes = [rows_in(part, self._names) for part in self._given]
             self.division = Division(sizes)
         else:
             self.kwargs = self._own

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -182,13 +183,17 @@ class Weighing:
                     if off[way] <= tight:
                         return [way, *(x for x in ways if x != way and off[x] <= tight)]
                 calls = [calls for _, calls in outputs]
-                if kept := rows_of_calls(calls[0], calls[1:], model):
-                    sizes = [row_count(own) for _, own in pairs[1:]]
-                    given = joined_calls(kept, calls[1:], sizes)
-                    once = losses_in(repeated(pipe, pairs[0][0], pairs[0][1], given))[0]
-                    if once is not None and 4 * (once - target).abs() <= min(off[best], 4 * near):
-                        self.by_rows = kept
-                        return [ONCE]
+                # Micro-batches of several lengths cannot be joined.
+                with suppress(ValueError):
+                    if kept := rows_of_calls(calls[0], calls[1:], model):
+                        sizes = [rows_in(own, names) for _, own in pairs[1:]]
+                        given = joined_calls(kept, calls[1:], sizes)
+                        once = losses_in(repeated(pipe, pairs[0][0], pairs[0][1], given))[0]
+                        if once is not None and 4 * (once - target).abs() <= min(
+                            off[best], 4 * near
+                        ):
+                            self.by_rows = kept
+                            return [ONCE]
                 if off[best] <= near:
                     return [usual if off[usual] <= 4 * off[best] else best]
                 with recorded(model, reduce=losses_in):
@@ -213,7 +218,7 @@ class Weighing:
     def _weighed(self, way: str, losses: Tensor, pairs: list[Any], names: Sequence[str]) -> Tensor:
         """The loss that micro-batches have together in one of the ways."""
         model, rows = self.pipe.module, len(losses)
-        each = [counts_by(way, model, own, names, [row_count(own)]) for _, own in pairs[1:]]
+        each = [counts_by(way, model, x, names, [rows_in(x, names)]) for _, x in pairs[1:]]
         counts = torch.cat(each).cpu()
         return whole(losses, torch.ones(rows) if way == "sum" else shares_of(counts))
 
@@ -268,6 +273,12 @@ def joined_calls(
         ]
         for name, calls in by_rows.items()
     }
+
+
+def rows_in(kwargs: Mapping[str, Any], names: Sequence[str]) -> int:
+    """The number of rows of a micro-batch, by its labels if it has any."""
+    # Other tensors may have a row for each patch of an image.
+    return row_count([kwargs.get(name) for name in names]) or row_count({**kwargs})
 
 
 def told_apart(counts: Tensor) -> Tensor:

@@ -182,7 +182,7 @@ def weighted(logits, ids, mask, labels):
 
 
 def test_rows_of_one_class_prove_nothing(tmp_path):
-    """They do not show the weights of classes, so the proof looks at rows of two classes."""
+    """One class does not show the weights of classes, so the proof looks at rows of two."""
     given = {**batch(), "labels": torch.tensor([1, 1, 1, 1, 0, 1])}
     trained(Own(weighted), given, tmp_path)
     same = {**batch(), "labels": torch.ones(6, dtype=torch.long)}
