@@ -14,6 +14,7 @@ TURNS = {
     "tests/virtual/test_examples": ("examples/",),
     "tests/virtual/test_benchmarks": ("benchmarks/",),
     "tests/virtual/test_memory_benchmark": ("benchmarks/",),
+    "tests/virtual/test_trl": ("torchgpipe/transformers/", "torchgpipe/mapped"),
     "tests/virtual/test_advice": ("torchgpipe/planner/", "torchgpipe/tracing.py"),
     "tests/virtual/test_plan": ("torchgpipe/planner/", "torchgpipe/plans.py"),
 }
