@@ -173,7 +173,7 @@ MUTANTS = {
     "the caller's streams in a thread": (DROP, "mapped threads streams"),
     "weights that are lent": (DROP, "mapped lent"),
     "weights that checkpoints of the model need again": (
-        ("self._lasting.lock)", "threading.RLock())"),
+        ("self._lasting.lock)", "type(self._lasting.lock)())"),
         "lent again",
     ),
     "weights that several threads lend": (("with self._lock", "if True"), "lent to threads"),
