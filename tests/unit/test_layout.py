@@ -66,7 +66,7 @@ ELSEWHERE = {
     "transformers/spread": "virtual/test_spread_trainer.py",
     "transformers/spread_trainer": "virtual/test_spread_trainer.py",
     "transformers/stand_in": "virtual/test_spread_trainer.py",
-    "transformers/step_figures": "virtual/test_spread_trainer.py",
+    "transformers/idleness": "virtual/test_spread_trainer.py",
     "engine/recorded": "virtual/test_tracing.py",
     "tracing": "virtual/test_tracing.py",
 }

@@ -1,4 +1,4 @@
-"""The tensors that a mapped model is called with: on its device, each with its own version."""
+"""Tensors that a mapped model is called with, or returns: their devices, and their versions."""
 
 from __future__ import annotations
 

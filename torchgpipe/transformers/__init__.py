@@ -2,20 +2,20 @@
 
 ::
 
-    from torchgpipe import MappedGPipe
     from torchgpipe.transformers import pipelined
 
-    pipe = MappedGPipe(model, device_map, chunks=8)
-    trainer = pipelined(Trainer)(model=pipe, args=args, train_dataset=data)
+    trainer = pipelined(Trainer)(model=model, args=args, train_dataset=data, devices=4, chunks=8)
     trainer.train()
 
 :func:`loss_of` gives the loss of a mini-batch in a loop of your own. :func:`layers_of` makes an
 :class:`nn.Sequential` of a causal model, for the other wrappers.
 
-Nothing else of the package imports this, since it needs Transformers (in a clone of torchgpipe:
-``pip install '.[transformers]'``; ``'.[trl]'`` brings TRL, too).
+Nothing else of the package imports this, but for a call of :meth:`MappedGPipe.verify`, since it
+needs Transformers (in a clone of torchgpipe: ``pip install '.[transformers]'``; ``'.[trl]'`` brings
+TRL, too).
 """
 
+# Before any file here does, to say what to install.
 try:
     import transformers  # noqa: F401
 except ImportError as error:
@@ -24,9 +24,9 @@ except ImportError as error:
         "pip install '.[transformers]'"
     ) from error
 
+from torchgpipe.transformers.idleness import PipelineCallback
 from torchgpipe.transformers.model_call import loss_of
 from torchgpipe.transformers.sequential import layers_of
-from torchgpipe.transformers.step_figures import PipelineCallback
 from torchgpipe.transformers.trainer import pipelined
 
 __all__ = ["PipelineCallback", "layers_of", "loss_of", "pipelined"]

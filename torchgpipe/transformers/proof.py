@@ -111,10 +111,10 @@ class Weighing:
             kwargs = differing(model, kwargs, names)
             ways = [x for x in before or WAYS if x != "sum"]
             counts = [counts_by(x, model, kwargs, names, ones).cpu() for x in ways]
-            told = told_apart(torch.stack(counts))
+            apart = told_apart(torch.stack(counts))
             differ = classes_differ(kwargs, names, rows)
-            k = int((2 * told + differ).argmax())
-            if before and not told[k]:
+            k = int((2 * apart + differ).argmax())
+            if before and not apart[k]:
                 return
             # Rows of one class do not show the weights of classes.
             is_open = has_classes(kwargs, names) and not is_of_library(model)

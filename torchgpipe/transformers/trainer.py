@@ -20,11 +20,11 @@ from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.partition.arguments import checked_count
 from torchgpipe.recompute.once import OncePerMiniBatch
 from torchgpipe.transformers.collating import KEY, Collated, Collator, Loader, Prepared
+from torchgpipe.transformers.idleness import Idleness, PipelineCallback
 from torchgpipe.transformers.joined_step import JoinedStep, one_backward
 from torchgpipe.transformers.model_call import ModelCall, compute, loss_alone
 from torchgpipe.transformers.spread import Spread
 from torchgpipe.transformers.spread_trainer import SpreadTrainer
-from torchgpipe.transformers.step_figures import Idleness, PipelineCallback
 from torchgpipe.values.division import row_count
 
 __all__: list[str] = []
