@@ -32,6 +32,16 @@ def test_dispatched():
     torch.testing.assert_close(pipe(x), expected)
 
 
+def test_a_forward_around_that_of_accelerate():
+    """The forward stays, as that which TRL puts around a reference model."""
+    model, x = Model(), torch.rand(4, 3)
+    expected = 2 * model(x)
+    dispatch_model(model, {"first": "cpu", "second": "cpu"}, force_hooks=True)
+    inner = model.forward
+    model.forward = lambda x: 2 * inner(x)
+    torch.testing.assert_close(MappedGPipe(model, chunks=2)(x), expected)
+
+
 def test_dispatched_with_another_map():
     model = dispatch_model(Model(), {"first": "cpu", "second": "cpu"}, force_hooks=True)
     pipe = MappedGPipe(model, {"": "meta"}, chunks=2)
