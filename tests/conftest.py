@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import time
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.support.size import SOAK, rotate, some
 from tests.support.turns import takes_part
 from torchgpipe import GPipe
 from torchgpipe.devices.streams import accelerators
+from torchgpipe.planner import sandbox
 
 # The same examples in every run; `make test HYPOTHESIS=explore` looks for new ones.
 hypothesis.settings.register_profile(
@@ -84,6 +86,12 @@ def seed():
     torch.default_generator.manual_seed(0)
     if torch.accelerator.is_available():
         torch.get_device_module().manual_seed_all(0)
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch):
+    """Have balance="auto" measure layers for a twentieth of the seconds that users give it."""
+    monkeypatch.setattr(sandbox, "monotonic", lambda: 20 * time.monotonic())
 
 
 @pytest.fixture(params=DEVICES, ids=str)

@@ -94,22 +94,18 @@ def reference():
 
 #: By name: the trainer, its options, its data, and what else it gets.
 CASES = {
-    "SFT": ("SFT", {"gradient_accumulation_steps": 2}, TEXTS, {}),
     "SFT, packed": (
         "SFT",
         {"packing": True, "max_length": 24, "per_device_train_batch_size": 2},
         TEXTS,
         {},
     ),
-    "DPO, LoRA": ("DPO", {}, PAIRS, {"peft_config": lora}),
     "DPO": ("DPO", {}, PAIRS, {"ref_model": reference}),
     # The mini-batch has fewer answers of the reference than rows.
     "DPO, precomputed": ("DPO", {"precompute_ref_log_probs": True}, PAIRS, {"peft_config": lora}),
     "KTO": ("KTO", {}, JUDGED, {"peft_config": lora}),
     "Reward": ("Reward", {}, PAIRS, {}),
-    "GRPO": ("GRPO", ONLINE, PROMPTS, {}),
     "GRPO, two iterations": ("GRPO", {**ONLINE, "num_iterations": 2}, PROMPTS, {}),
-    "GRPO, KL": ("GRPO", {**ONLINE, "beta": 0.1}, PROMPTS, {}),
     "RLOO": ("RLOO", {**ONLINE, "beta": 0.1}, PROMPTS, {"peft_config": lora}),
     "Distillation": (
         "Distillation",
@@ -121,6 +117,10 @@ CASES = {
 
 #: Others of the same kinds.
 MORE = {
+    "SFT": ("SFT", {"gradient_accumulation_steps": 2}, TEXTS, {}),
+    "DPO, LoRA": ("DPO", {}, PAIRS, {"peft_config": lora}),
+    "GRPO": ("GRPO", ONLINE, PROMPTS, {}),
+    "GRPO, KL": ("GRPO", {**ONLINE, "beta": 0.1}, PROMPTS, {}),
     "SFT, LoRA": ("SFT", {}, TEXTS, {"peft_config": lora}),
     "SFT, half precision": ("SFT", {"bf16": True}, TEXTS, {"peft_config": lora}),
     "DPO, synchronised": (
