@@ -41,6 +41,8 @@ from torchgpipe.mapped.hugging_face import (
     without_cache_of,
 )
 from torchgpipe.mapped.inputs import Near, on_device, own_versions
+from torchgpipe.mapped.slice_lengths import Slices
+from torchgpipe.mapped.slices import Slicing
 from torchgpipe.mapped.step import Lasting, MappedStep
 from torchgpipe.mapped.threads import Threads, Turns
 from torchgpipe.partition.arguments import checked_device, checked_threads
@@ -95,6 +97,10 @@ class MappedGPipe(Wrapper):
         threads: in how many threads forward computes micro-batches at the same time, if all devices
             are accelerators. More than one is for models that make the host wait for a device, as
             ``.item()`` does. Such a model must not set attributes of its modules in forward.
+        slices: for causal models of Transformers, how many slices to make of the sequence of a
+            micro-batch, a list with the length of each, or ``"auto"``: two for each device, which
+            take equally long. Slices follow each other through the devices, so that one long
+            sequence fills all of them, and compute the same as the whole sequence.
         deferred_batch_norm: whether batch normalisations update their running statistics once per
             mini-batch, as in :class:`GPipe`.
         output_device: where outputs go to, as in :class:`nn.DataParallel`; by default they stay on
@@ -135,6 +141,7 @@ class MappedGPipe(Wrapper):
         chunks: int = 1,
         checkpoint: Keeping | Sequence[Keeping] = "except_last",
         threads: int = 1,
+        slices: Slices = 1,
         deferred_batch_norm: bool = False,
         output_device: Device | None = None,
         sample: Any = None,
@@ -152,6 +159,7 @@ class MappedGPipe(Wrapper):
         self._map: Any = device_map if isinstance(device_map, Mapping) else None
         self._set(module, chunks, checkpoint)
         self.threads = threads
+        self.slices = slices
         self._output_device = None if output_device is None else checked_device(output_device)
         self.__dict__["module"] = module
         chosen = chosen_map(
@@ -233,6 +241,15 @@ class MappedGPipe(Wrapper):
     @threads.setter
     def threads(self, threads: int) -> None:
         self._threads = checked_threads(threads)
+
+    @property
+    def slices(self) -> Slices:
+        """The number of slices that the sequence of a micro-batch is divided into, or lengths."""
+        return self._slicing.slices
+
+    @slices.setter
+    def slices(self, slices: Slices) -> None:
+        self._slicing = Slicing(slices)
 
     def describe(self) -> Description:
         """Describe the devices: their modules and sizes, and the checkpoint mode.
@@ -332,8 +349,18 @@ class MappedGPipe(Wrapper):
                 transform of :mod:`torch.func` or forward-mode differentiation is active; or forward
                 has set an attribute of a module while several threads computed micro-batches.
         """
+        if self.slices != 1:
+            if self.threads > 1:
+                raise ValueError(
+                    "slices of a sequence follow each other, so one thread computes them (threads: "
+                    f"{self.threads}, slices: {self.slices}); use threads=1"
+                )
+            return self._slicing.call(self, self.module, self._forward, Arguments(args, kwargs))
         if self._takes_cache:
             kwargs = without_cache(kwargs)
+        return self._forward(*args, **kwargs)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         mini_batch = MiniBatch(self, Arguments(args, kwargs))
         m, batches, devices = mini_batch.m, mini_batch.batches, [*self._map.values()]
         if torch.is_grad_enabled():
@@ -404,7 +431,7 @@ class MappedGPipe(Wrapper):
         try:
             with order.begin(given) if order else nullcontext(), glue or nullcontext():
                 output = course.calling(self.module)(*value.args, **value.kwargs)
-            if self._takes_cache and not value.kwargs["use_cache"]:
+            if self._takes_cache and (self.slices != 1 or not value.kwargs["use_cache"]):
                 output = without_cache_of(output)
             if order:
                 order.end(given, Batch(output).parts[VALUE])

@@ -345,6 +345,8 @@ class Traps:
             change = f"set model.chunks, for a start to {min(rows, 4 * devices)}"
         else:
             change = "pass more rows in one call, or several mini-batches, marked by Chunks"
+            if self._wrapper == "MappedGPipe":
+                change += ", or divide long sequences of a causal model, as by slices=8"
         words = f"{self._wrapper} leaves devices idle"
         warn(
             f"{words} for {(devices - 1) / (devices + m - 1):.0%} of a training step, since it has "

@@ -24,17 +24,19 @@ class Idleness(NamedTuple):
         devices: the devices that the model is on.
         micro_batches: how many micro-batches went through them in one call.
         rows: how many rows these had.
+        slices: how many slices their sequences were divided into.
     """
 
     devices: list[torch.device]
     micro_batches: int
     rows: int
+    slices: int = 1
 
     @property
     def bubble(self) -> float:
         """The share of a step in which a device waits, by GPipe's schedule with even blocks."""
         others = len(self.devices) - 1
-        return others / (self.micro_batches + others)
+        return others / (self.micro_batches * self.slices + others)
 
     @property
     def peak(self) -> tuple[int, torch.device] | None:
@@ -47,7 +49,8 @@ class Idleness(NamedTuple):
         rows = round(self.rows / self.micro_batches)
         text = (
             f"{len(self.devices)} devices, {self.micro_batches} micro-batches of {rows} "
-            f"row{'s' * (rows != 1)}: bubble {self.bubble:.0%}"
+            f"row{'s' * (rows != 1)}{f' in {self.slices} slices' * (self.slices > 1)}: "
+            f"bubble {self.bubble:.0%}"
         )
         if self.peak is None:
             return text

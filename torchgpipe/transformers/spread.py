@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torchgpipe.devices.streams import CPU, Device, accelerators
 from torchgpipe.mapped.device_map import Wholes
 from torchgpipe.mapped.hugging_face import on_cpu
+from torchgpipe.mapped.slice_lengths import Slices
 from torchgpipe.mapped_gpipe import MappedGPipe
 from torchgpipe.partition.arguments import checked_count
 from torchgpipe.partition.keeping import Keeping
@@ -35,6 +36,7 @@ class Options(NamedTuple):
     devices: int | Sequence[Device] | None
     chunks: int | None
     checkpoint: Keeping | Sequence[Keeping] | None
+    slices: Slices | None = None
 
     def places(self) -> list[torch.device]:
         """The devices.
@@ -112,7 +114,8 @@ class Spread:
             checkpoint = self._options.checkpoint or "except_last"
             options: dict[str, Any] = {"chunks": self.chunks, "checkpoint": checkpoint}
             # While one thread waits, another one has work for the devices.
-            options["threads"] = self._count if self._waits else 1
+            options["threads"] = self._count if self._waits and not self._options.slices else 1
+            options["slices"] = self._options.slices or 1
             before = [*self.model.parameters()]
             self.pipe = MappedGPipe(self.model, **self._map(sample), **options)
             keep_in_place(self.model, self.pipe.hf_device_map)

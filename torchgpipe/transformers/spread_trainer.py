@@ -12,6 +12,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from torchgpipe.devices.streams import Device
+from torchgpipe.mapped.slice_lengths import Slices
 from torchgpipe.mapped_gpipe import MappedGPipe
 from torchgpipe.partition.arguments import checked_count
 from torchgpipe.partition.keeping import Keeping
@@ -52,6 +53,7 @@ class SpreadTrainer:
         devices: as in :func:`~torchgpipe.transformers.pipelined`.
         chunks: the same.
         checkpoint: the same.
+        slices: the same.
         **kwargs: the Trainer's own arguments.
     """
 
@@ -75,12 +77,13 @@ class SpreadTrainer:
         devices: int | Sequence[Device] | None = None,
         chunks: int | None = None,
         checkpoint: Keeping | Sequence[Keeping] | None = None,
+        slices: Slices | None = None,
         **kwargs: Any,
     ) -> None:
         if chunks is not None:
             remedy = "by default there are two for each device"
             chunks = checked_count(chunks, "chunks", "micro-batches of a step", remedy)
-        self._options = Options(devices, chunks, checkpoint)
+        self._options = Options(devices, chunks, checkpoint, slices)
         #: The wrappers that were given, of the model and of others, as references.
         self._given: dict[nn.Module, MappedGPipe] = {}
         values = [self._unwrapped(x) for x in args]
@@ -119,8 +122,8 @@ class SpreadTrainer:
         own, given = self._given.get(model), [x for x in self._options if x is not None]
         if own is not None and given:
             raise ValueError(
-                "devices, chunks and checkpoint are for a model that is not wrapped yet (model: "
-                f"MappedGPipe, given: {given}); pass them to MappedGPipe, or pass the plain model"
+                "devices, chunks, checkpoint and slices are for a model that is not wrapped yet "
+                f"(model: MappedGPipe, given: {given}); pass them to MappedGPipe, or the model"
             )
         self._spread = Spread(model, self._options, own, moved=weakly(self._followed))
         self._stand_in = self._standing_in(self._spread)

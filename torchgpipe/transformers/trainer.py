@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from torchgpipe.batchnorm import DeferredBatchNorm
+from torchgpipe.mapped.slice_lengths import count_of
 from torchgpipe.partition.arguments import checked_count
 from torchgpipe.recompute.once import OncePerMiniBatch
 from torchgpipe.transformers.collating import KEY, Collated, Collator, Loader, Prepared
@@ -50,7 +51,7 @@ def pipelined(trainer: type) -> Any:
       trains on the CPU, with a warning.
     - ``chunks``: how many micro-batches to make of an optimizer step, by default two for each
       device.
-    - ``checkpoint``: as in :class:`~torchgpipe.MappedGPipe`.
+    - ``checkpoint`` and ``slices``: as in :class:`~torchgpipe.MappedGPipe`.
     - ``joined``: the most mini-batches of an optimizer step that go through the devices in one
       call; by default as few as it takes for ``chunks`` micro-batches.
     - ``accept_loss``: whether to train a loss that the micro-batches do not make. Two rows show it
@@ -317,7 +318,8 @@ class Pipelined(SpreadTrainer):
         if torch.is_grad_enabled():
             sizes = [size for call in calls for size in call.division.sizes]
             devices = [*dict.fromkeys(pipe.device_map.values())]
-            self._figures = Idleness(devices, len(sizes), sum(sizes))
+            slices = count_of(pipe.slices, len(devices))
+            self._figures = Idleness(devices, len(sizes), sum(sizes), slices)
         return found
 
 

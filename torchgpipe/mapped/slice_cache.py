@@ -1,0 +1,193 @@
+"""A cache that carries keys and values from slice to slice of a sequence, in forward and backward.
+
+A causal model computes a slice of a sequence from that slice, and from the keys and values that
+earlier slices have left in a cache. Transformers' own cache joins them anew for each slice, so that
+attention keeps a copy of all earlier ones for each. Here each layer has one buffer of the length
+of the sequence. A slice writes its own part, and attention sees the buffer as far as that::
+
+    buffer    0 0 0 1 1 1 . . .     slice 1 has written; attention sees the first six
+    backward  its gradient is that of slice 1's own part, and of what slice 0 saw
+
+What a slice has seen is never written to again, so it may be saved for backward. Each slice has a
+cache object of its own, since a recomputation must find the past of its slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.mapped.containers import PassedOver
+from torchgpipe.recompute.runs import is_recomputing
+
+__all__: list[str] = []
+
+
+class Extend(torch.autograd.Function):
+    """What a slice sees: ``what the slice before has seen, own → the end of both``."""
+
+    @staticmethod
+    def forward(ctx: Any, before: Tensor | None, own: Tensor, seen: Tensor) -> Tensor:
+        """Return ``seen``, memory of shape ``(..., positions, features)`` that has both."""
+        ctx.set_materialize_grads(False)
+        ctx.length = seen.shape[-2] - own.shape[-2]
+        ctx.lost = 0 if before is None else before.shape[-2] - ctx.length
+        return seen
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
+        before = own = None
+        if grad is not None and ctx.needs_input_grad[0]:
+            before = grad[..., : ctx.length, :]
+            if ctx.lost:
+                before = nn.functional.pad(before, (0, 0, ctx.lost, 0))
+        if grad is not None and ctx.needs_input_grad[1]:
+            own = grad[..., ctx.length :, :]
+        return before, own, None
+
+
+class Past:
+    """The keys, or the values, of one layer: those of all slices, in one buffer.
+
+    Args:
+        starts: the position at which each slice begins, and the end of the sequence.
+        window: how many positions before its own attention sees; None for all.
+    """
+
+    def __init__(self, starts: Sequence[int], window: int | None) -> None:
+        self._starts, self.window = starts, window
+        self._buffer: Tensor | None = None
+        #: What the latest slice has seen. Its graph must not outlive forward: a checkpoint, which
+        #: is part of the graph, keeps the cache, and Python's collector sees no such circles.
+        self._latest: Tensor | None = None
+        #: Whether that required a gradient, slice by slice.
+        self._required: list[bool] = []
+
+    def first(self, k: int) -> int:
+        """The first position that slice ``k`` sees."""
+        return 0 if self.window is None else max(0, self._starts[k] - self.window)
+
+    def seen(self, k: int, own: Tensor) -> Tensor:
+        """What slice ``k`` sees, its own part included: ``(..., positions, features)``."""
+        start, end = self._starts[k : k + 2]
+        if self._buffer is None:
+            self._buffer = own.new_empty(*own.shape[:-2], self._starts[-1], own.shape[-1])
+        # Of a version of its own: what later slices write is no change of what this one sees.
+        seen = self._buffer.data[..., self.first(k) : end, :]
+        if is_recomputing():
+            before = None
+            if k:
+                before = self._buffer.data[..., self.first(k - 1) : start, :]
+                before.requires_grad_(self._required[k - 1])
+            again: Tensor = Extend.apply(before, own, seen)
+            return again
+        self._buffer.data[..., start:end, :] = own.detach()
+        found: Tensor = Extend.apply(self._latest, own, seen)
+        self._latest = found
+        self._required.append(found.requires_grad)
+        return found
+
+    def let_go(self) -> None:
+        """Release the graph of the latest slice."""
+        self._latest = None
+
+
+class Layers:
+    """The keys and values of all layers of a model, for one sequence or several of a length.
+
+    Args:
+        model: a model of Transformers.
+        lengths: the lengths of the slices.
+
+    Raises:
+        ValueError: a layer of the model keeps something else than keys and values.
+    """
+
+    def __init__(self, model: nn.Module, lengths: Sequence[int]) -> None:
+        self.starts = [sum(lengths[:k]) for k in range(len(lengths) + 1)]
+        caches = import_module("transformers.cache_utils")
+        config: Any = model.config
+        layers = caches.DynamicCache(config=config).layers
+        others = [x for x in layers if type(x) not in known(caches)]
+        if others:
+            raise ValueError(
+                "slices of a sequence need a model whose layers keep keys and values, and nothing "
+                f"else (model: {type(model).__name__}, a layer keeps: {type(others[0]).__name__}); "
+                "use slices=1"
+            )
+        windows = [x.sliding_window - 1 if x.is_sliding else None for x in layers]
+        self._pasts = [(Past(self.starts, x), Past(self.starts, x)) for x in windows]
+
+    def of_slice(self, k: int) -> Any:
+        """The cache that slice ``k`` is computed with."""
+        return cache_class()(self, k)
+
+    def past(self, layer: int) -> tuple[Past, Past]:
+        """The keys and the values of a layer; models without a list of layers add theirs."""
+        while len(self._pasts) <= layer:
+            self._pasts.append((Past(self.starts, None), Past(self.starts, None)))
+        return self._pasts[layer]
+
+    def __len__(self) -> int:
+        return len(self._pasts)
+
+    def let_go(self) -> None:
+        """Release the graph, when all slices are computed."""
+        for past in chain.from_iterable(self._pasts):
+            past.let_go()
+
+
+def known(caches: Any) -> tuple[type, ...]:
+    """The classes of layers of Transformers' caches that keep nothing but keys and values."""
+    return caches.DynamicLayer, caches.DynamicSlidingWindowLayer
+
+
+@cache
+def cache_class() -> Any:
+    """The class of the caches, derived from Transformers' own, which models ask for."""
+    caches: Any = import_module("transformers.cache_utils")
+
+    class SliceLayer(caches.DynamicLayer):  # type: ignore[misc]
+        """The keys and values of one layer, as one slice finds them."""
+
+        def __init__(self, layers: Layers, k: int, number: int) -> None:
+            super().__init__()
+            self.is_initialized = True
+            self._layers, self._k, self._number = layers, k, number
+            self.is_sliding = layers.past(number)[0].window is not None
+            self.length = layers.starts[k]
+
+        def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+            found = self._layers.past(self._number)
+            if not is_recomputing():
+                self.length = self._layers.starts[self._k + 1]
+            return found[0].seen(self._k, keys), found[1].seen(self._k, values)
+
+        def get_seq_length(self) -> int:
+            return self._layers.starts[self._k] if is_recomputing() else self.length
+
+        def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+            first = self._layers.past(self._number)[0].first(self._k)
+            return self._layers.starts[self._k] + query_length - first, first
+
+    class SliceCache(caches.Cache, PassedOver):  # type: ignore[misc]
+        """A cache that one slice of a sequence is computed with."""
+
+        def __init__(self, layers: Layers, k: int) -> None:
+            super().__init__(layers=[SliceLayer(layers, k, x) for x in range(max(1, len(layers)))])
+            self._slice = layers, k
+
+        def update(
+            self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        ) -> Any:
+            while len(self.layers) <= layer_idx:
+                self.layers.append(SliceLayer(*self._slice, len(self.layers)))
+            return super().update(keys, values, layer_idx, *args, **kwargs)
+
+    return SliceCache
