@@ -9,7 +9,7 @@ from os import PathLike
 from typing import Any, Protocol
 
 from torchgpipe.checks import checked_path, verify_kind
-from torchgpipe.show.bars import EDGES, Bar, BarRow, Panel, svg
+from torchgpipe.show.bars import EDGES, Bar, Panel, svg
 from torchgpipe.show.span import Span, Stream, order
 from torchgpipe.show.tables import Shares, by_stream, labels, shares, table
 
@@ -192,7 +192,7 @@ def panel(spans: Sequence[Span], unit: str) -> Panel:
     rows = by_stream(spans)
     names = labels(rows)
     of_device: dict[str, list[Bar]] = {}
-    found = []
+    found: dict[str, list[Bar]] = {}
     is_toned = False
     for stream, own in rows.items():
         stages = sorted({span.stage for span in own if span.stage is not None})
@@ -209,7 +209,7 @@ def panel(spans: Sequence[Span], unit: str) -> Panel:
             )
             for span, part in _parts([span for span in own if span.time])
         ]
-        found.append(BarRow(names[stream], bars))
+        found[names[stream]] = bars
         of_device.setdefault(stream.place, bars)
     for span in spans:
         if span.kind in EDGES and span.stream.place in of_device:
@@ -246,9 +246,10 @@ WIDTH = 96
 def characters(spans: Sequence[Span]) -> str:
     """Draw a row for each stream that computes: ``F3--`` is a forward, ``.`` is a wait.
 
-    A computation is as wide as its time, rounded to columns, and one column at least. Its kind is
-    repeated where there is no room for the number of its micro-batch. Of several that begin in one
-    column, the last one is seen. The spans are those of one step, which begins at 0.
+    Where a stream computes several partitions, ``1F3-`` says which. A computation is as wide as its
+    time, rounded to columns, and one column at least. Its kind is repeated where there is no room
+    for its name. Of several that begin in one column, the last one is seen. The spans are those of
+    one step, which begins at 0.
     """
     end = max(span.end for span in spans) or 1.0
     rows = by_stream(spans)
@@ -257,20 +258,19 @@ def characters(spans: Sequence[Span]) -> str:
     lines = ["time".ljust(margin) + _ruler(end)]
     for stream, own in rows.items():
         row = ["."] * WIDTH
+        several = len({span.stage for span in own}) > 1
         for span in own:
             start, stop = (round(x / end * WIDTH) for x in (span.start, span.end))
             start = min(start, WIDTH - 1)
             stop = max(stop, start + 1)
-            row[start:stop] = _word(span, stop - start)
+            word = span.cell if several else f"{span.kind}{span.microbatch}"
+            row[start:stop] = _word(word, span.kind, stop - start)
         lines.append(names[stream].ljust(margin) + "".join(row))
     return "\n".join(lines)
 
 
-def _word(span: Span, width: int) -> str:
-    label = f"{span.kind}{span.microbatch}"
-    if width > len(label):
-        return label.ljust(width - 1, "-") + " "
-    return span.kind * width
+def _word(label: str, kind: str, width: int) -> str:
+    return f"{label:-<{width - 1}} " if width > len(label) else kind * width
 
 
 def _ruler(end: float) -> str:
