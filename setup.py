@@ -51,7 +51,7 @@ setup(
     packages=find_packages(include=["torchgpipe", "torchgpipe.*"]),
     package_data={"torchgpipe": ["py.typed", "testing/csrc/*"]},
     python_requires=">=3.10",
-    install_requires=["torch>=2.9"],
+    install_requires=["torch>=2.11"],
     extras_require={
         "benchmarks": benchmarks,
         "demo": demo,

@@ -1,7 +1,5 @@
 """Files of torch.distributed.pipelining: its classes write what we read, and read what we write."""
 
-from inspect import signature
-
 import pytest
 from hypothesis import assume, given
 from torch.distributed.pipelining import schedules as theirs
@@ -53,9 +51,7 @@ def of_torch(name, placement, chunks):
 def test_their_schedules_are_ours(name, workers, rounds, tmp_path):
     placement, chunks = placed(CLASSES[name], workers), rounds * workers
     schedule = of_torch(name, placement, chunks)
-    # In PyTorch 2.9 only some of the classes have instructions for communication.
-    known = "format" in signature(schedule._dump_csv).parameters
-    schedule._dump_csv(tmp_path / "theirs.csv", **({"format": "compute_only"} if known else {}))
+    schedule._dump_csv(tmp_path / "theirs.csv", format="compute_only")
     found = read_csv(tmp_path / "theirs.csv", placement, chunks)
     assert validate(found) == []
     assert found == named(name.removeprefix("Schedule"), workers, chunks)
