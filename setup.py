@@ -9,7 +9,7 @@ here = Path(__file__).parent
 version = re.search(r'__version__ = "(.+)"', (here / "torchgpipe/__init__.py").read_text())
 assert version is not None
 
-benchmarks = ["matplotlib", "pillow", "scikit-learn", "tqdm"]
+benchmarks = ["pillow", "scikit-learn", "tqdm"]
 demo = ["scikit-learn", "tqdm"]
 examples = ["accelerate", "lightning", "safetensors", "transformers"]
 # Not among all: it needs torchvision, which has to be made for the very build of torch.
