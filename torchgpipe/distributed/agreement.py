@@ -230,10 +230,10 @@ class Agreement:
         # Within a transform no message arrives, so each process says so for itself.
         verify_no_transform()
         with shared_failures(self._peers):
-            exchange = self._exchange([name, *SETTINGS[1:]], [0] * 8)
+            exchange = self._told([name, *SETTINGS[1:]], [0] * 8)
             self._answers(None, exchange)
 
-    def _exchange(self, settings: Sequence[Any], numbers: Sequence[int]) -> Exchange:
+    def _told(self, settings: Sequence[Any], numbers: Sequence[int]) -> Exchange:
         """Begin an exchange, and tell the others digests of settings, and numbers."""
         exchange = Exchange(self._peers, len(settings) + len(numbers))
         exchange.tell([*map(digest, map(repr, settings)), *numbers])
@@ -283,7 +283,7 @@ class Agreement:
         (sizes, *marks), quiet = given.division, flags == self._quiet
         # Layers of this process decide on the form of what it sends, too.
         form = digest(repr((shapes, trainable, [x[0] for x in flags])))
-        exchange = self._exchange(settings, [bool(error), len(sizes), given.rows, form, quiet, *marks])
+        exchange = self._told(settings, [bool(error), len(sizes), given.rows, form, quiet, *marks])
         found: list[Agreed] = []
 
         def agree() -> Agreed:

@@ -246,10 +246,9 @@ WIDTH = 96
 def characters(spans: Sequence[Span]) -> str:
     """Draw a row for each stream that computes: ``F3--`` is a forward, ``.`` is a wait.
 
-    Where a stream computes several partitions, ``1F3-`` says which. A computation is as wide as its
-    time, rounded to columns, and one column at least. Its kind is repeated where there is no room
-    for its name. Of several that begin in one column, the last one is seen. The spans are those of
-    one step, which begins at 0.
+    A computation is as wide as its time, rounded to columns, and one column at least. Its kind is
+    repeated where there is no room for the number of its micro-batch. Of several that begin in one
+    column, the last one is seen. The spans are those of one step, which begins at 0.
     """
     end = max(span.end for span in spans) or 1.0
     rows = by_stream(spans)
@@ -258,19 +257,20 @@ def characters(spans: Sequence[Span]) -> str:
     lines = ["time".ljust(margin) + _ruler(end)]
     for stream, own in rows.items():
         row = ["."] * WIDTH
-        several = len({span.stage for span in own}) > 1
         for span in own:
             start, stop = (round(x / end * WIDTH) for x in (span.start, span.end))
             start = min(start, WIDTH - 1)
             stop = max(stop, start + 1)
-            word = span.cell if several else f"{span.kind}{span.microbatch}"
-            row[start:stop] = _word(word, span.kind, stop - start)
+            row[start:stop] = _word(span, stop - start)
         lines.append(names[stream].ljust(margin) + "".join(row))
     return "\n".join(lines)
 
 
-def _word(label: str, kind: str, width: int) -> str:
-    return f"{label:-<{width - 1}} " if width > len(label) else kind * width
+def _word(span: Span, width: int) -> str:
+    label = f"{span.kind}{span.microbatch}"
+    if width > len(label):
+        return label.ljust(width - 1, "-") + " "
+    return span.kind * width
 
 
 def _ruler(end: float) -> str:
