@@ -52,7 +52,7 @@ from torchgpipe.partition.placement import Lent, Place
 from torchgpipe.recompute.buffers import Learned
 from torchgpipe.recompute.layer_state import LayersState
 from torchgpipe.recompute.offload import Offloading
-from torchgpipe.schedule.lifetimes import leaving
+from torchgpipe.schedule.trips import leaving
 from torchgpipe.show.describe import StepFigures
 
 __all__: list[str] = []
