@@ -26,7 +26,7 @@ from tests.contract.promises import Otherwise, promise
 from tests.contract.wrapped import linears
 from tests.support.size import some
 from torchgpipe import verify_recomputation
-from torchgpipe.ambient.random_numbers import get_state
+from torchgpipe.ambient.generators import get_state
 from torchgpipe.devices.streams import current_streams
 
 APART = Otherwise(

@@ -17,7 +17,7 @@ from tests.support.helpers import MODES, assert_no_races, wrap
 from tests.support.size import some
 from tests.virtual.models import LAYERS, WIDTH, Apply
 from torchgpipe import GPipe, ScheduledLoss
-from torchgpipe.ambient.random_numbers import get_state, set_state
+from torchgpipe.ambient.generators import get_state, set_state
 from torchgpipe.testing import observe
 
 CPU = torch.device("cpu")
