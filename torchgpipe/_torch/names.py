@@ -256,8 +256,6 @@ ATTRIBUTES = {
     "_torchdynamo_disable": "What the compiler asks functions for.",
     "_torchdynamo_disable_msg": "The same.",
     "_sequence_nr": "The number of a node, by which autograd chooses among nodes that are ready.",
-    "_forward_cls": "The torch.autograd.Function that a node is of.",
-    "_input_metadata": "The devices of the gradients that come to a node.",
     "_check_input_dim": "What a batch normalisation checks of its input.",
 }
 

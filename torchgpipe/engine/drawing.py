@@ -2,7 +2,8 @@
 
 A default generator is one for all threads, and several workers may have one device. So their cells
 take turns at it: while one computes with the RNG state of its micro-batch, or runs a checkpoint of
-PyTorch again in its backward, the others wait.
+PyTorch again in its backward, the others wait. A worker on the CPU shares that device's generator
+with all others.
 
 On the CPU a cell blocks its thread, and turns leave nothing of a schedule's overlap. So cells there
 take turns only while it is not known whether they draw, and if they do. The first step of each kind
@@ -48,17 +49,18 @@ class Draws:
         Raises:
             RuntimeError: layers have drawn in a step without turns.
         """
-        shared = {x for x, count in Counter(map(generator_of, plan.devices)).items() if count > 1}
-        if CPU not in shared:
+        counts = Counter(map(generator_of, plan.devices))
+        shared = {x for x, count in counts.items() if count > 1}
+        if CPU not in counts or len(plan.devices) == 1:
             yield StepDraws(self.lock, step, shared)
             return
         modes = [x.training for layers in step.modules for x in modules_of(layers)]
         kind = (torch.is_grad_enabled(), *modes)
         draws = self._known.get(kind)
         if draws is not False:
-            # Layers on accelerators may draw on the CPU, too.
-            everyone = {*map(generator_of, step.stages.devices)}
-            found = StepDraws(self.lock, step, everyone, is_watched=draws is None)
+            # Checkpoints on accelerators look at the CPU's generator, too.
+            # guard: turns beside the CPU
+            found = StepDraws(self.lock, step, {*counts}, is_watched=draws is None)
             yield found
             self._known[kind] = draws or found.drawn
             return
@@ -70,8 +72,8 @@ class Draws:
             raise RuntimeError(
                 "layers on the CPU must draw random numbers from the first step on, since those "
                 "that draw nothing run at the same time, and no other thread may draw during a "
-                f"step (workers on the CPU: {plan.devices.count(CPU)}); call the step again: its "
-                "cells take turns from now on"
+                f"step (workers: {len(plan.devices)}, on the CPU: {counts[CPU]}); call the step "
+                "again: its cells take turns from now on"
             )
 
 

@@ -151,7 +151,7 @@ def test_layers_that_begin_to_draw_are_an_error_once():
         layer.function[0] = lambda x: noisy(meeting(x))
     torch.manual_seed(2)
     state = torch.get_rng_state()
-    message = r"must draw random numbers from the first step on.*CPU: 3\); call the step again"
+    message = r"random numbers from the first step on.*workers: 3, on the CPU: 3\); call the step"
     with pytest.raises(RuntimeError, match=message):
         training(torch.ones(8, 3))
     assert torch.equal(torch.get_rng_state(), state)
