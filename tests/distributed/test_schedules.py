@@ -226,7 +226,8 @@ def sudden(group, j):
     for k, stage in enumerate([*one.module, *layers]):
         stage[1].draws = int(j in (None, k % 2))
     # It takes note of that, too.
-    training(x, y)
+    with pytest.raises(RuntimeError, match="call the step again"):
+        training(x, y)
     torch.manual_seed(1)
     before = torch.get_rng_state()
     pipe.step(x, y)

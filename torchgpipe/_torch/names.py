@@ -53,7 +53,6 @@ _C, _AUTOGRAD = "torch._C:", "torch._C._autograd:"
 _STREAMS = "streams of accelerators"
 _FUNCTIONS, _DISPATCH = "torch-function modes", "dispatch modes"
 _HOOKS, _TREES = "hooks for saved tensors", "nested structures of tensors"
-_DRAWS = "random numbers beside others"
 _SELECTIVE = "policies that send to the CPU"
 _COMPILER, _VIRTUAL = "compiled layers", "virtual accelerators"
 
@@ -81,6 +80,7 @@ NAMES: dict[str, Name] = {
     "dispatch_mode_at": Name(_C + "_get_dispatch_stack_at", _DISPATCH),
     "push_dispatch_mode": Name(_C + "_push_on_torch_dispatch_stack", _DISPATCH),
     "pop_dispatch_mode": Name(_C + "_pop_torch_dispatch_stack", _DISPATCH),
+    "without_modes": Name(_C + "_DisableTorchDispatch", _DISPATCH),
     # Without it, `with torch.device(...)` is taken for any other mode, beside which the caller
     # computes alone.
     "DeviceContext": Name("torch.utils._device:DeviceContext", "with torch.device(...)", ()),
@@ -137,19 +137,10 @@ NAMES: dict[str, Name] = {
     # equal to this one, or less.
     "count_uses": Name(_C + "_storage_Use_Count", "memory of one tensor", lambda _: nan),
     "is_alias_of": Name(_C + "_is_alias_of", "views that share memory"),
-    # Draws that are seen.
-    "dispatch_key": Name(_C + "_parse_dispatch_key", _DRAWS),
-    "including": Name(_C + "_IncludeDispatchKeyGuard", _DRAWS),
-    "keys_after": Name(_C + "_dispatch_keyset_full_after", _DRAWS),
-    "without_modes": Name(_C + "_DisableTorchDispatch", _DRAWS),
-    "schemas": Name(_C + "_jit_get_all_schemas", _DRAWS),
-    "own_mode": Name(_C + "_get_dispatch_mode", _DRAWS),
-    "OwnMode": Name(_C + "_TorchDispatchModeKey", _DRAWS),
-    "higher_operators": Name("torch._ops:_higher_order_ops", _DRAWS),
-    "higher_fallthrough": Name(
-        "torch._ops:_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS", _DRAWS
+    # Without it, checkpoints of PyTorch repeat neither turns of modules nor lent weights.
+    "checkpoint_of": Name(
+        "torch.utils.checkpoint:_checkpoint_without_reentrant_generator", "checkpoints of PyTorch"
     ),
-    "checkpoint_of": Name("torch.utils.checkpoint:_checkpoint_without_reentrant_generator", _DRAWS),
     # Selective checkpoints. Without it, what a policy sends to the CPU is computed again.
     "KeepingMode": Name("torch.utils.checkpoint:_CachingTorchDispatchMode", _SELECTIVE, ()),
     "GivingMode": Name("torch.utils.checkpoint:_CachedTorchDispatchMode", _SELECTIVE, ()),
@@ -219,8 +210,6 @@ ATTRIBUTES = {
     "_torchdynamo_disable": "What the compiler asks functions for.",
     "_torchdynamo_disable_msg": "The same.",
     "_sequence_nr": "The number of a node, by which autograd chooses among nodes that are ready.",
-    "_forward_cls": "The torch.autograd.Function that a node is of.",
-    "_input_metadata": "The devices of the gradients that come to a node.",
     "_check_input_dim": "What a batch normalisation checks of its input.",
 }
 

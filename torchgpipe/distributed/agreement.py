@@ -324,7 +324,7 @@ class Agreement:
             divisor: what gradients are still to be divided by, there.
         """
         numbers, last = mail.step.numbers, mail.routes.placement[-1]
-        drew, any_drew = numbers.has_drawn(0), numbers.drawn or bool(numbers.in_backward)
+        drew, any_drew = numbers.has_drawn(0), numbers.drawn
         code = -1 if value is None else DTYPES.index(value.dtype)
         # A host does not wait for its device.
         here = self._peers.device == CPU
