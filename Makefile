@@ -20,7 +20,7 @@ gpu: $(installed)  ## Run the checks and benchmarks that need GPUs, within an ho
 soak: $(installed)  ## Run the tests with many host timings, long runs and whole matrices.
 	@TORCHGPIPE_SOAK=1 $(python) tools/run_tests.py
 
-matrix:  ## Run the tests with other Pythons and torches: make matrix PAIRS="3.10:2.9.0 3.12:2.11.0".
+matrix:  ## Run the tests with other Pythons and torches: make matrix PAIRS="3.10:2.11.0 3.12:2.11.0".
 	@$(PYTHON) tools/matrix.py $(PAIRS)
 
 coverage: $(installed) $(venv)/.coverage  ## Tell how many lines the tests run, in percent, and which, in htmlcov.

@@ -9,7 +9,7 @@ here = Path(__file__).parent
 version = re.search(r'__version__ = "(.+)"', (here / "torchgpipe/__init__.py").read_text())
 assert version is not None
 
-benchmarks = ["matplotlib", "pillow", "scikit-learn", "tqdm"]
+benchmarks = ["pillow", "scikit-learn", "tqdm"]
 demo = ["scikit-learn", "tqdm"]
 examples = ["accelerate", "lightning", "safetensors", "transformers"]
 # Not among all: it needs torchvision, which has to be made for the very build of torch.
@@ -51,7 +51,7 @@ setup(
     packages=find_packages(include=["torchgpipe", "torchgpipe.*"]),
     package_data={"torchgpipe": ["py.typed", "testing/csrc/*"]},
     python_requires=">=3.10",
-    install_requires=["torch>=2.9"],
+    install_requires=["torch>=2.11"],
     extras_require={
         "benchmarks": benchmarks,
         "demo": demo,

@@ -4,7 +4,7 @@
 ``suites``    measurements: each module has a ``main`` and a ``summarise``; ``tables`` for long ones
 ``simulate``  costs of layers, critical paths, and stand-ins for partitions
 ``rivals``    training by other libraries, by ours and without a pipeline, in other processes
-``report``    results as JSON, Markdown and pictures, and the machine that measured them
+``report``    results as JSON and Markdown, and the machine that measured them
 ``models``    the papers' models and experiments, and images
 ``results``   measured data
 ============  =====================================================================================

@@ -41,7 +41,7 @@ def parser(name: str, doc: str | None) -> argparse.ArgumentParser:
         "--output",
         type=json_file,
         metavar="FILE.json",
-        help="file of the result, with .md and .png beside it (default: in benchmarks/results)",
+        help="file of the result, with .md beside it (default: in benchmarks/results)",
     )
     return parser
 

@@ -24,7 +24,7 @@ def schedules(folder: Path) -> None:
     for name, each in drawn.items():
         part = len(each.program) / len(each.placement)
         report = simulate(each, Costs(F=part, I=part, W=part, R=part))
-        report.svg(folder / f"{name}.svg", scale=38)
+        report.timeline.svg(folder / f"{name}.svg", scale=38)
 
 
 def timelines(folder: Path) -> None:

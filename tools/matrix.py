@@ -1,4 +1,4 @@
-"""Run the tests with pairs of versions of Python and PyTorch, such as ``3.10:2.9.0``.
+"""Run the tests with pairs of versions of Python and PyTorch, such as ``3.10:2.11.0``.
 
 Each pair has a virtual environment in the folder that ``MATRIX`` names (``.matrix``), which lasts.
 An interpreter is ``python3.10`` and the like on PATH, or one of pyenv's. A pair whose interpreter
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 #: The oldest and the newest of both, and what is between.
-PAIRS = ["3.10:2.9.0", "3.12:2.11.0", "3.11:2.13.0", "3.13:2.13.0", "3.12:2.15"]
+PAIRS = ["3.10:2.11.0", "3.12:2.11.0", "3.11:2.13.0", "3.13:2.13.0", "3.12:2.15"]
 
 ROOT = Path(__file__).resolve().parent.parent
 MATRIX = Path(os.environ.get("MATRIX") or ROOT / ".matrix").resolve()

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchgpipe.ambient.generators import generator_of
-from torchgpipe.ambient.random_numbers import get_state, set_state
+from torchgpipe.ambient.generators import generator_of, get_state, set_state
 from torchgpipe.batchnorm import has_batch_norms
 from torchgpipe.checks import verify, verify_number
 from torchgpipe.devices.recorder import memory_allocated

@@ -1,1 +1,1 @@
-"""Results as JSON, Markdown and pictures, and the machine that they were measured on."""
+"""Results as JSON and Markdown, and the machine that they were measured on."""

@@ -1,4 +1,4 @@
-"""The files that a suite leaves: its result as JSON, and beside it Markdown and a picture.
+"""The files that a suite leaves: its result as JSON, and beside it Markdown.
 
 A result is a dict: what a suite measured, where and how. The suite's ``summarise`` makes a
 :class:`Summary` of the result, at once or later (``python -m benchmarks render``). This module is
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from benchmarks.report.machine import ROOT, describe
 from benchmarks.report.markdown import body
-from benchmarks.report.summary import Chart, Summary
+from benchmarks.report.summary import Summary
 
 __all__ = ["PAGES", "RESULTS", "Result", "head", "publish", "render", "render_page"]
 
@@ -58,7 +58,7 @@ def publish(
 
 
 def render(path: Path, summarise: Summarise) -> str:
-    """Write the Markdown and the picture of a result beside its JSON.
+    """Write the Markdown of a result beside its JSON.
 
     Returns:
         The Markdown.
@@ -67,8 +67,6 @@ def render(path: Path, summarise: Summarise) -> str:
     summary = summarise(result)
     text = "\n\n".join([f"# {summary.title}", body(summary, result)]) + "\n"
     path.with_suffix(".md").write_text(text, encoding="utf-8")
-    if summary.charts:
-        draw(summary.charts, path.with_suffix(".png"))
     return text
 
 
@@ -87,16 +85,3 @@ def render_page(page: Path, summarise: Summarise) -> None:
     text = page.read_text(encoding="utf-8")
     text = re.sub(r"<!-- (\S+\.json) -->\n.*?<!-- end -->", replaced, text, flags=re.DOTALL)
     page.write_text(text, encoding="utf-8")
-
-
-def draw(charts: Sequence[Chart], path: Path) -> None:
-    """Draw charts into a picture; without matplotlib, print how to draw it later."""
-    try:
-        from benchmarks.report import picture
-    except ImportError:
-        print(
-            "the picture needs matplotlib: pip install '.[benchmarks]', "
-            f"and then python -m benchmarks render {path.with_suffix('.json')}"
-        )
-        return
-    picture.draw(charts, path)

@@ -21,9 +21,9 @@ import numpy as np
 
 from torchgpipe.planner.problem import HOST
 from torchgpipe.planner.trial import Setting, Trials
-from torchgpipe.schedule.lifetimes import Trip, trips
 from torchgpipe.schedule.program import Op, Program, operations
 from torchgpipe.schedule.rewrite import checkpointed
+from torchgpipe.schedule.trips import Trip, trips
 
 __all__ = ["KEEPING", "Bounds", "Costs"]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torchgpipe.schedule import Costs, Op, fill_drain, simulate
-from torchgpipe.schedule.program import Instruction, Program, operations, timetable
+from torchgpipe.schedule.program import Program, operations, walk
 
 __all__ = ["MODES", "backward_path", "forward_path", "recomputed", "step_path"]
 
@@ -58,12 +58,12 @@ def part(kinds: str, times: Times) -> Program:
 
 def path(program: Program, time: Callable[[Op], float]) -> float:
     """Time to the end of a program whose copies take no time."""
-
-    def duration(instruction: Instruction) -> float:
-        return sum(map(time, operations(instruction)))
-
-    _, end = timetable(program, duration)
-    return max(end.values())
+    free, end = [0.0] * len(program), dict[Op, float]()
+    for w, instruction, edges in walk(program, lambda waiting: None):
+        begin = max([free[w], *(end[source] for source, _ in edges)])
+        free[w] = begin + sum(map(time, operations(instruction)))
+        end.update(dict.fromkeys(operations(instruction), free[w]))
+    return max(free)
 
 
 def recomputed(mode: str, m: int) -> int:

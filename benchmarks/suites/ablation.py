@@ -26,7 +26,7 @@ from benchmarks.command import add_device, at_least, output, parse, parser
 from benchmarks.models.experiments import ABLATION
 from benchmarks.progress import progress
 from benchmarks.report.files import Result, head, publish
-from benchmarks.report.summary import Chart, Summary, Table
+from benchmarks.report.summary import Summary, Table
 from benchmarks.rivals.library import Library
 from benchmarks.rivals.processes import start
 from benchmarks.rivals.switches import switched_off
@@ -143,12 +143,6 @@ def summarise(result: Result) -> Summary:
     """A line for each mode and variant."""
     virtual = result["device"] == "virtual"
     rows = [line(row, result) for row in result["rows"]]
-    labels = [*dict.fromkeys(name(row["off"]) for row in result["rows"])]
-    series: dict[str, list[float | None]] = {}
-    for row in result["rows"]:
-        batch = result["experiment"]["batch"]
-        rate = 1e3 * batch / median(row["ms"]) if row["ms"] else None
-        series.setdefault(row["mode"], []).append(rate)
     columns = ["mode", "without", "ms", "samples/s"]
     columns += ["time / limit", "busy"] if virtual else []
     notes = (
@@ -165,10 +159,7 @@ def summarise(result: Result) -> Summary:
             "soon as its inputs are there, and `busy` the share of its time that a device "
             "computes, recomputation included. Nothing raced. "
         ) + notes
-    chart = Chart(
-        f"U-Net (5, 64), n=4, m=8, {result['device']}, without", "samples/s", labels, series
-    )
-    return Summary("What each part brings", [Table([*columns, "published"], rows)], [chart], notes)
+    return Summary("What each part brings", [Table([*columns, "published"], rows)], notes)
 
 
 def line(row: Row, result: Result) -> list[str | int | None]:

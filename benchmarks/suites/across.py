@@ -33,7 +33,7 @@ from torch.nn import functional as F
 
 from benchmarks.command import at_least, output, parse, parser
 from benchmarks.report.files import Result, head, publish
-from benchmarks.report.summary import Chart, Summary, Table
+from benchmarks.report.summary import Summary, Table
 from torchgpipe import GPipe, ScheduledLoss
 from torchgpipe.distributed import Pipe
 
@@ -159,7 +159,7 @@ def work(rank: int, folder: str, options: dict[str, Any]) -> None:
 
 
 def summarise(result: Result) -> Summary:
-    """A line for each schedule, and a chart of all ways."""
+    """A line for each schedule."""
     lines = []
     for row in result["rows"]:
         ms = row["ms"]
@@ -172,12 +172,9 @@ def summarise(result: Result) -> Summary:
             ]
         )
     title = f"A step over {SIZE} processes on the CPU"
-    labels = [f"{row['schedule']}, {row['size']}" for row in result["rows"]]
-    values = {way: [row["ms"][way]["min"] for row in result["rows"]] for way in WAYS}
     return Summary(
         title,
         [Table(["schedule", "rows x width", "m", *WAYS, "throughput, Pipe / PyTorch"], lines)],
-        [Chart(title, "ms", labels, values)],
         "Milliseconds of a step: least (median). Micro-batches of equal sizes, one thread of "
         "operators in each process. The steps of all ways alternate.",
     )

@@ -18,7 +18,7 @@ import torch
 from benchmarks.command import at_least, output, parser
 from benchmarks.progress import progress
 from benchmarks.report.files import Result, head, publish
-from benchmarks.report.summary import Chart, Summary, Table
+from benchmarks.report.summary import Summary, Table
 from examples import schedules as example
 from torchgpipe import testing
 
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def summarise(result: Result) -> Summary:
-    """A line for each schedule, and charts of bubbles and of memory."""
+    """A line for each schedule."""
     shares = ("bubble", "simulated", "published")
     lines = [
         [
@@ -70,23 +70,9 @@ def summarise(result: Result) -> Summary:
         ]
         for row in result["rows"]
     ]
-    names = [*dict.fromkeys(row["schedule"] for row in result["rows"])]
-    labels = [*dict.fromkeys(str(row["m"]) for row in result["rows"])]
-
-    def chart(title: str, unit: str, key: str, scale: float = 1.0) -> Chart:
-        series = {
-            name: [scale * row[key] for row in result["rows"] if row["schedule"] == name]
-            for name in names
-        }
-        return Chart(title, unit, [f"m={m}" for m in labels], series)
-
     return Summary(
         "Bubbles and memory of schedules, in virtual time",
         [Table(["m", "schedule", "ms", *shares, "MiB"], lines)],
-        [
-            chart(f"Bubble (n={result['n']}, virtual time)", "% of a step", "bubble", 100),
-            chart("Memory beyond the weights, fullest device", "MiB", "mib"),
-        ],
         "Virtual time and memory of a step, at equal work. The bubble is that of the device that "
         "is idle longest, and the memory, beyond weights, that of the fullest one. Published: the "
         "idle time that the paper of the schedule tells, over the same time. Interleaved 1F1B and "

@@ -114,7 +114,6 @@ def summarise(result: Result) -> Summary:
     return Summary(
         "Choices of the planner",
         [Table(columns, [_line(row) for row in rows], counts)],
-        [],
         NOTES.replace("\n", " "),
     )
 

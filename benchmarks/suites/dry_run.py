@@ -26,7 +26,7 @@ from benchmarks.alone import alone, warmed
 from benchmarks.models.experiments import MEMORY, SPEED, Experiment, build, samples
 from benchmarks.progress import progress
 from benchmarks.report.files import Result, head, publish
-from benchmarks.report.summary import Chart, Summary, Table
+from benchmarks.report.summary import Summary, Table
 from torchgpipe import GPipe
 from torchgpipe.testing import Prediction, dry_run
 
@@ -244,20 +244,10 @@ def summarise(result: Result) -> Summary:
         for kind, unit in (("memory", "predicted GiB"), ("speed", "predicted speed-up"))
         if lines[kind]
     ]
-    charts = []
-    for model in dict.fromkeys(row["model"] for row in result["rows"] if row["kind"] == "speed"):
-        own = [x for x in result["rows"] if (x["kind"], x["model"]) == ("speed", model)]
-        series: dict[str, list[float | None]] = {"predicted": [], "published": []}
-        for _, predicted, published in compared(own):
-            series["predicted"].append(predicted)
-            series["published"].append(published)
-        names = [row["name"] for row in own]
-        charts.append(Chart(f"{model}: published and predicted", "speed-up", names, series))
     counts = ", ".join(f"{kind} {count}" for kind, count in near.items())
     return Summary(
         "Published tables, predicted by dry runs",
         tables,
-        charts,
         "Predicted and not measured, on virtual accelerators of the kind "
         f"{result['hardware']}, by its data sheet. Within 10 % of the published figure: {counts}. "
         "The step of memory drops its gradients, where the published one keeps them, and RMSprop "

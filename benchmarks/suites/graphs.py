@@ -22,7 +22,7 @@ from torch import nn
 from benchmarks.command import at_least, output, parse, parser
 from benchmarks.progress import progress
 from benchmarks.report.files import Result, head, publish
-from benchmarks.report.summary import Chart, Summary, Table
+from benchmarks.report.summary import Summary, Table
 from benchmarks.rivals.cells import in_turn
 from benchmarks.rivals.scheduled import mean_of_squares
 from benchmarks.simulate.exchange import Exchange
@@ -126,7 +126,7 @@ def overlaps(devices: Sequence[torch.device], name: str, m: int) -> dict[str, An
 
 def summarise(result: Result) -> Summary:
     """A table of the host's time, and one of virtual time."""
-    host_rows, virtual_rows, own = [], [], {}
+    host_rows, virtual_rows = [], []
     for row in result["rows"]:
         if row["table"] == "overlaps":
             cells = [f"{x:.1f}" for x in row["times"]]
@@ -143,23 +143,14 @@ def summarise(result: Result) -> Summary:
             times = [f"{x['min']:.0f} ({x['median']:.0f})" for x in (eager, graph)]
             ratio = f"{graph['min'] / eager['min']:.2f}"
             host_rows.append([*setting, *times, ratio, share])
-            if kind != "nothing":
-                own[f"{row['schedule']} {row['mode']}, {kind}"] = beyond
     columns = ["schedule", "mode", "stage", "eager", "graph", "graph / eager", "beyond nothing"]
     times = ["schedule", "m", "with communication", "without", "hidden"]
-    chart = Chart(
-        "An instruction beyond that of a stage that computes nothing",
-        "microseconds",
-        [*own],
-        {name: [x[k] for x in own.values()] for k, name in enumerate(("eager", "graph"))},
-    )
     return Summary(
         "Stages as graphs: the host's time, and overlaps",
         [
             Table(columns, host_rows, "Microseconds of an instruction, least (median), CPU:"),
             Table(times, virtual_rows, "Virtual time of a step on {n} devices:".format(**result)),
         ],
-        [chart],
         "The host's time is real, with the kernels of the layers, one thread of operators; steps "
         "alternate. `beyond nothing`: the ratio of what is beyond a stage that computes nothing. "
         "Virtual time: no GPU was measured.",

@@ -34,7 +34,7 @@ from benchmarks.command import at_least, output, parser
 from benchmarks.models.experiments import RESNET, Model, amoebanetd, build, unet
 from benchmarks.progress import progress
 from benchmarks.report.files import Result, head, publish
-from benchmarks.report.summary import Chart, Summary, Table
+from benchmarks.report.summary import Summary, Table
 from benchmarks.rivals.processes import Running, UnavailableError, add_options, start
 from benchmarks.simulate.costs import balance
 from benchmarks.simulate.critical import MODES
@@ -129,22 +129,6 @@ def summarise(result: Result) -> Summary:
         [model, n, *[spread(bounds[model, n, x].values()) for x in modes]]
         for model, n in product(models, sizes)
     ]
-    last = devices[-1]
-    unit = f"ms of device time per cell ({last})"
-    charts = [
-        Chart(
-            f"{models[0]}: above a bar, devices are the bottleneck",
-            unit,
-            [f"n={n}" for n in sizes],
-            {x: [bounds[models[0], n, x].get(last) for n in sizes] for x in modes},
-        ),
-        Chart(
-            f"n={sizes[-1]}: above a bar, devices are the bottleneck",
-            unit,
-            models,
-            {x: [bounds[model, sizes[-1], x].get(last) for model in models] for x in modes},
-        ),
-    ]
     notes = (
         f"Milliseconds of device time per cell, on {' and '.join(devices)}; m={result['m']}. With "
         "less the host is the bottleneck. A figure is n times the host's real time of a cell in a "
@@ -154,7 +138,6 @@ def summarise(result: Result) -> Summary:
     return Summary(
         "From which cell size on the host is the bottleneck",
         [Table(["model", "n", *modes], lines)],
-        charts,
         notes,
         [Table(["model", "n", "mode", "device", "rival", *FIGURES], figures(result["rows"]))],
     )

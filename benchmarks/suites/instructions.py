@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from benchmarks.command import add_device, at_least, output, parse, parser
 from benchmarks.progress import progress
 from benchmarks.report.files import Result, head, publish
-from benchmarks.report.summary import Chart, Summary, Table
+from benchmarks.report.summary import Summary, Table
 from benchmarks.rivals.cells import in_turn
 from benchmarks.rivals.scheduled import mean_of_squares
 from benchmarks.simulate.critical import MODES
@@ -79,7 +79,6 @@ def measure(
 def summarise(result: Result) -> Summary:
     """A line for each setting and schedule."""
     rows = []
-    shares: dict[str, dict[str, float]] = {}
     for row in result["rows"]:
         cell = row["cells"]["GPipe"]
         setting = [row["stage"], row["mode"], row["m"], both(cell, 1)]
@@ -87,21 +86,12 @@ def summarise(result: Result) -> Summary:
             found = row["cells"][name]
             over = [f"{found[x] / count / cell[x]:.2f}" for x in ("min", "median")]
             ratio = f"{over[0]} ({over[1]})"
-            label = f"{row['stage']} {row['mode']} m={row['m']}"
-            shares.setdefault(name, {})[label] = found["min"] / count / cell["min"]
             rows.append([*setting, name, both(found, 1), f"{count:.2f}", both(found, count), ratio])
     columns = ["stage", "mode", "m", "GPipe's cell", "schedule", "cell", "instructions"]
     columns += ["instruction", "over GPipe's cell"]
-    chart = Chart(
-        "What an instruction costs ({device}, n={n})".format(**result),
-        "of GPipe's cell",
-        [*next(iter(shares.values()))],
-        {name: [*found.values()] for name, found in shares.items()},
-    )
     return Summary(
         "What an instruction costs on the host ({device}, n={n})".format(**result),
         [Table(columns, rows)],
-        [chart],
         "Microseconds, layers included: least (median). One thread of operators; the host's "
         "real time. Instructions are those of a cell in the mean.",
     )

@@ -267,7 +267,6 @@ def summarise(result: Result) -> Summary:
     return Summary(
         "Large models, predicted by dry runs",
         tables,
-        [],
         "Predicted and not measured, by data sheets: no kernel reaches these rates. `stays` is "
         "what a device has between steps. The mode `own` is the model's own gradient "
         "checkpointing, layer by layer. The first two steps of a row take two micro-batches, and "

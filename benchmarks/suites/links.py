@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.command import at_least, output, parser
 from benchmarks.progress import progress
 from benchmarks.report.files import Result, head, publish
-from benchmarks.report.summary import Chart, Summary, Table
+from benchmarks.report.summary import Summary, Table
 from benchmarks.simulate.links import Decoder, costs, highest, makespans, messages
 from torchgpipe.schedule import Schedule, named, simulate
 
@@ -128,11 +128,6 @@ def summarise(result: Result) -> Summary:
     """Tables of links, of steps, of data parallelism, and of the simulator's time."""
     rows, links, loss = result["rows"], result["links"], result["loss"]
     decoder = Decoder(**result["decoder"])
-    counts = sorted({row["workers"] for row in rows})
-    middle = counts[len(counts) // 2]
-    m = next(row["m"] for row in rows if row["workers"] == middle)
-    chart = [row for row in rows if (row["workers"], row["m"]) == (middle, m)]
-    slow = [name for name in links if name != "1 Gb/s"]
     return Summary(
         "Links between the workers of a pipeline, on paper",
         [
@@ -140,23 +135,6 @@ def summarise(result: Result) -> Summary:
             steps(rows, links, loss),
             reduced(decoder, rows, links, loss),
             taken(rows),
-        ],
-        [
-            Chart(
-                f"Step over different links ({middle} workers, m={m})",
-                "% more than with free copies",
-                slow,
-                {x["schedule"]: [100 * (x["over"][link] - 1) for link in slow] for x in chart},
-            ),
-            Chart(
-                f"Slowest link that costs less than {loss:.0%}",
-                "Gb/s",
-                [*dict.fromkeys(f"{x['workers']} workers, m={x['m']}" for x in rows)],
-                {
-                    name: [8 * x["enough"] / 1e9 for x in rows if x["schedule"] == name]
-                    for name in dict.fromkeys(x["schedule"] for x in rows)
-                },
-            ),
         ],
         f"**On paper**: nothing was measured but the simulator's own time. A worker has "
         f"{decoder.layers} layers of width {decoder.width}, and a micro-batch is {decoder.rows} x "

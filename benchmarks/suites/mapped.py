@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from benchmarks.command import add_device, at_least, output, parse, parser
 from benchmarks.progress import progress
 from benchmarks.report.files import Result, head, publish
-from benchmarks.report.summary import Chart, Summary, Table
+from benchmarks.report.summary import Summary, Table
 from benchmarks.rivals.cells import in_turn
 from benchmarks.simulate.mapped import equal_stages, llama_steps
 from benchmarks.suites.tables import mapped as tables
@@ -134,13 +134,12 @@ def summarise(result: Result) -> Summary:
     return replace(
         first,
         tables=[*first.tables, *found.tables],
-        charts=[*first.charts, *found.charts],
         notes=f"{first.notes}\n\n{found.notes}",
     )
 
 
 def host_costs(result: Result) -> Summary:
-    """A line for each setting, and a chart of both ways."""
+    """A line for each setting."""
     ways = ("Accelerate", "MappedGPipe")
     lines = []
     for row in result["rows"]:
@@ -160,9 +159,6 @@ def host_costs(result: Result) -> Summary:
                 f"{ratios[0]} ({ratios[1]})",
             ]
         )
-    labels = [
-        f"{row['blocks'] // DEVICES} blocks a device, {row['kind']}" for row in result["rows"]
-    ]
     title = "What a mapped module costs on the host ({device}, {devices} devices)".format(
         **result, devices=DEVICES
     )
@@ -173,14 +169,6 @@ def host_costs(result: Result) -> Summary:
                 ["blocks a device", "kind", "m", "plain", *ways, "MappedGPipe / Accelerate"], lines
             ),
             Table(["kind", "m", "way", "a further module", "the rest"], further(result["rows"])),
-        ],
-        [
-            Chart(
-                title,
-                "µs above the plain model",
-                labels,
-                {way: [over(row, way, "min") for row in result["rows"]] for way in ways},
-            )
         ],
         "Microseconds per micro-batch and module of the map: of the plain model on one device, and "
         "what the others take beyond it. Least (median). One thread of operators; the host's real "

@@ -191,7 +191,6 @@ def summarise(result: Result) -> Summary:
     return Summary(
         "What a cell keeps: kept, computed again, or in the memory of the host, in virtual time",
         tables,
-        [],
         "Times are over that of `never`; one after a stroke is the simulator's, where it differs. "
         "Peaks are those of the fullest device, beyond weights. The simulator knows cells alone: "
         "gradients and tensors of one layer are beside. The host's memory is that of all devices, "

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from benchmarks.command import add_device, at_least, output, parse, parser
 from benchmarks.report.files import Result, head, publish
-from benchmarks.report.summary import Chart, Summary, Table
+from benchmarks.report.summary import Summary, Table
 from benchmarks.simulate.critical import MODES, step_path
 from torchgpipe import GPipe, testing
 
@@ -170,20 +170,12 @@ def summarise(result: Result) -> Summary:
         for row in result["rows"]
     ]
     columns = ["stages", "mode", "F", "B", "makespan", "ideal", "ratio", "no overlap"]
-    kinds = [*dict.fromkeys(row["stages"] for row in result["rows"])]
-    chart = Chart(
-        "Partitions that share a device",
-        "makespan over ideal",
-        MODES,
-        {k: [row["ratio"] for row in result["rows"] if row["stages"] == k] for k in kinds},
-        limit=1.0,
-    )
     where = "**virtual** milliseconds" if result["device"] == "virtual" else "milliseconds"
     notes = (
         f"n={result['partitions']}, m={result['micro_batches']}, times in {where}; `no overlap` is "
         "the time of one partition after the other, over the ideal."
     )
-    return Summary("Partitions that share one device", [Table(columns, rows)], [chart], notes)
+    return Summary("Partitions that share one device", [Table(columns, rows)], notes)
 
 
 def main(argv: Sequence[str]) -> None:

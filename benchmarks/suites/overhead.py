@@ -27,7 +27,7 @@ import torch
 from benchmarks.command import add_device, at_least, output, parser
 from benchmarks.progress import progress
 from benchmarks.report.files import Result, head, publish
-from benchmarks.report.summary import Chart, Summary, Table
+from benchmarks.report.summary import Summary, Table
 from benchmarks.rivals.processes import REQUIREMENTS, Running, UnavailableError, add_options, start
 from benchmarks.simulate.critical import MODES
 
@@ -125,21 +125,10 @@ def summarise(result: Result) -> Summary:
         rows.append([*key, plain and f"{plain:.1f}", *cells, ratio(rivals)])
     columns = ["n", "m", "kind", "mode", "plain", *names, "ours / 0.0.7"]
     device = result["machine"]["device"]
-    largest = [max(row[x] for row in result["rows"]) for x in ("n", "m")]
-    drawn = [row for row in result["rows"] if [row["n"], row["m"]] == largest]
-    chart = Chart(
-        "What a cell costs on the host, {} devices, n={}, m={}".format(device, *largest),
-        "µs per cell above the plain loop",
-        ["{kind} {mode}".format(**row) for row in drawn],
-        {
-            name: [row["rivals"].get(name, {}).get("overhead_min") for row in drawn]
-            for name in names
-        },
-    )
     notes = "Microseconds per cell above the plain loop: least (median); one thread."
     if device == "virtual":
         notes += " Virtual accelerators, and the host's real time."
-    return Summary(f"Overhead per cell, {device} devices", [Table(columns, rows)], [chart], notes)
+    return Summary(f"Overhead per cell, {device} devices", [Table(columns, rows)], notes)
 
 
 def ratio(rivals: dict[str, Any]) -> str | None:

@@ -22,7 +22,7 @@ import torchgpipe
 from benchmarks.command import add_device, at_least, output, parser
 from benchmarks.progress import progress
 from benchmarks.report.files import Result, head, publish
-from benchmarks.report.summary import Chart, Summary, Table
+from benchmarks.report.summary import Summary, Table
 from benchmarks.rivals.cells import Cells
 from benchmarks.rivals.library import Library
 from torchgpipe import testing
@@ -112,14 +112,6 @@ def summarise(result: Result) -> Summary:
     return Summary(
         "Where a cell's time on the host goes",
         [Table(["part", *modes], lines)],
-        [
-            Chart(
-                "Where a cell's time goes ({place}, n={n}, m={m})".format(**result),
-                "share of a step",
-                parts,
-                {row["mode"]: [row["shares"][part] for part in parts] for row in rows},
-            )
-        ],
         "{place}, n={n}, m={m}. Shares under Python's profiler, which makes parts of many small "
         "functions look larger; microseconds without it, layers included.".format(**result),
     )

@@ -21,7 +21,7 @@ from benchmarks.command import at_least, output, parse, parser
 from benchmarks.models.projects import PROJECTS
 from benchmarks.progress import progress
 from benchmarks.report.files import Result, head, publish
-from benchmarks.report.summary import Chart, Summary, Table
+from benchmarks.report.summary import Summary, Table
 from benchmarks.simulate.critical import MODES
 from benchmarks.simulate.projects import M, measure
 from torchgpipe import testing
@@ -40,12 +40,11 @@ each other up in virtual time, so where a model comes back to its devices the ra
 
 
 def summarise(result: Result) -> Summary:
-    """A line for each model, and a chart of the ratios."""
+    """A line for each model."""
     rows: list[dict[str, Any]] = result["rows"]
     counts = sorted({row["n"] for row in rows})
     even = {n: (M + n - 1) / M for n in counts}
     lines: list[list[str]] = []
-    ratios: dict[str, list[float | None]] = {f"n={n}": [] for n in counts}
     names = [*dict.fromkeys(row["model"] for row in rows)]
     for name in names:
         own = [row for row in rows if row["model"] == name]
@@ -53,7 +52,6 @@ def summarise(result: Result) -> Summary:
         for n in counts:
             (row,) = [x for x in own if x["n"] == n and x["mode"] == "never"]
             ratio = row["ms"] / row["busiest"]
-            ratios[f"n={n}"].append(ratio)
             shown += [f"{ratio:.3f}", f"{row['one'] / row['ms']:.2f}"]
         about = PROJECTS[name].about + ", waits" * PROJECTS[name].waits
         error, races = max(x["error"] for x in own), sum(x["races"] for x in own)
@@ -78,7 +76,6 @@ def summarise(result: Result) -> Summary:
                 lines,
             )
         ],
-        [Chart(title, "makespan over the busiest device", names, ratios)],
         NOTES.replace("\n", " "),
     )
 

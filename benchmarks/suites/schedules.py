@@ -24,7 +24,7 @@ from benchmarks.models.experiments import Model
 from benchmarks.progress import progress
 from benchmarks.report.files import Result, head, publish
 from benchmarks.report.machine import cores
-from benchmarks.report.summary import Chart, Summary, Table
+from benchmarks.report.summary import Summary, Table
 from benchmarks.rivals.processes import Running, UnavailableError, on_cores, start
 from torchgpipe.schedule import Costs, named, simulate
 
@@ -113,7 +113,6 @@ def measure(running: Iterable[Running], setting: Row, rounds: int) -> Row:
 def summarise(result: Result) -> Summary:
     """A table of throughput over the plain thread, and one of sleeping stages over the ideal."""
     faster, longer = [], []
-    speed_ups: dict[str, dict[str, float]] = {}
     for row in result["rows"]:
         plain = row["seconds"].get("plain")
         for name, times in row["seconds"].items():
@@ -125,23 +124,13 @@ def summarise(result: Result) -> Summary:
             elif plain:
                 over = f"{min(plain) / min(times):.2f} ({median(plain) / median(times):.2f})"
                 faster.append([len(row["balance"]), row["m"], name, milliseconds, over])
-                speed_ups.setdefault(name, {})[f"m={row['m']}"] = min(plain) / min(times)
     tables = [Table(["n", "m", "contender", "ms", "over plain"], faster, "GPT in two stages:")]
     if longer:
         columns = ["n", "m", "contender", "ms", "over ideal"]
         tables.append(Table(columns, longer, "Stages that sleep, with what sleeping adds itself:"))
-    labels = [*dict.fromkeys(label for found in speed_ups.values() for label in found)]
-    chart = Chart(
-        f"Throughput of schedules ({result['device']}, n=2)",
-        "over one plain thread",
-        labels,
-        {name: [found.get(label) for label in labels] for name, found in speed_ups.items()},
-        limit=2.0,
-    )
     return Summary(
         f"Throughput of schedules ({result['device']})",
         tables,
-        [chart],
         "A step: the least time (the median), and ratios of these.",
     )
 

@@ -57,7 +57,7 @@ Row = dict[str, Any]
 
 
 def summarise(result: Result) -> Summary:
-    """Tables and charts of a result in real or virtual time."""
+    """Tables of a result in real or virtual time."""
     if result["device"] == "virtual":
         return virtual_speed.summarise(result)
     return speed.summarise(result)

@@ -30,7 +30,7 @@ from benchmarks import command
 from benchmarks.models import gpt
 from benchmarks.progress import progress
 from benchmarks.report.files import Result, head, publish
-from benchmarks.report.summary import Chart, Summary, Table
+from benchmarks.report.summary import Summary, Table
 from torchgpipe import GPipe, ScheduledLoss, trace
 
 CONTENDERS = ("without", "within", "after")
@@ -122,8 +122,6 @@ def figures(seconds: dict[str, list[float]]) -> Row:
 def summarise(result: Result) -> Summary:
     """Ratios of the least times and of the times in a round, and the microseconds of a cell."""
     found = []
-    ratios: dict[str, list[float | None]] = {name: [] for name in CONTENDERS[1:]}
-    labels = []
     for row in result["rows"]:
         line: list[str | int | None] = [row["model"], row["wrapper"], row["mode"], row["m"]]
         least, middle = (1e3 * x for x in row["without"])
@@ -131,17 +129,12 @@ def summarise(result: Result) -> Summary:
         for name in CONTENDERS[1:]:
             least, middle = row["ratios"][name]
             line.append(f"{least:.3f} ({middle:.3f})")
-            if row["model"] == "gpt":
-                ratios[name].append(middle)
         line.append(f"{1e6 * row['added'] / (2 * row['m']):.0f}")
-        if row["model"] == "gpt":
-            labels.append(f"{row['wrapper']}, {row['mode']}")
         found.append(line)
     columns = ["model", "wrapper", "mode", "m", "without, ms", *CONTENDERS[1:], "µs per cell"]
     return Summary(
         "What a trace costs",
         [Table(columns, found)],
-        [Chart("A step of a GPT with a trace", "over one without", labels, ratios, limit=1.03)],
         "Two partitions on the CPU. Processor time of a step without a trace: the least (the "
         "median). The others are ratios to it: of the least times (the median of the ratios in a "
         "round). `after` is a model that was traced before. The last column is what a trace adds "

@@ -27,7 +27,7 @@ import torch
 from benchmarks.command import at_least, output, parser
 from benchmarks.progress import progress
 from benchmarks.report.files import Result, head, publish
-from benchmarks.report.summary import Chart, Summary, Table
+from benchmarks.report.summary import Summary, Table
 from benchmarks.rivals.processes import Running, add_options, on_cores, start
 from benchmarks.simulate.blocking import KINDS, draw
 from benchmarks.simulate.critical import MODES, Times, backward_path, forward_path, recomputed
@@ -107,23 +107,6 @@ def summarise(result: Result) -> Summary:
     for setting, group in groups.items():
         values = [[found[name] for found in group] for name in PASSES]
         rows.append([*setting, *[f"{median(x):.3f} ({max(x):.3f})" for x in values]])
-    settings = [*dict.fromkeys(key[:-1] for key in groups)]
-    rivals = [*dict.fromkeys(key[-1] for key in groups)]
-    chart = Chart(
-        "A step of blocking stages (virtual accelerators)",
-        "time over the critical path",
-        [" ".join(setting) for setting in settings],
-        {
-            name: [
-                median(x["step"] for x in groups[(*setting, name)])
-                if (*setting, name) in groups
-                else None
-                for setting in settings
-            ]
-            for name in rivals
-        },
-        limit=1.0,
-    )
     notes = (
         "Time over the critical path: the median (maximum) over seeds. Real time of stages that "
         f"sleep, {result['mean_ms']:g} ms for a forward in the mean; virtual accelerators, each "
@@ -131,7 +114,7 @@ def summarise(result: Result) -> Summary:
         "waiting for gradients."
     )
     columns = ["n", "m", "times", "mode", "rival", *PASSES]
-    return Summary("Stages whose times vary", [Table(columns, rows)], [chart], notes)
+    return Summary("Stages whose times vary", [Table(columns, rows)], notes)
 
 
 def overslept(mean: float) -> float:

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch._dynamo
 from torch import nn
-from torch._C._dynamo import eval_frame
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.support.helpers import Plain
@@ -27,10 +26,6 @@ COUNTING = some("aot_eager", "eager")
 
 #: The sizes of mini-batches that come one after another.
 ROWS = some((12, 11, 7, 3, 13), (12, 11, 7, 3))
-
-chooses_alike = pytest.mark.skipif(
-    not hasattr(eval_frame, "_set_lru_cache"), reason="PyTorch 2.9 takes the graph used last"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -124,7 +119,6 @@ def counts_of_plain_layers():
     return counts
 
 
-@chooses_alike
 @pytest.mark.parametrize(
     ("way", "mode"), [("layers", "always"), ("partitions", "except_last")][: some(2, 1)]
 )
@@ -147,7 +141,6 @@ def test_changing_sizes(way, mode):
     assert backend.frame_count == counts[-1]
 
 
-@chooses_alike
 def test_compiled_anew_between_forward_and_backward():
     """The graph for any size also fits the first input, and saves one more tensor."""
     compiled = []

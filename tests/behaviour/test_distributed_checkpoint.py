@@ -16,11 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torchgpipe import GPipe
 
 # PyTorch warns each time that there is no process group, which these tests do not need.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.distributed is"),
-    # Its own, in PyTorch 2.9.
-    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 SOURCES = [None, [2, 2]]
 TARGETS = [None, [4], [1, 1, 2]]

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.helpers import MODES, wrap
 from tests.support.size import some as sized
-from torchgpipe.ambient.random_numbers import get_state
+from torchgpipe.ambient.generators import get_state
 
 WIDTH = 4
 

@@ -1,5 +1,6 @@
 """Any schedule computes what the micro-batches give one after another."""
 
+import re
 from functools import partial
 
 import pytest
@@ -70,13 +71,13 @@ def test_selective_checkpoints_of_layers(name, mode):
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zbh1"])
-def test_reentrant_checkpoints_of_layers_are_an_error_that_names_the_layer(name):
+def test_reentrant_checkpoints_of_layers_are_an_error(name):
     layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), Checkpointed(use_reentrant=True))
     step = ScheduledLoss(GPipe(layers, [1, 2], devices=["cpu"] * 2, chunks=2), mse_loss, name)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="set use_reentrant=False") as caught:
             step(torch.rand(4, 6), torch.rand(4, 6))
-        assert "layer 2 (Checkpointed), in its backward" in notes_of(caught.value)[0]
+        assert re.match(r"raised in 1[BI]0 on worker 1", notes_of(caught.value)[0])
     layers[2].options = {"use_reentrant": False}
     step(torch.rand(4, 6), torch.rand(4, 6)).backward()
 

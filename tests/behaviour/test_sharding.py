@@ -12,10 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from torchgpipe import GPipe
-from torchgpipe._torch.dynamo import VERSION
-
-#: PyTorch 2.10 has not been tried.
-GATHERS_AGAIN = VERSION >= (2, 11)
 
 
 @pytest.fixture

@@ -68,7 +68,7 @@ def pooled(value):
 
 ANNOUNCED = (
     "a form is announced to the other process once, for all micro-batches of as many rows; what "
-    "differs is an error that shows both"
+    "differs is an error that names it"
 )
 
 

@@ -33,6 +33,9 @@ def drawing(group):
     for k in range(3):
         torch.manual_seed(k)
         found = pipe.step(x, y)
+        if k == 1:
+            with pytest.raises(RuntimeError, match="call the step again"):
+                training(x, y)
         torch.manual_seed(k)
         torch.testing.assert_close(found, training(x, y).detach())
         for layer in (*layers, *one):

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from dataclasses import replace
 from datetime import date
 
 import hypothesis.strategies as st
@@ -55,8 +54,7 @@ def test_there_and_back(parts):
     batch.shared = frozenset([VALUE])
     form, tensors = pack(batch)
     arrived = pickle.loads(pickle.dumps(form))
-    assert form.is_like(arrived)
-    assert arrived.is_like(form)
+    assert all(x.is_like(y) and y.is_like(x) for x, y in zip(form.parts, arrived.parts))
     found = unpack(arrived, [x.clone() for x in tensors])
     assert found.shared == batch.shared
     for key, part in batch.parts.items():
@@ -83,52 +81,43 @@ class Thing:
         self.number = number
 
 
-class Alike(Thing):
-    def __repr__(self):
-        return "Alike()"
-
-
 @pytest.mark.parametrize(
     "other",
     [(torch.ones(2), 4), (torch.ones(3), 3), (torch.ones(2, dtype=torch.half), 3), torch.ones(2)],
     ids=["number", "shape", "dtype", "structure"],
 )
 def test_forms_differ(other):
-    forms = [pack(Batch(value))[0] for value in ((torch.ones(2), 3), other)]
-    assert not forms[0].is_like(forms[1])
+    (one,), (two,) = (pack(Batch(value))[0].parts for value in ((torch.ones(2), 3), other))
+    assert not one.is_like(two)
 
 
 X = torch.ones(2)
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "texts"),
+    ("one", "other"),
     [
-        ((X, 3), (X, 4), ("3)", "4)")),
-        (None, X, ("None", "float32")),
-        ([X], {"a": X}, ("[(2,)", "{'a'")),
-        ((X, X + 1), (X, X), ("float32", "[0, 0]")),
-        (date(2000, 1, 1), date(2000, 1, 2), ("1)", "2)")),
+        (None, X),
+        ([X], {"a": X}),
+        ((X, X + 1), (X, X)),
+        (date(2000, 1, 1), date(2000, 1, 2)),
     ],
 )
-def test_first_difference_of_forms(one, other, texts):
-    forms = [pack(Batch(value))[0] for value in (one, other)]
-    assert not forms[0].is_like(forms[1])
-    found = next(pair for pair in zip(*[form.texts() for form in forms]) if len({*pair}) == 2)
-    for text, part in zip(found, texts):
-        assert part in text
+def test_differences_of_forms(one, other):
+    (one,), (other,) = (pack(Batch(value))[0].parts for value in (one, other))
+    assert not one.is_like(other)
 
 
 def test_difference_in_what_shares_memory():
-    form, _ = pack(Batch(X))
-    assert form.texts() != replace(form, shared=frozenset([VALUE])).texts()
+    (part,) = pack(Batch(X))[0].parts
+    assert not part.is_like(part._replace(is_shared=True))
 
 
-def test_objects_that_print_alike():
-    one, other, same = (pack(batch_of(X, Alike(k)))[0] for k in (1, 2, 1))
+def test_objects_without_a_way_to_compare():
+    one, other, same = (pack(batch_of(X, Thing(k)))[0].parts[1] for k in (1, 2, 1))
     assert one.is_like(same)
     assert not one.is_like(other)
-    assert one.texts() == other.texts()
+    assert "skip 'skip 0'" in str(one)
 
 
 def test_ways_of_skips():

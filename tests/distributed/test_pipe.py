@@ -104,8 +104,8 @@ def without_loss(pipe, x, y):
             ["must be given the input", "rank 0: Value"],
         ),
         (no_tensor, (ValueError, RuntimeError), 0, ["must be an input tensor", "rank 0: Value"]),
-        (more_chunks, ValueError, 1, ["same settings.*2, .*4, ", "same settings.*2, .*4, "]),
-        (evaluating, ValueError, 0, ["same settings.*False", "same settings.*False"]),
+        (more_chunks, ValueError, 1, ["same settings.*chunks.*0, 1"] * 2),
+        (evaluating, ValueError, 0, ["same settings.*whether backward runs"] * 2),
         (other_rows, ValueError, 1, [r"as many rows .*\[4, 3\]"] * 2),
         (fewer_targets, (ValueError, RuntimeError), 1, ["rank 1: Value", "targets must have as"]),
         # The first layer of the first micro-batch fails, too.
@@ -134,7 +134,7 @@ def clipping_alone(group):
     pipe = pipe_of([linear(), linear()], "1f1b", group)
     x, y = torch.rand(2, 2, 6)
     pipe.step(x, y)
-    with pytest.raises(ValueError, match=r"same method.*True.*clip_grad_norm_"):
+    with pytest.raises(ValueError, match="same method.*differing: method"):
         pipe.clip_grad_norm_(1.0) if pipe.is_last else pipe.step(x, y)
     assert pipe.step(x, y).isfinite()
 
@@ -146,7 +146,7 @@ def test_one_process_clips_while_the_others_step(processes):
 def clipping_otherwise(group):
     pipe = pipe_of([linear(), linear()], "1f1b", group)
     pipe.step(*torch.rand(2, 2, 6))
-    with pytest.raises(ValueError, match="same method.*2.0.*3.0"):
+    with pytest.raises(ValueError, match="same method.*differing: method"):
         pipe.clip_grad_norm_(3.0 if pipe.is_last else 2.0)
     with pytest.raises(ValueError, match=r"norm_type: -1\)"):
         pipe.clip_grad_norm_(1.0, -1)
@@ -222,7 +222,9 @@ def different(group, what):
     layers = [linear(), linear(), linear(), nn.Linear(6, 6, bias=first or what != "layers")]
     balance = [2, 2] if first or what != "balance" else [1, 3]
     schedule = "1f1b" if first or what != "schedule" else "fill_drain"
-    with pytest.raises(ValueError, match=rf"same {what}.*\[0, 1\].*broadcast_object_list"):
+    with pytest.raises(
+        ValueError, match=rf"same pipeline.*{what}.*\[0, 1\].*broadcast_object_list"
+    ):
         Pipe(nn.Sequential(*layers), balance, group=group, schedule=schedule, chunks=4)
 
 

@@ -32,5 +32,5 @@ def test_promise(name, run, mode, gpus):
 def test_promise_of_cells_that_leave(name, run, mode, gpus, monkeypatch):
     # Tensors of promises are small, and micro-batches are few.
     monkeypatch.setattr("torchgpipe.recompute.storage.LEAST", 1)
-    monkeypatch.setattr("torchgpipe.schedule.lifetimes.BETWEEN", 0)
+    monkeypatch.setattr("torchgpipe.schedule.trips.BETWEEN", 0)
     keeps(name, Maker(run, mode, gpus))

@@ -24,28 +24,28 @@ def test_backward_first_is_1f1b():
 
 def test_forward_first_is_fill_drain():
     made = greedy([0, 1], 3, lambda op: (op.kind == "B", op.microbatch))
-    assert made.text == "0F0 0F1 0F2 0B0 0B1 0B2\n1F0 1F1 1F2 1B0 1B1 1B2"
+    assert str(made) == "0F0 0F1 0F2 0B0 0B1 0B2\n1F0 1F1 1F2 1B0 1B1 1B2"
 
 
 def test_a_worker_does_not_wait_for_a_better_computation():
     """0B0 arrives while 0F1 runs. When the worker was free, only 0F1 was ready."""
     made = greedy([0, 1], 3, oldest("BF"), costs=Costs(F=[2, 1], I=0.25, W=0.25))
-    assert made.text.splitlines()[0] == "0F0 0F1 0B0 0F2 0B1 0B2"
+    assert str(made).splitlines()[0] == "0F0 0F1 0B0 0F2 0B1 0B2"
 
 
 def test_copies_delay():
     near = greedy([0, 1], 8, oldest("BF"))
-    assert near.text.splitlines()[0].startswith("0F0 0F1 0F2 0F3 0B0 ")
+    assert str(near).splitlines()[0].startswith("0F0 0F1 0F2 0F3 0B0 ")
     # Only outputs to stage 1 take long; gradients are as fast as before.
     far = greedy([0, 1], 8, oldest("BF"), costs=Costs(copy={(0, 1): 100, (1, 0): 0}))
-    assert far.text.splitlines()[0].startswith("0F0 0F1 0F2 0F3 0F4 0F5 0F6 0F7 0B0 ")
+    assert str(far).splitlines()[0].startswith("0F0 0F1 0F2 0F3 0F4 0F5 0F6 0F7 0B0 ")
 
 
 def test_halves():
     made = greedy([0], 2, oldest("IFW"), split=True)
-    assert made.text == "0F0 0I0 0F1 0I1 0W0 0W1"
+    assert str(made) == "0F0 0I0 0F1 0I1 0W0 0W1"
     made = greedy([0], 2, oldest("IFW"), split=True, capacity=1)
-    assert made.text == "0F0 0I0 0W0 0F1 0I1 0W1"
+    assert str(made) == "0F0 0I0 0W0 0F1 0I1 0W1"
 
 
 @examples

@@ -15,8 +15,8 @@ LINES = ((Op(0, "F", 0), Op(0, "B", 0)), (Overlap(Op(1, "F", 0), Op(1, "B", 0)),
 @given(schedules())
 def test_text_and_back(case):
     schedule, _ = case
-    assert parse(schedule.text, schedule.placement, schedule.chunks) == schedule
-    assert len(schedule.text.splitlines()) == len(schedule.program)
+    assert parse(str(schedule), schedule.placement, schedule.chunks) == schedule
+    assert len(str(schedule).splitlines()) == len(schedule.program)
 
 
 def test_spelling():

@@ -138,9 +138,6 @@ def test_memory():
     assert bounds((0, 1, 0), 3, costs, capacity=[4, 1]).makespan == inf
     assert bounds((0, 1, 0), 3, costs, capacity=[4, 2]).makespan < inf
     assert bounds((0,), 1, Costs(activation=0), capacity=0).makespan == 3
-    report = simulate(fill_drain(2, 3), Costs(activation=[1, 2]))
-    assert bounds((0, 1), 3, Costs(activation=[1, 2])).memory_gap(report) == 2
-    assert bounds((0, 1), 3, Costs(activation=[0, 2])).memory_gap(report) == inf
 
 
 def test_rounding_is_no_gap():

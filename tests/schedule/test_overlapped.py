@@ -15,7 +15,7 @@ KINDS = ["FB", "FI", "FF", "BB", "II", "IW", "FW", "RB", "FR"]
 
 
 def texts(schedule):
-    return schedule.text.splitlines()
+    return str(schedule).splitlines()
 
 
 def test_forward_beside_backward():
@@ -73,13 +73,13 @@ def test_a_skip_forbids_it():
 
 def test_recomputation_is_not_paired_by_default():
     schedule = parse("0F0 0F1 0R0 0B0 0F2 0R1 0B1 0R2 0B2", [0], 3)
-    assert schedule.overlap().text == "0F0 0F1 0R0 (0B0;0F2) 0R1 0B1 0R2 0B2"
-    assert schedule.overlap("RF").text == "0F0 (0F1;0R0) 0B0 (0F2;0R1) 0B1 0R2 0B2"
+    assert str(schedule.overlap()) == "0F0 0F1 0R0 (0B0;0F2) 0R1 0B1 0R2 0B2"
+    assert str(schedule.overlap("RF")) == "0F0 (0F1;0R0) 0B0 (0F2;0R1) 0B1 0R2 0B2"
 
 
 def test_overlaps_stay():
     schedule = parse("0F0 0F1 (0F2;0B0) 0B1 0B2", [0], 3)
-    assert schedule.overlap("FF", "BB").text == "(0F0;0F1) (0F2;0B0) (0B1;0B2)"
+    assert str(schedule.overlap("FF", "BB")) == "(0F0;0F1) (0F2;0B0) (0B1;0B2)"
 
 
 def flat(program):

@@ -5,7 +5,7 @@ from hypothesis import given
 
 from tests.schedule.cases import examples, schedules
 from torchgpipe.schedule import Op, parse
-from torchgpipe.schedule.program import needs, operations, operations_of, timetable, together, walk
+from torchgpipe.schedule.program import needs, operations, operations_of, together, walk
 
 
 def ops(text):
@@ -67,10 +67,3 @@ def test_walk_asks_whom_to_free_when_all_are_stuck():
         {0: (Op(0, "B", 0), Op(0, "F", 0)), 1: (Op(1, "F", 0), Op(0, "F", 0))},
     ]
     assert [*walk(program, lambda waiting: None)] == []
-
-
-def test_computations_that_never_begin_have_no_times():
-    program = parse("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1", [0, 1], 2).program
-    start, end = timetable(program, lambda x: 1.5)
-    assert start == {Op(0, "F", 0): 0, Op(1, "F", 0): 1.5}
-    assert end == {Op(0, "F", 0): 1.5, Op(1, "F", 0): 3}

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tests.schedule.cases import examples, schedules
 from torchgpipe.schedule import Costs, fill_drain, named, one_f_one_b, parse, simulate, validate
 from torchgpipe.schedule.costs import Table
-from torchgpipe.schedule.lifetimes import Trip, leaving, pass_through, trips
 from torchgpipe.schedule.limits import bounds
 from torchgpipe.schedule.program import Op
 from torchgpipe.schedule.rewrite import checkpointed
+from torchgpipe.schedule.trips import Trip, leaving, trips
 
 
 def test_a_cell_leaves_where_three_instructions_lie_between():
@@ -77,41 +77,6 @@ def test_copies_of_a_worker_are_made_one_after_the_other():
     assert report.makespan == 5 + 10 + 3 * (3 - 1) + 3 * (4 - 2)
 
 
-def test_fewer_slots_are_needed():
-    schedule = one_f_one_b(4, 8)
-    kept, away = (schedule.lifetimes(ahead)[0].slots for ahead in (0, 1))
-    assert kept == {(0, "activation"): 4}
-    assert away == {(0, "activation"): 3, (0, "host"): 4}
-    assert schedule.lifetimes([1, 0, 0, 0])[1:] == schedule.lifetimes()[1:]
-
-
-@pytest.mark.parametrize(
-    ("now", "time", "found", "taken"),
-    [
-        (0, 2, (0, 2), [(0, 2), (3, 5), (6, 9)]),
-        (1, 4, (1, 10), [(1, 3), (3, 5), (5, 6), (6, 9), (9, 10)]),
-        (4, 1, (5, 6), [(3, 5), (5, 6), (6, 9)]),
-        (20, 0, (20, 20), [(3, 5), (6, 9)]),
-    ],
-)
-def test_a_shared_link_has_one_copy_at_a_time(now, time, found, taken):
-    before = [(3, 5), (6, 9)]
-    assert pass_through(before, now, time) == found
-    assert before == taken
-
-
-def test_workers_behind_one_switch():
-    schedule = fill_drain(2, 4)
-    costs = {"F": 2, "I": 2, "W": 2, "away": 1, "out": 2}
-    alone = simulate(schedule, Costs(**costs))
-    assert alone.makespan == simulate(schedule, Costs(F=2, I=2, W=2)).makespan
-    shared = simulate(schedule, Costs(**costs, switches=[(0, 1)]))
-    assert shared.makespan > alone.makespan
-    assert simulate(schedule, Costs(**costs, switches=[(0,), (1,)])).makespan == alone.makespan
-    # Of what both send at once, the last is there when the link has carried all.
-    assert max(end for _, end in shared.out.values()) >= 2 * len(shared.out)
-
-
 @examples
 @given(schedules())
 def test_copies_that_take_no_time_change_none(case):
@@ -166,10 +131,6 @@ def test_costs_that_do_not_fit_are_errors():
         (Costs(away=1, ahead=0), "ahead must be positive integers"),
         (Costs(away=1, out=-1), "out must be a number"),
         (Costs(away=1, ahead=1.5), "ahead must be positive integers"),
-        (Costs(away=1, switches=[(0, 7)]), "switches must name workers"),
-        (Costs(away=1, switches=[(0, 1), (1,)]), "switches must name workers"),
-        (Costs(away=1, switches=[0, 1]), "switches must name workers"),
-        (Costs(away=1, switches=[([], 1)]), "switches must name workers"),
     ):
         with pytest.raises(ValueError, match=rf"{rule}.* \("):
             simulate(schedule, costs)

@@ -33,7 +33,7 @@ PLAIN |= {"show", *(f"show.{x.stem}" for x in (PACKAGE / "show").glob("[!_]*.py"
 PLAIN -= {"show.describe"}
 PLAIN |= {f"schedule.{path.stem}" for path in (PACKAGE / "schedule").glob("[!_]*.py")}
 
-EXTRAS = {"numpy", "tqdm", "matplotlib", "sklearn", "safetensors"}
+EXTRAS = {"numpy", "tqdm", "sklearn", "safetensors"}
 #: A requirement of PyTorch itself.
 EXTRAS |= {"networkx"}
 EXTRAS |= {"accelerate", "lightning", "peft", "timm", "transformers"}
@@ -121,7 +121,7 @@ def test_no_import_within_a_function_hides_a_circle():
 def test_plain():
     for name in PLAIN:
         roots = {x.split(".")[0] for x in imports(TREES[name]) if not x.startswith("torchgpipe.")}
-        assert roots <= {"__future__", "matplotlib"} | set(sys.stdlib_module_names), name
+        assert roots <= {"__future__"} | set(sys.stdlib_module_names), name
         assert ours(name) <= PLAIN, name
 
 

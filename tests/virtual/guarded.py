@@ -14,11 +14,6 @@ TESTS = {
         "test_memory_of_a_buffer_replaced_where_nothing_is_computed_again",
         {"mode": "always"},
     ),
-    "graph met again": (
-        "behaviour.test_backward_notes",
-        "test_graph_of_another_micro_batch",
-        {},
-    ),
     "limit": ("virtual.test_limit", "test_the_limit", {"n": 4, "m": 8}),
     "many": ("virtual.test_limit", "test_more_micro_batches_than_streams", {}),
     "few streams": (
@@ -419,7 +414,6 @@ MUTANTS = {
     ),
     "buffers of before the first run": (DROP, "changing buffers"),
     "statistics of norms": (("name in UNCOUNTED", "False"), "norm"),
-    "the note of the first cell": (('"apply" in vars(node)', "False"), "graph met again"),
     "buffers as they were": ((" if is_parameter else x.detach()", ""), "buffer replaced"),
     "keeping what lasts": (("self.lasting.get(own)", "None"), "frozen partitions"),
     "no Recompute for nothing": ((" if found.stored is not None", ""), "frozen partitions"),

@@ -70,6 +70,17 @@ TESTS |= {
         "test_casts_that_a_worker_makes_after_its_step_has_failed",
         {},
     ),
+    "the CPU": (
+        "virtual.test_random_numbers",
+        "test_stages_on_an_accelerator_and_the_cpu",
+        {"is_first": True, "draws": [False, True], "schedule": "1f1b"},
+    ),
+    "turns": ("unit.engine.test_drawing", "test_numbers_are_those_of_gpipe", {}),
+    "draws late": (
+        "unit.engine.test_drawing",
+        "test_layers_that_begin_to_draw_are_an_error_once",
+        {},
+    ),
 }
 
 MUTANTS = {
@@ -79,6 +90,9 @@ MUTANTS = {
     "start of an overlap": (DROP, "overlaps"),
     "end of an overlap": (DROP, "overlaps"),
     "lending to an overlap, and back": (DROP, "overlaps", "the other order"),
+    "turns of computations": (("lock if x in shared else ", ""), "turns"),
+    "turns beside the CPU": (("{*counts}", "shared"), "the CPU"),
+    "draws without turns": (("!= before", "is None"), "draws late"),
     "strays": (
         ("cell.look_for_strays(self.sums.nodes[cell.j])", "[]"),
         "strays",

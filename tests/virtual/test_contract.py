@@ -59,7 +59,7 @@ OF_CELLS = [
 def test_promise_of_cells_that_leave(name, run, mode, devices, monkeypatch):
     # Tensors of promises are small, and micro-batches are few.
     monkeypatch.setattr("torchgpipe.recompute.storage.LEAST", 1)
-    monkeypatch.setattr("torchgpipe.schedule.lifetimes.BETWEEN", 0)
+    monkeypatch.setattr("torchgpipe.schedule.trips.BETWEEN", 0)
     if name.startswith("memory:"):
         keeps(name, Maker(run, mode, devices[:2]))
         return

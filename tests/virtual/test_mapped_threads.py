@@ -14,7 +14,7 @@ from tests.support.helpers import MODES, assert_no_races
 from tests.support.size import some
 from tests.virtual.stages import ONE_MODE, Stage, limit, own_streams
 from torchgpipe import MappedGPipe
-from torchgpipe.ambient.random_numbers import get_state
+from torchgpipe.ambient.generators import get_state
 from torchgpipe.testing import observe
 
 SEEDS = range(some(20, 1))

@@ -101,4 +101,3 @@ def test_main(tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert printed.strip() == path.with_suffix(".md").read_text("utf-8").strip()
     assert "virtual accelerators" in printed
-    assert path.with_suffix(".png").exists()

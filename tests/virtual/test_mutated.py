@@ -9,7 +9,6 @@ import torch
 from tests.distributed.guarded import MUTANTS as ELSEWHERE
 from tests.virtual import (
     guarded,
-    guarded_draws,
     guarded_graphs,
     guarded_kept,
     guarded_mapped,
@@ -20,8 +19,8 @@ from tests.virtual.mutants import by_turns, guards, mutated
 from torchgpipe._torch.dynamo import VERSION
 
 GUARDED = (
-    *(guarded, guarded_schedules, guarded_mapped, guarded_graphs, guarded_kept),
-    *(guarded_draws, guarded_offload),
+    *(guarded, guarded_schedules, guarded_mapped),
+    *(guarded_graphs, guarded_kept, guarded_offload),
 )
 MUTANTS = {name: x for some in GUARDED for name, x in some.MUTANTS.items()}
 TESTS = {name: x for some in GUARDED for name, x in some.TESTS.items()}

@@ -9,9 +9,8 @@ from torch import nn
 
 from tests.support.helpers import Scale, assert_no_races, wrap
 from tests.support.offload import Attention
-from tests.support.size import soak, some
+from tests.support.size import some
 from torchgpipe import Offload, ScheduledLoss, trace
-from torchgpipe.devices.streams import has_streams
 from torchgpipe.engine.stages import stages_of
 from torchgpipe.schedule import Costs, named, simulate
 from torchgpipe.show.span import TRIPS
@@ -72,12 +71,11 @@ def spans(seen, kind):
     return {(x.stage, x.microbatch): (x.start, x.end) for x in found}
 
 
-def compare(devices, name, mode, ratio, switches=()):
+def compare(devices, name, mode, ratio):
     """Check that a step is as the simulator says, and return both."""
     n, per = len(PLACES[name]), BLOCKS // len(PLACES[name])
     rate = BYTES / (F * ratio)
     links = {x: rate for k in range(8) for x in ((k, "cpu"), ("cpu", k))}
-    links |= {x: rate for group in switches for x in ((group, "cpu"), ("cpu", group))}
     torch.manual_seed(0)
     training = training_of([Attention() for _ in range(BLOCKS)], devices, name, mode)
     x = torch.rand(2 * M, 16, 32, device=devices[0])
@@ -94,7 +92,6 @@ def compare(devices, name, mode, ratio, switches=()):
             away=away,
             out=[x / rate for x in away],
             ahead=mode.ahead,
-            switches=switches,
         ),
     )
     assert seen.makespan == pytest.approx(float(report.makespan))
@@ -118,18 +115,6 @@ def test_times_and_bytes_of_the_host(devices, name, mode, ratio):
     report, training = compare(devices, name, mode, ratio)
     # Buffers have the sizes of storages here, which are powers of two.
     assert hosts(training) == [*report.host]
-
-
-@soak
-@pytest.mark.parametrize("ratio", [0.5, 1, 1.5, 2])
-@pytest.mark.parametrize("name", ["1f1b", "zbv"])
-def test_devices_behind_one_switch(devices, name, ratio, monkeypatch):
-    """The caller issues all work here, so that it is no chance who has the link first."""
-    monkeypatch.setattr("torchgpipe.engine.workers.has_streams", has_streams)
-    count = max(PLACES[name]) + 1
-    shared, _ = compare(devices, name, Offload(), ratio, [(k, k + 1) for k in range(0, count, 2)])
-    alone, _ = compare(devices, name, Offload(), ratio)
-    assert shared.makespan >= alone.makespan
 
 
 @pytest.mark.parametrize("name", some(["gpipe", "1f1b"], ["1f1b"]))

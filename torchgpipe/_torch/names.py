@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from importlib import import_module
 from itertools import count
 from math import nan
@@ -11,13 +10,11 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import has_torch_function
 
 __all__: list[str] = []
 
 #: The versions of PyTorch that the tests have run with.
-TESTED = ("2.9", "2.11", "2.13", "2.15")
+TESTED = ("2.11", "2.13", "2.15")
 
 
 class Name(NamedTuple):
@@ -52,49 +49,10 @@ def _unseen(path: str, feature: str, answer: Any) -> Name:
     return Name(path, feature, instead)
 
 
-def _multithreading() -> bool:
-    # The public setter remembers what there was before it.
-    guard = torch.autograd.set_multithreading_enabled(True)
-    torch.autograd.set_multithreading_enabled(guard.prev)
-    return bool(guard.prev)
-
-
-_plain = torch.empty(0, device="cpu")
-
-
-def _function_modes() -> int:
-    # At least one is active if an ordinary tensor is not handled by PyTorch alone.
-    return int(has_torch_function((_plain,)))
-
-
-def _is_alias_of(a: Tensor, b: Tensor) -> bool:
-    try:
-        return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
-        # Sparse tensors have no storage.
-        return a is b
-
-
-def _add(sums: Sequence[Tensor], terms: Sequence[Tensor]) -> None:
-    for x, term in zip(sums, terms):
-        x.add_(term)
-
-
-def _multiply(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    for x in tensors:
-        x.mul_(factor)
-
-
-_NORMS = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
-    *(nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d),
-)
-
 _C, _AUTOGRAD = "torch._C:", "torch._C._autograd:"
 _STREAMS = "streams of accelerators"
 _FUNCTIONS, _DISPATCH = "torch-function modes", "dispatch modes"
 _HOOKS, _TREES = "hooks for saved tensors", "nested structures of tensors"
-_DRAWS = "random numbers beside others"
 _SELECTIVE = "policies that send to the CPU"
 _COMPILER, _VIRTUAL = "compiled layers", "virtual accelerators"
 
@@ -112,9 +70,9 @@ NAMES: dict[str, Name] = {
     # What a thread has set.
     "set_grad": Name(_C + "_set_grad_enabled", "gradient modes", torch.set_grad_enabled),
     "is_multithreading_enabled": Name(
-        _C + "_is_multithreading_enabled", "set_multithreading_enabled", _multithreading
+        _C + "_is_multithreading_enabled", "set_multithreading_enabled"
     ),
-    "count_function_modes": Name(_C + "_len_torch_function_stack", _FUNCTIONS, _function_modes),
+    "count_function_modes": Name(_C + "_len_torch_function_stack", _FUNCTIONS),
     "function_mode_at": Name(_C + "_get_function_stack_at", _FUNCTIONS),
     "push_function_mode": Name(_C + "_push_on_torch_function_stack", _FUNCTIONS),
     "pop_function_mode": Name(_C + "_pop_torch_function_stack", _FUNCTIONS),
@@ -122,6 +80,7 @@ NAMES: dict[str, Name] = {
     "dispatch_mode_at": Name(_C + "_get_dispatch_stack_at", _DISPATCH),
     "push_dispatch_mode": Name(_C + "_push_on_torch_dispatch_stack", _DISPATCH),
     "pop_dispatch_mode": Name(_C + "_pop_torch_dispatch_stack", _DISPATCH),
+    "without_modes": Name(_C + "_DisableTorchDispatch", _DISPATCH),
     # Without it, `with torch.device(...)` is taken for any other mode, beside which the caller
     # computes alone.
     "DeviceContext": Name("torch.utils._device:DeviceContext", "with torch.device(...)", ()),
@@ -168,8 +127,8 @@ NAMES: dict[str, Name] = {
     # Without it, a function in Python takes three times as long.
     "dead_end": Name(_C + "_functions.DelayedError", "schedules"),
     # One call for all weights of a stage.
-    "add_each": Name("torch:_foreach_add_", "sums of gradients", _add),
-    "multiply_each": Name("torch:_foreach_mul_", "sums of gradients", _multiply),
+    "add_each": Name("torch:_foreach_add_", "sums of gradients"),
+    "multiply_each": Name("torch:_foreach_mul_", "sums of gradients"),
     # Without it, nobody knows which block of a model a backward is in.
     "current_node": Name(_C + "_current_autograd_node", "memory of the backward of blocks"),
     # Without it, recomputations of cells go to their ends.
@@ -177,20 +136,11 @@ NAMES: dict[str, Name] = {
     # Without it, memory is not known to be of one tensor, nor to be held by others: no number is
     # equal to this one, or less.
     "count_uses": Name(_C + "_storage_Use_Count", "memory of one tensor", lambda _: nan),
-    "is_alias_of": Name(_C + "_is_alias_of", "views that share memory", _is_alias_of),
-    # Draws that are seen.
-    "dispatch_key": Name(_C + "_parse_dispatch_key", _DRAWS),
-    "including": Name(_C + "_IncludeDispatchKeyGuard", _DRAWS),
-    "keys_after": Name(_C + "_dispatch_keyset_full_after", _DRAWS),
-    "without_modes": Name(_C + "_DisableTorchDispatch", _DRAWS),
-    "schemas": Name(_C + "_jit_get_all_schemas", _DRAWS),
-    "own_mode": Name(_C + "_get_dispatch_mode", _DRAWS),
-    "OwnMode": Name(_C + "_TorchDispatchModeKey", _DRAWS),
-    "higher_operators": Name("torch._ops:_higher_order_ops", _DRAWS),
-    "higher_fallthrough": Name(
-        "torch._ops:_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS", _DRAWS
+    "is_alias_of": Name(_C + "_is_alias_of", "views that share memory"),
+    # Without it, checkpoints of PyTorch repeat neither turns of modules nor lent weights.
+    "checkpoint_of": Name(
+        "torch.utils.checkpoint:_checkpoint_without_reentrant_generator", "checkpoints of PyTorch"
     ),
-    "checkpoint_of": Name("torch.utils.checkpoint:_checkpoint_without_reentrant_generator", _DRAWS),
     # Selective checkpoints. Without it, what a policy sends to the CPU is computed again.
     "KeepingMode": Name("torch.utils.checkpoint:_CachingTorchDispatchMode", _SELECTIVE, ()),
     "GivingMode": Name("torch.utils.checkpoint:_CachedTorchDispatchMode", _SELECTIVE, ()),
@@ -201,11 +151,7 @@ NAMES: dict[str, Name] = {
     "leaves_with_path": Name("torch.utils._pytree:tree_leaves_with_path", _TREES),
     "keystr": Name("torch.utils._pytree:keystr", _TREES),
     # Layers.
-    "BatchNorm": Name(
-        "torch.nn.modules.batchnorm:_BatchNorm",
-        "subclasses of torch's batch normalisations",
-        _NORMS,
-    ),
+    "BatchNorm": Name("torch.nn.modules.batchnorm:_BatchNorm", "batch normalisations"),
     # The profiler, and graphs.
     "DispatchMode": Name(
         "torch.utils._python_dispatch:TorchDispatchMode", "memory where no allocator counts it"
@@ -225,8 +171,7 @@ NAMES: dict[str, Name] = {
     "set_code_strategy": Name("torch._C._dynamo.eval_frame:set_code_exec_strategy", _COMPILER),
     "FrameStrategy": Name("torch._C._dynamo.eval_frame:_FrameExecStrategy", _COMPILER),
     "FrameAction": Name("torch._C._dynamo.eval_frame:_FrameAction", _COMPILER),
-    # Not in PyTorch 2.9, which takes the graph used last.
-    "set_lru_cache": Name("torch._C._dynamo.eval_frame:_set_lru_cache", _COMPILER, lambda _: None),
+    "set_lru_cache": Name("torch._C._dynamo.eval_frame:_set_lru_cache", _COMPILER),
     # Virtual accelerators.
     "backend_name": Name(_C + "_get_privateuse1_backend_name", _VIRTUAL),
     "register_device_module": Name("torch:_register_device_module", _VIRTUAL),
@@ -265,8 +210,6 @@ ATTRIBUTES = {
     "_torchdynamo_disable": "What the compiler asks functions for.",
     "_torchdynamo_disable_msg": "The same.",
     "_sequence_nr": "The number of a node, by which autograd chooses among nodes that are ready.",
-    "_forward_cls": "The torch.autograd.Function that a node is of.",
-    "_input_metadata": "The devices of the gradients that come to a node.",
     "_check_input_dim": "What a batch normalisation checks of its input.",
 }
 

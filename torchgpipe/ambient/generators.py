@@ -1,11 +1,11 @@
-"""Generators: what each cell draws from, and which of nested wrappers holds their locks."""
+"""The default generators of devices, and which of nested wrappers holds their locks."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -13,19 +13,13 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from torchgpipe._torch import draws
-from torchgpipe._torch.draws import can_see, seeing
 from torchgpipe.ambient.context import registered
-from torchgpipe.ambient.notes import contextmanager
 from torchgpipe.devices.streams import CPU, STREAMLESS
 
 __all__: list[str] = []
 
 
 # The default generators of devices, and their states.
-#
-# A cell may draw from another generator than the CPU's default one:
-# :mod:`torchgpipe.ambient.random_numbers` looks for that one first.
 
 
 #: Held while the state of a generator is read or set. PyTorch locks the generator, and creates a
@@ -47,7 +41,7 @@ def generator_of(device: torch.device) -> torch.device:
     return device if has_own else CPU
 
 
-def default_state(device: torch.device) -> Tensor:
+def get_state(device: torch.device) -> Tensor:
     """The state of a device's default generator."""
     # Cells ask often, and a call takes time in each of them.
     generator = torch.default_generator if device == CPU else _generator(device)
@@ -60,7 +54,7 @@ def default_state(device: torch.device) -> Tensor:
     return state
 
 
-def set_default_state(device: torch.device, state: Tensor) -> None:
+def set_state(device: torch.device, state: Tensor) -> None:
     """Set the state of a device's default generator."""
     generator = torch.default_generator if device == CPU else _generator(device)
     if generator is not None:
@@ -87,112 +81,6 @@ def content(state: Tensor) -> bytes:
     """The bytes of a state, for comparisons."""
     # Comparing tensors takes several times as long.
     return ctypes.string_at(state.data_ptr(), state.nbytes)
-
-
-# Sources: the generators that operators of a cell draw from on the CPU.
-#
-# All threads share the CPU's default generator. So cells that several threads compute draw from
-# generators of their own (:class:`Own`), and none from the default one. That works for operators,
-# but not for layers that set or seed the default generator themselves, which shows only when they
-# run. So cells first run one at a time: they draw from the default generator, and its state is
-# compared before and after each draw (:class:`Watched`).
-#
-# Checkpoints of PyTorch within layers set the default generator, too. They save the state of the
-# cell's generator, and their recomputation gets a generator of its own.
-
-
-class Own:
-    """A generator of its own, made when the cell first draws.
-
-    Args:
-        state: the state that it begins with.
-    """
-
-    __slots__ = ("_generator", "_state")
-
-    def __init__(self, state: Tensor) -> None:
-        self._state: Tensor | None = state
-        self._generator: torch.Generator | None = None
-
-    def get_state(self) -> Tensor:
-        """The state."""
-        if self._generator is not None:
-            return self._generator.get_state()
-        assert self._state is not None
-        return self._state
-
-    def set_state(self, state: Tensor) -> None:
-        """Set the state."""
-        self._state, self._generator = state, None
-
-    def begin(self) -> torch.Generator | None:
-        """Begin a draw; return the generator to use, or None for the default one."""
-        if self._generator is None:
-            state = self.get_state()
-            self._generator = torch.Generator()
-            self._generator.set_state(state)
-        first, again = draws.find()
-        # guard: recomputations of PyTorch's checkpoints
-        generator = self._generator if again is None else draws.generator_again(*again)
-        for state in first:
-            draws.keep(state, generator)
-        return generator
-
-    def end(self) -> None:
-        """Take note that the draw has ended."""
-
-
-class Watched:
-    """The default generator, in a cell during which no other thread draws."""
-
-    __slots__ = ("_known", "touched")
-
-    def __init__(self) -> None:
-        self._known = b""
-        #: Whether layers have set or seeded the generator themselves.
-        self.touched = False
-
-    def start(self) -> None:
-        """Record the state, which only operators should change from here on."""
-        self._known = content(default_state(CPU))
-
-    def look(self) -> None:
-        """Check whether the state has changed since it was recorded."""
-        # guard: layers that set the generator
-        self.touched |= content(default_state(CPU)) != self._known
-
-    def get_state(self) -> Tensor:
-        """The state."""
-        return default_state(CPU)
-
-    def set_state(self, state: Tensor) -> None:
-        """Set the state."""
-        set_default_state(CPU, state)
-        self._known = content(state)
-
-    def begin(self) -> torch.Generator | None:
-        """Begin a draw; return the generator to use, or None for the default one."""
-        self.look()
-        return None
-
-    def end(self) -> None:
-        """Take note that the draw has ended."""
-        self.start()
-
-
-class Elsewhere:
-    """The default generator, in a thread of autograd's that runs the backward of a cell."""
-
-    def begin(self) -> torch.Generator | None:
-        """Begin a draw; return the generator to use, or None for the default one."""
-        _, again = draws.find()
-        return None if again is None else draws.generator_again(*again)
-
-    def end(self) -> None:
-        """Take note that the draw has ended."""
-
-
-Source: TypeAlias = Own | Watched
 
 
 # Nested wrappers: which of them holds the locks of the random number generators.
@@ -231,10 +119,6 @@ class Nesting(threading.local):
     depth = 0
     #: The outermost step, or recomputation, that this thread computes for.
     turn: Turn | None = None
-    #: Whether random draws of this thread are intercepted.
-    sees = False
-    #: The generator that the cell draws from on the CPU, if it is not the default one.
-    source: Source | None = None
     #: The micro-batch of a schedule, which may have any order.
     number = 0
 
@@ -246,44 +130,16 @@ class Nesting(threading.local):
 nesting = registered(Nesting())
 
 
-_ELSEWHERE = Elsewhere()
-
-
-def _source() -> Source | Elsewhere:
-    # Draws are intercepted on threads of autograd, too, where no source is set.
-    return nesting.source or _ELSEWHERE
-
-
-def can_see_draws() -> bool:
-    """Whether this PyTorch lets random draws of operators be intercepted."""
-    return can_see(_source)
-
-
-@contextmanager
-def seeing_draws(sees: bool) -> Iterator[None]:
-    """Give random draws of this thread in a ``with`` block, and in its backward, a generator."""
-    if not sees:
-        yield
-        return
-    outer, nesting.sees = nesting.sees, True
-    try:
-        with seeing():
-            yield
-    finally:
-        nesting.sees = outer
-
-
 def is_within_cell() -> bool:
     """Whether this thread computes a cell."""
     return nesting.depth > 0
 
 
 class Nest(NamedTuple):
-    """The nesting of the cells of one step: their depth, their turn and their generator."""
+    """The nesting of the cells of one step: their depth, and their turn."""
 
     depth: int
     turn: Turn
-    source: Source | None = None
 
 
 def begin_step(devices: Iterable[torch.device]) -> Nest:
@@ -291,7 +147,7 @@ def begin_step(devices: Iterable[torch.device]) -> Nest:
     if nesting.depth:
         for device in devices:
             nesting.steps[device] = nesting.steps.get(device, 0) + 1
-    return Nest(nesting.depth + 1, nesting.turn or Turn(), nesting.source)
+    return Nest(nesting.depth + 1, nesting.turn or Turn())
 
 
 def end_step(nest: Nest) -> None:
@@ -308,11 +164,11 @@ class first_run:
         self.nest = nest
 
     def __enter__(self) -> None:
-        self.outer = nesting.depth, nesting.turn, nesting.source
-        nesting.depth, nesting.turn, nesting.source = self.nest
+        self.outer = nesting.depth, nesting.turn
+        nesting.depth, nesting.turn = self.nest
 
     def __exit__(self, *_: object) -> None:
-        nesting.depth, nesting.turn, nesting.source = self.outer
+        nesting.depth, nesting.turn = self.outer
 
 
 class recomputation:

@@ -6,20 +6,13 @@ import re
 import sys
 import threading
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from functools import wraps
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node
-
-from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient import labels
 from torchgpipe.ambient.context import registered
-from torchgpipe.values.structure import leaves_of
 
 __all__: list[str] = []
 
@@ -41,11 +34,8 @@ class CurrentLayer(threading.local):
 
 
 class AfterLayer(threading.local):
-    """Functions that a thread calls when a layer has run."""
+    """The function that a thread calls when a layer has run."""
 
-    #: Takes the output of the layer.
-    visit: Callable[[Any], None] | None = None
-    #: Comes after that.
     then: Callable[[], None] | None = None
 
 
@@ -145,164 +135,6 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ours:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
-
-
-# Notes on exceptions that a layer's ``torch.autograd.Function`` raises in backward.
-#
-# The node of such a function is a Python object, and autograd looks its ``apply`` up by name. So
-# an attribute of that name can wrap the backward, and add a note to its exceptions. Nodes of C++
-# look nothing up, and their exceptions get no note.
-#
-# To visit all nodes of all cells would take much host time. So the graph of a partition, or of a
-# module of a device map, is visited in its first step, and in later steps only if such a node was
-# found then.
-
-
-#: Whether the graph of each partition has Python nodes, in training and in evaluation.
-learned: weakref.WeakKeyDictionary[nn.Module, dict[bool, bool]] = weakref.WeakKeyDictionary()
-
-
-class Visit:
-    """Visit the nodes that layers add to the graph, within a ``with`` block.
-
-    Args:
-        layers: the partition, or a module of a device map.
-        inputs: the tensors that it gets, skips included.
-        stashed: a function that returns what layers have stashed so far.
-        note: a text that names the cell.
-    """
-
-    def __init__(
-        self,
-        layers: nn.Module,
-        inputs: Iterable[Tensor],
-        stashed: Callable[[], Iterable[Any]],
-        note: str,
-    ) -> None:
-        self.layers, self.stashed, self.note = layers, stashed, note
-        #: The nodes where the graph of the next layer begins. No others are held, since a node
-        #: holds its saved tensors, even if later layers have detached its output.
-        self.known: set[Node] = {x.grad_fn for x in inputs if x.grad_fn is not None}
-        #: Nodes that made the parameters and buffers.
-        self.outside: set[Node] = set()
-        self.recorded = self.found = False
-
-    def __enter__(self) -> None:
-        self.outer, after_layer.visit = after_layer.visit, self.visit
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        after_layer.visit = self.outer
-        # A traceback may hold this object, which must not hold the graph then.
-        self.known, self.outside = set(), set()
-        if kind is None and self.recorded:
-            known = learned.setdefault(self.layers, {})
-            training = self.layers.training
-            known[training] = known.get(training, False) or self.found
-
-    @uncompiled
-    def visit(self, *outputs: Any) -> None:
-        """Visit the nodes of the layer that has just run, or of layers compiled as one."""
-        tensors = [x for value in (*outputs, *self.stashed()) for x in _tensors(value)]
-        ends = {x.grad_fn for x in tensors if x.grad_fn is not None}
-        if ends and not self.recorded:
-            self.recorded = True
-            # Under torch.func.functional_call, parameters may be results of the caller's functions.
-            for x in (*self.layers.parameters(), *self.layers.buffers()):
-                if x.grad_fn is not None:
-                    self.outside.add(x.grad_fn)
-        name = f", layer {layer.name} ({layer.kind})" if layer.name else ""
-        text = f"{self.note}{name}, in its backward"
-        self.found |= note_functions(tensors, self.known | self.outside, text)
-        if tensors:
-            self.known = ends
-
-
-def note_functions(
-    outputs: Iterable[Tensor], seen: set[Node], text: str, through: bool = False
-) -> bool:
-    """Add a note to what Python functions in a graph may raise in backward.
-
-    Args:
-        outputs: the tensors that the graph has made.
-        seen: the nodes where it begins, to which its own are added.
-        text: the note.
-        through: whether to go on behind functions that have a note already.
-
-    Returns:
-        Whether a function has got the note.
-    """
-    found = False
-    waiting = [x.grad_fn for x in outputs if x.grad_fn is not None]
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if isinstance(node, BackwardCFunction):
-            # guard: the note of the first cell
-            if "apply" in vars(node):
-                if not through:
-                    continue
-            elif type(node)._forward_cls.__module__.split(".")[0] != "torchgpipe":
-                found = True
-                node.apply = _noting(weakref.ref(node), text)
-        waiting += [following for following, _ in node.next_functions if following is not None]
-    return found
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [x for x in leaves_of(value) if isinstance(x, Tensor)]
-
-
-def is_worth_a_visit(layers: nn.Module) -> bool:
-    """Whether the graph of a partition had Python nodes, or was not visited so far."""
-    return learned.get(layers, {}).get(layers.training, True)
-
-
-def _noting(node: Callable[[], Any], text: str) -> Callable[..., Any]:
-    """Wrap the ``apply`` of a node, to add a note to its exceptions.
-
-    The wrapper must not refer to the node, since the node refers to the wrapper.
-    """
-
-    def apply(*grads: Any) -> Any:
-        this = node()
-        try:
-            found = type(this).apply(this, *grads)
-            _verify_devices(this, found)
-            return found
-        except BaseException as error:
-            # Some exceptions take no note, and one of a recomputation has its note already.
-            with suppress(Exception):
-                if not is_noted(error):
-                    add_note(error, text)
-            raise
-
-    return apply
-
-
-def _verify_devices(node: Any, found: Any) -> None:
-    """Check that a function has returned gradients on the devices of their tensors.
-
-    PyTorch checks it, too, but no note gets to its error.
-
-    Raises:
-        RuntimeError: it has not.
-    """
-    grads = found if isinstance(found, tuple) else (found,)
-    wanted = [x for x, needed in zip(grads, node.needs_input_grad) if needed]
-    edges = [(x, k) for x, k in node.next_functions if x is not None]
-    for x, (following, k) in zip(wanted, edges):
-        device = following._input_metadata[k].device
-        # PyTorch itself copies 0-dimensional tensors.
-        if isinstance(x, Tensor) and x.dim() and x.device != device:
-            raise RuntimeError(
-                "a gradient must be on the device of its tensor (function: "
-                f"{type(node)._forward_cls.__name__}, gradient: {x.device}, tensor: {device}); "
-                "return it by .to(device), or bring tensors together in front of the function"
-            )
 
 
 # Context managers made from generators, which let any exception pass unchanged.

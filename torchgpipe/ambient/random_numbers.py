@@ -13,8 +13,8 @@ partition to the next. So it carries an RNG state along, one for each type of de
 The first micro-batch begins with the caller's RNG state, as if it were the only one. Each other
 micro-batch begins with a seed of its own, which is computed from the caller's state.
 
-Backward does not set RNG states, but for that of a schedule on the CPU: to set one takes the host
-about 6 µs, more than 1 % of a small cell, and few functions draw random numbers in backward.
+Backward does not set RNG states: to set one takes the host about 6 µs, more than 1 % of a small
+cell, and few functions draw random numbers in backward.
 
 :mod:`torchgpipe.ambient.generators` has the locks, since all threads share a generator.
 """
@@ -32,36 +32,19 @@ from torchgpipe.ambient.generators import (
     Around,
     Lock,
     Nest,
-    Source,
     begin_step,
     content,
-    default_state,
     end_step,
     first_run,
     generator_of,
+    get_state,
     locks_of,
-    nesting,
     recomputation,
-    set_default_state,
+    set_state,
 )
 from torchgpipe.devices.streams import CPU
 
 __all__: list[str] = []
-
-
-def get_state(device: torch.device) -> Tensor:
-    """The state of the generator that this thread draws from on a device."""
-    source = nesting.source
-    return default_state(device) if source is None or device != CPU else source.get_state()
-
-
-def set_state(device: torch.device, state: Tensor) -> None:
-    """Set the state of the generator that this thread draws from on a device."""
-    source = nesting.source
-    if source is None or device != CPU:
-        set_default_state(device, state)
-    else:
-        source.set_state(state)
 
 
 class StepNumbers:
@@ -103,8 +86,6 @@ class StepNumbers:
         self.states: list[dict[str, Tensor]] = [_States(first.__getitem__) for first in self._first]
         #: The micro-batches that had drawn here before they came back from another process.
         self._drew: set[int] = set()
-        #: The RNG states of the CPU after draws in backward, by the place in the step that drew.
-        self.in_backward: dict[object, Tensor] = {}
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # guard: generators are put back
@@ -114,18 +95,9 @@ class StepNumbers:
             set_state(device, self._last(device) if is_home else self._found[device])
         end_step(self.nest)
 
-    def of(self, i: int, device: torch.device, source: Source | None = None) -> CellNumbers:
-        """Context manager that installs the RNG state of micro-batch ``i`` on a device.
-
-        On the CPU the cell may draw from another source than the step does.
-        """
-        # Most cells have no source, and a call takes time in each of them.
-        place = self.nest if source is None else self.place(source)
-        return CellNumbers(self.states[i], generator_of(device), place)
-
-    def place(self, source: Source | None) -> Nest:
-        """The nesting of a cell that draws from a source."""
-        return self.nest if source is None else Nest(self.nest.depth, self.nest.turn, source)
+    def of(self, i: int, device: torch.device) -> CellNumbers:
+        """Context manager that installs the RNG state of micro-batch ``i`` on a device."""
+        return CellNumbers(self.states[i], generator_of(device), self.nest)
 
     @property
     def drawn(self) -> bool:
@@ -157,20 +129,12 @@ class StepNumbers:
         for kind, device in self._home.items():
             set_state(device, states[kind])
 
-    def state_in_backward(self, place: object) -> Tensor:
-        """The RNG state of the CPU from which draws in backward continue at a place in the step."""
-        if place in self.in_backward:
-            return self.in_backward[place]
-        found = content(self._found[CPU]) + repr(place).encode()
-        seed = int.from_bytes(blake2b(found, digest_size=8).digest(), "little")
-        return torch.Generator().manual_seed(seed).get_state()
-
     def _last(self, device: torch.device) -> Tensor:
         """The state that the caller continues with."""
         kind, found = device.type, self._found[device]
         if kind in self.states[0] and _differ(self.states[0][kind], found):
             return self.states[0][kind]
-        drawn = bool(self.in_backward and device == CPU) or any(
+        drawn = any(
             kind in state and _differ(first[kind], state[kind])
             for first, state in zip(self._first, self.states)
         )

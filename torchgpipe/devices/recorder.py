@@ -66,10 +66,10 @@ def memory_free(device: torch.device) -> float:
     """The bytes that are free on a device: infinity on the host, and 0 if a device does not say."""
     if not has_streams(device):
         return inf
-    # PyTorch 2.9 cannot tell, nor can every backend.
+    # Not every backend can tell.
     try:
         return torch.accelerator.get_memory_info(device)[0]
-    except (AttributeError, RuntimeError):
+    except RuntimeError:
         return 0
 
 
@@ -79,7 +79,7 @@ def memory_total(device: torch.device) -> float:
         return inf
     try:
         return torch.accelerator.get_memory_info(device)[1]
-    except (AttributeError, RuntimeError):
+    except RuntimeError:
         return inf
 
 

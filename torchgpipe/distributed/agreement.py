@@ -21,7 +21,7 @@ from torchgpipe.devices.pool import StreamPool
 from torchgpipe.devices.streams import CPU, device_types
 from torchgpipe.distributed.failures import shared_failures, told
 from torchgpipe.distributed.mail import Mail
-from torchgpipe.distributed.peers import Exchange, Peers, Routes, digest
+from torchgpipe.distributed.peers import Exchange, Peers, Routes, differing, digest
 from torchgpipe.engine.criterion import arguments_of
 from torchgpipe.engine.wrapper import MiniBatch, verify_call
 from torchgpipe.schedule.language import Schedule
@@ -140,6 +140,9 @@ DTYPES = (torch.float32, torch.float64)
 #: Whether a layer trains, and the plain values among its attributes.
 Flags: TypeAlias = tuple[Any, ...]
 
+#: What all processes must have in common in a call, as they name it.
+SETTINGS = ("method", "chunks", "checkpoint", "whether backward runs")
+
 PLAIN = {bool, int, float, str, type(None)}
 
 
@@ -211,16 +214,12 @@ class Agreement:
         with shared_failures(self._peers):
             own = [digest(layers), digest(repr(balance)), digest(repr(schedule))]
             found = self._peers.gathered(own)
-        for k, what in enumerate(("layers", "balance", "schedule")):
-            values = [x[k] for x in found]
-            if len({*values}) > 1:
-                first = [values.index(x) for x in values]
-                raise ValueError(
-                    f"all processes must make a pipeline of the same {what}, or they would train "
-                    f"different models (rank of the first process with the same {what}, by rank: "
-                    f"{first}, balance of this one: {[*balance]}); decide in one process, and tell "
-                    "the others with torch.distributed.broadcast_object_list"
-                )
+        if differs := differing(("layers", "balance", "schedule"), found):
+            raise ValueError(
+                "all processes must make the same pipeline, or they would train different models "
+                f"({differs}); decide in one process, and tell the others with "
+                "torch.distributed.broadcast_object_list"
+            )
 
     def same_call(self, name: str) -> None:
         """Check that all processes call the same method, and not a step.
@@ -231,26 +230,29 @@ class Agreement:
         # Within a transform no message arrives, so each process says so for itself.
         verify_no_transform()
         with shared_failures(self._peers):
-            exchange = Exchange(self._peers, 9)
-            exchange.tell([0, 0, 0, 0, digest(name), 0, 0, 0, 0])
-            self._answers(None, name, exchange)
+            exchange = self._told([name, *SETTINGS[1:]], [0] * 8)
+            self._answers(None, exchange)
 
-    def _answers(
-        self, error: Exception | None, settings: str, exchange: Exchange
-    ) -> list[list[int]]:
+    def _told(self, settings: Sequence[Any], numbers: Sequence[int]) -> Exchange:
+        """Begin an exchange, and tell the others digests of settings, and numbers."""
+        exchange = Exchange(self._peers, len(settings) + len(numbers))
+        exchange.tell([*map(digest, map(repr, settings)), *numbers])
+        return exchange
+
+    def _answers(self, error: Exception | None, exchange: Exchange) -> list[list[int]]:
         """The numbers of all processes, which have nothing wrong, and the same settings."""
         found = exchange.heard()
-        wrong = any(x[0] for x in found)
-        if not wrong and len({x[4] for x in found}) == 1:
-            return found
-        texts = self._peers.texts(told(error) if error else "" if wrong else settings)
-        if not wrong:
-            error = ValueError(
+        numbers = [x[len(SETTINGS) :] for x in found]
+        if any(x[0] for x in numbers):
+            texts = self._peers.texts(told(error) if error else "")
+            raise self._known(error or _of_others("begin the step", texts))
+        if differs := differing(SETTINGS, found):
+            differ = ValueError(
                 "all processes must call the same method, and a step with the same settings "
-                "((chunks, checkpoint, whether backward runs, whether forward is called) or the "
-                f"method, by rank: {texts}); call it in all processes at the same time"
+                f"({differs}); call it in all processes at the same time"
             )
-        raise self._known(error or _of_others("begin the step", texts))
+            raise self._known(differ)
+        return numbers
 
     def _known(self, error: Exception) -> Exception:
         """An error that all processes raise, which does not end their connections."""
@@ -262,7 +264,7 @@ class Agreement:
         self,
         given: StepInputs,
         shapes: str,
-        settings: str,
+        settings: Sequence[Any],
         flags: list[Flags],
         trainable: int,
         error: Exception | None,
@@ -272,7 +274,7 @@ class Agreement:
         Args:
             given: what the caller gives to this process.
             shapes: describes the micro-batches, where the first stage is.
-            settings: describes what all processes have to have in common.
+            settings: what all processes have to have in common: :data:`SETTINGS`.
             flags: what may make the layers of this process draw random numbers.
             trainable: stands for the parameters of this process.
             error: what this process has found wrong, if anything.
@@ -281,25 +283,24 @@ class Agreement:
         (sizes, *marks), quiet = given.division, flags == self._quiet
         # Layers of this process decide on the form of what it sends, too.
         form = digest(repr((shapes, trainable, [x[0] for x in flags])))
-        exchange = Exchange(self._peers, 9)
-        exchange.tell([bool(error), len(sizes), given.rows, form, digest(settings), quiet, *marks])
+        exchange = self._told(settings, [bool(error), len(sizes), given.rows, form, quiet, *marks])
         found: list[Agreed] = []
 
         def agree() -> Agreed:
             if not found:
-                found.append(self._agreed(error, settings, exchange))
+                found.append(self._agreed(error, exchange))
             return found[0]
 
         return agree
 
-    def _agreed(self, error: Exception | None, settings: str, exchange: Exchange) -> Agreed:
+    def _agreed(self, error: Exception | None, exchange: Exchange) -> Agreed:
         """A step that all processes agree on.
 
         Raises:
             ValueError: the settings differ, or another process calls something else.
             RuntimeError: another process has found something wrong.
         """
-        found = self._answers(error, settings, exchange)
+        found = self._answers(error, exchange)
         first = next(x for x in found if x[1])
         counts = {x[2] for x in found if x[2]}
         if len(counts) > 1:
@@ -310,8 +311,8 @@ class Agreement:
             )
             raise self._known(differ)
         # guard: numbers travel until nothing draws
-        with_numbers = not all(x[5] for x in found)
-        division = Division(divided(first[2], first[1]), *map(bool, first[6:]))
+        with_numbers = not all(x[4] for x in found)
+        division = Division(divided(first[2], first[1]), *map(bool, first[5:]))
         return Agreed(division, digest(repr([x[3] for x in found])), with_numbers)
 
     def end(self, mail: Mail, value: Tensor | None, divisor: Tensor | None) -> StepLoss | None:
@@ -323,7 +324,7 @@ class Agreement:
             divisor: what gradients are still to be divided by, there.
         """
         numbers, last = mail.step.numbers, mail.routes.placement[-1]
-        drew, any_drew = numbers.has_drawn(0), numbers.drawn or bool(numbers.in_backward)
+        drew, any_drew = numbers.has_drawn(0), numbers.drawn
         code = -1 if value is None else DTYPES.index(value.dtype)
         # A host does not wait for its device.
         here = self._peers.device == CPU

@@ -15,7 +15,7 @@ from torchgpipe._torch.attributes import modules_of
 from torchgpipe.ambient.notes import contextmanager
 from torchgpipe.checks import is_number, verify
 from torchgpipe.devices.streams import CPU
-from torchgpipe.distributed.peers import Peers, Routes, digest, resolved
+from torchgpipe.distributed.peers import Peers, Routes, differing, digest, resolved
 from torchgpipe.engine.outcome import Sums
 from torchgpipe.partition.placement import is_shard, is_sharded, tables
 
@@ -61,12 +61,10 @@ def verify_same(number: int, replicas: Peers) -> None:
     Raises:
         ValueError: it is not.
     """
-    found = [x for (x,) in replicas.gathered([number])]
-    if len({*found}) > 1:
+    if found := differing(["parameters"], replicas.gathered([number])):
         raise ValueError(
             "replicas must have the same parameters, and the same of them frozen, since their "
-            "gradients are averaged (first replica with the same ones, by rank: "
-            f"{[found.index(x) for x in found]}); make and freeze the same layers in all of them"
+            f"gradients are averaged ({found}); make and freeze the same layers in all of them"
         )
 
 

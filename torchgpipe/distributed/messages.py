@@ -17,7 +17,6 @@ import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from io import BytesIO
 from typing import Any, NamedTuple
 
 import torch
@@ -42,9 +41,6 @@ class Meta(NamedTuple):
     dtype: torch.dtype
     requires_grad: bool
 
-    def __repr__(self) -> str:
-        return f"{tuple(self.shape)} {self.dtype}{' with a gradient' * self.requires_grad}"
-
 
 class Packed(NamedTuple):
     """The form of one part: the value, or a skip."""
@@ -54,11 +50,20 @@ class Packed(NamedTuple):
     #: For each tensor of the part, its number among the different ones.
     places: tuple[int, ...]
     metas: tuple[Meta, ...]
+    #: Whether it shares memory with another part where it comes from.
+    is_shared: bool
 
-    def __repr__(self) -> str:
-        metas: Any = tuple([self.metas[k] for k in self.places])
-        value = self.structure.unflatten(metas)
-        return repr(value) if self.key is VALUE else f"skip {describe(self.key)}: {value!r}"
+    def is_like(self, other: Packed) -> bool:
+        """Whether messages of both forms look alike."""
+        return (
+            self[2:] == other[2:]
+            and self.key == other.key
+            and self.structure.equals(other.structure, alike)
+        )
+
+    def __str__(self) -> str:
+        name = "value" if self.key is VALUE else f"skip {describe(self.key)}"
+        return f"{name} of shapes {[tuple(self.metas[k].shape) for k in self.places]}"
 
 
 @dataclass(frozen=True)
@@ -67,11 +72,9 @@ class Form:
 
     Args:
         parts: the parts, in order.
-        shared: the keys of those that share memory with another part where they come from.
     """
 
     parts: tuple[Packed, ...]
-    shared: frozenset[Any]
 
     # A form serves for many messages.
     @cached_property
@@ -84,28 +87,14 @@ class Form:
         """The same of those that a gradient comes back for."""
         return [meta for meta in self.metas if meta.requires_grad]
 
+    @cached_property
+    def shared(self) -> frozenset[Any]:
+        """The keys of parts that share memory with another one where they come from."""
+        return frozenset(part.key for part in self.parts if part.is_shared)
+
     def renamed(self, names: Mapping[Any, Any]) -> Form:
         """The same form with other keys."""
-        parts = tuple([part._replace(key=names[part.key]) for part in self.parts])
-        return Form(parts, frozenset(names[key] for key in self.shared))
-
-    def is_like(self, other: Form) -> bool:
-        """Whether messages of both forms look alike."""
-        return (
-            self.shared == other.shared
-            and [(x.key, x.places, x.metas) for x in self.parts]
-            == [(x.key, x.places, x.metas) for x in other.parts]
-            and all(x.structure.equals(y.structure, alike) for x, y in zip(self.parts, other.parts))
-        )
-
-    def texts(self) -> list[str]:
-        """A text for each part, which says what other parts it shares tensors or memory with."""
-        return [
-            f"{x!r}"
-            + f", tensors by place {[*x.places]}" * (len({*x.places}) < len(x.places))
-            + ", sharing memory" * (x.key in self.shared)
-            for x in self.parts
-        ]
+        return Form(tuple([part._replace(key=names[part.key]) for part in self.parts]))
 
 
 def alike(a: Any, b: Any) -> bool:
@@ -113,20 +102,7 @@ def alike(a: Any, b: Any) -> bool:
     if equal(a, b):
         return True
     # Classes without a way to compare, of which a layer may make an object each time.
-    return type(a) is type(b) and type(a) not in ATOMS and _content(a) == _content(b)
-
-
-class _Pickler(pickle.Pickler):
-    """A pickler for comparisons: the pickle of a tensor itself has the address of its memory."""
-
-    def persistent_id(self, x: Any) -> Any:
-        return (x.shape, str(x.dtype), x.tolist()) if isinstance(x, Tensor) else None
-
-
-def _content(x: Any) -> bytes:
-    file = BytesIO()
-    _Pickler(file).dump(x)
-    return file.getvalue()
+    return type(a) is type(b) and type(a) not in ATOMS and pickle.dumps(a) == pickle.dumps(b)
 
 
 def pack(batch: Batch) -> tuple[Form, list[Tensor]]:
@@ -142,9 +118,9 @@ def pack(batch: Batch) -> tuple[Form, list[Tensor]]:
                 found.append(x)
         metas = tuple([Meta(x.shape, x.dtype, x.requires_grad) for x in found])
         places = tuple([numbers[id(x)] for x in part])
-        forms.append(Packed(key, batch.structures[key], places, metas))
+        forms.append(Packed(key, batch.structures[key], places, metas, key in batch.shared))
         tensors += found
-    return Form(tuple(forms), batch.shared), tensors
+    return Form(tuple(forms)), tensors
 
 
 def unpack(form: Form, tensors: Sequence[Tensor]) -> Batch:
@@ -216,10 +192,9 @@ class Forms:
             # As the receiver reads it: an object in it may change after that.
             self.read(j, i, data)
             return data
-        if not known.is_like(form):
-            # Where all texts are the same, an object differs that prints alike.
-            differing = (x for x in zip(known.texts(), form.texts()) if x[0] != x[1])
-            announced, sent = next(differing, (known.texts(), form.texts()))
+        for announced, sent in zip(known.parts, form.parts):
+            if announced.is_like(sent):
+                continue
             raise ValueError(
                 "what a stage sends to another process must have the same structure and shapes for "
                 "all micro-batches of as many rows, since it is announced once "

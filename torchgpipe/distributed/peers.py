@@ -231,6 +231,20 @@ def digest(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
+def differing(names: Sequence[str], found: Sequence[Sequence[int]]) -> str:
+    """The first of some things in which processes differ, as text; empty if there is none.
+
+    Args:
+        names: what each number of a process stands for.
+        found: the numbers of each process.
+    """
+    for name, values in zip(names, zip(*found)):
+        if len({*values}) > 1:
+            first = [values.index(x) for x in values]
+            return f"differing: {name}, first process with the same, by rank: {first}"
+    return ""
+
+
 def _is_known(group: Any) -> bool:
     """Whether PyTorch knows a group, or somebody else holds it still and it was destroyed."""
     try:

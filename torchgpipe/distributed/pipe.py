@@ -366,7 +366,7 @@ class Pipe(Wrapper):
                 error = raised
             # Policies are functions, which are others in each process.
             modes = words_of(self.checkpoint, len(self.balance))
-            settings = repr((self.chunks, modes, recorded, terms is None))
+            settings = ("forward" if terms is None else "step", self.chunks, modes, recorded)
             agree = self._agreement.begin(given, shapes, settings, flags, trainable, error)
             if self.training and (self._updated or any(x._buffers for x in modules)):
                 # A step that the others refuse must not change statistics of the first stage.

@@ -7,11 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from torchgpipe.ambient.context import Context
-from torchgpipe.ambient.notes import Visit, is_worth_a_visit
 from torchgpipe.autograd.versions import counter_of, version_of
 from torchgpipe.devices.streams import AbstractStream
 from torchgpipe.partition.keeping import Policy
@@ -47,7 +45,7 @@ class Body:
 
     __slots__ = (
         *("call", "first", "in_place", "layers", "lock", "offloading", "order"),
-        *("policy", "state", "visited"),
+        *("policy", "state"),
     )
 
     def __init__(
@@ -71,14 +69,11 @@ class Body:
         self.first = first
         #: Whether the first layer changes its input in place.
         self.in_place = starts_in_place(layers)
-        #: Whether first runs add notes to what functions of the layers may raise in backward.
-        self.visited = torch.is_grad_enabled() and is_worth_a_visit(layers)
 
     def run(
         self,
         batch: Batch,
         copies: list[Copy] | None = None,
-        note: str = "",
         after: Callable[[Batch], Batch] | None = None,
         contexts: Contexts | None = None,
         call: Callable[..., Any] | None = None,
@@ -89,8 +84,6 @@ class Body:
             batch: the micro-batch.
             copies: where buffers may change under checkpointing, an empty list for the first run,
                 which puts copies of buffers there; the same list for the recomputation.
-            note: what to say of the cell if a function of the layers raises in backward; nothing
-                for layers that have none.
             after: what runs after the layers, as a part of them.
             contexts: the context managers of a policy, for the first run and the recomputation.
             call: calls the layers; by default :attr:`call`.
@@ -117,7 +110,6 @@ class Body:
                 raise _changed(batch)
         # From here on only the tracker holds a skip, until it is popped.
         tracker = SkipTracker.of(batch)
-        visit = self._visit(batch, tracker, note) if note else None
         value = batch.take().with_skips({})
         order = self.order
         run = value.call if order is None or order.known else partial(self._ordered, order, value)
@@ -128,12 +120,7 @@ class Body:
             around = within(around, contexts)
         # guard: a partition at a time
         with self.lock, around, use_skip_tracker(tracker):
-            if visit is None:
-                output = run(call)
-            else:
-                with visit:
-                    output = run(call)
-                    visit.visit(*output)
+            output = run(call)
             if after is not None:
                 output = after(output)
             if tracker.values:
@@ -187,12 +174,6 @@ class Body:
             output = value.call(call)
         order.end(value.parts[VALUE], output.parts[VALUE])
         return output
-
-    def _visit(self, batch: Batch, tracker: SkipTracker, note: str) -> Visit | None:
-        """A visit of the graph of a first run; a recomputation's graph is thrown away."""
-        if is_recomputing():
-            return None
-        return Visit(self.layers, batch, tracker.values.values, note)
 
     def _around(self, copies: list[Copy] | None) -> AbstractContextManager[None]:
         """A context manager for the state of the layers, in this run."""

@@ -87,8 +87,6 @@ class Cell:
         """
         step = self.step
         run: Callable[..., Batch] = self.body.run
-        if self.body.visited:
-            run = partial(run, note=str(self))
         recording = step.stages.recording
         if recording is not None:
             run = partial(recording.run, run, (self.stream, self.j, self.j, self.i), iter)

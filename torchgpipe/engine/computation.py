@@ -99,14 +99,19 @@ class Computation(noted):
         cells, key = self.executor.cells, (self.j, self.i)
         return cells.pop(key) if self.op.kind in "BW" else cells[key]
 
+    @property
+    def turn(self) -> AbstractContextManager[Any]:
+        """Context manager for the turn of this computation at the generator of its device."""
+        return self.executor.draws.turns[self.j]
+
     def numbers(self) -> AbstractContextManager[Any]:
-        """Context manager for the random numbers of this computation."""
+        """Context manager for the random numbers of this computation, within its turn."""
         raise NotImplementedError
 
     def compute(self) -> None:
         """Compute, with the random numbers of the cell, when the device has its turn."""
         # Not the other way round: who has its turn may trace, and waits for all that compute.
-        with self.numbers():
+        with self.turn, self.numbers():
             self.executor.crew.cells.compute(self._compute)
 
     def _compute(self) -> None:
@@ -178,7 +183,7 @@ class Recomputation(Computation):
     """R: run the layers of a checkpointed cell again, for what its backward needs."""
 
     def numbers(self) -> AbstractContextManager[Any]:
-        return self.executor.draws.again(self.i, self.j)
+        return self.executor.draws.again()
 
     def _compute(self) -> None:
         self.cell.recompute()
@@ -188,7 +193,7 @@ class BackwardWeight(Computation):
     """W: the half of a backward that computes the gradients of the weights."""
 
     def numbers(self) -> AbstractContextManager[Any]:
-        return self.executor.draws.backward(self.i, self.j, self.op.kind == "W")
+        return self.executor.draws.backward()
 
     def compute(self) -> None:
         # Not before: the other one of an overlap may make the first sum.

@@ -19,7 +19,6 @@ from torchgpipe.checks import verify_number
 from torchgpipe.devices.pool import StreamPool
 from torchgpipe.devices.streams import CPU
 from torchgpipe.engine.links import fetched
-from torchgpipe.partition.arguments import lists
 from torchgpipe.recompute.runs import is_recomputing
 from torchgpipe.values.division import Division, divided, leaves_in, rows_in, split
 from torchgpipe.values.marks import Chunks
@@ -340,8 +339,7 @@ def arguments_of(
                 "what has its rows in another dimension as torchgpipe.Chunk(tensor, dim=1)"
             )
     looked = each if rows and m > 1 else []
-    entries = [x for name, one in looked for x in lists(one, name, leaves_in(one, rows))]
-    if unsplit := [path for path, length in entries if length == rows]:
+    if unsplit := [path for name, one in looked for path in _unsplit(one, name, rows)]:
         raise ValueError(
             "targets must be tensors to be split into micro-batches "
             f"(lists or arrays with an entry for each row: {', '.join(unsplit)}, rows: {rows}); "
@@ -353,6 +351,17 @@ def arguments_of(
         # One micro-batch gets all as it is.
         return [map_leaves(_whole, value)], events
     return [*split(value, division, rows)], events
+
+
+def _unsplit(value: Any, path: str, rows: int) -> Iterator[str]:
+    """The paths of lists and arrays without tensors that have an entry for each row."""
+    if isinstance(value, Mapping):
+        for key, x in value.items():
+            yield from _unsplit(x, f"{path}[{key!r}]", rows)
+    elif not any(isinstance(x, Tensor) or is_of_input(x) for x in leaves_of(value, is_of_input)):
+        shape = (len(value),) if isinstance(value, list) else getattr(value, "shape", ())
+        if tuple(shape)[:1] == (rows,):
+            yield path
 
 
 def _path(name: str, path: str) -> str:

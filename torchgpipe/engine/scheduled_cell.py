@@ -124,9 +124,6 @@ class EagerCell(Cell):
         body = self.step.bodies[self.j]
         #: Runs the layers on a micro-batch, and the loss if they are the last ones.
         self.run: Callable[..., Batch] = body.run
-        if body.visited:
-            note = f"raised in partition {self.j}, micro-batch {self.i}"
-            self.run = partial(self.run, note=note)
         if self.criterion is not None:
             self.run = partial(self.run, after=self.criterion.after(self.i))
         #: For each part of the input and of the output, the edges of its tensors, each tensor once.

@@ -35,7 +35,7 @@ from torchgpipe.partition.placement import Lent, Place
 from torchgpipe.recompute.checkpoint import Checkpoint, trigger
 from torchgpipe.recompute.layer_state import LayersState
 from torchgpipe.recompute.offload import Offloading
-from torchgpipe.schedule.lifetimes import leaving
+from torchgpipe.schedule.trips import leaving
 from torchgpipe.values.microbatch import VALUE
 from torchgpipe.values.order import Order
 

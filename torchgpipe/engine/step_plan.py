@@ -26,7 +26,6 @@ from torchgpipe.partition.keeping import (
 )
 from torchgpipe.schedule.candidates import named
 from torchgpipe.schedule.language import Schedule
-from torchgpipe.schedule.lifetimes import trips
 from torchgpipe.schedule.program import (
     Edge,
     Instruction,
@@ -38,6 +37,7 @@ from torchgpipe.schedule.program import (
 )
 from torchgpipe.schedule.rewrite import checkpointed
 from torchgpipe.schedule.simulator import in_order, verify_valid
+from torchgpipe.schedule.trips import trips
 
 __all__: list[str] = []
 
@@ -58,7 +58,7 @@ def title_of(choice: Choice) -> str:
 
 def text_of(choice: Choice) -> str:
     """The text of a schedule, or the name of what makes it."""
-    return choice.text if isinstance(choice, Schedule) else title_of(choice)
+    return str(choice) if isinstance(choice, Schedule) else title_of(choice)
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class StepPlan:
     def leaving(self) -> dict[tuple[int, int], Instruction]:
         """The cells that leave for the host, each with the instruction before which it comes back.
 
-        The rule for both is that of :mod:`~torchgpipe.schedule.lifetimes`.
+        The rule for both is that of :mod:`~torchgpipe.schedule.trips`.
         """
         ahead = [0 if offload is None else offload.ahead for offload in self.offloads]
         lines = self.schedule.program if any(ahead) else ()

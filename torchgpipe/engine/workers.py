@@ -35,7 +35,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from torchgpipe.ambient.context import Context, SavedSettings
-from torchgpipe.ambient.generators import nesting, seeing_draws
 from torchgpipe.devices.streams import has_streams
 
 __all__: list[str] = []
@@ -156,7 +155,6 @@ class Round:
         self.ended: SimpleQueue[Key] = SimpleQueue()
         self.errors: dict[Any, BaseException] = {}
         self.stopped = False
-        self.sees = nesting.sees
 
     def work(self, worker: Key) -> None:
         """Run the tasks of a worker, unless the round was abandoned."""
@@ -173,7 +171,7 @@ class Round:
             torch.autocast_increment_nesting()
         try:
             self.context.lend_threads()
-            with self.context.entered(SavedSettings([worker[0]])), seeing_draws(self.sees):
+            with self.context.entered(SavedSettings([worker[0]])):
                 while remaining:
                     for name in remaining[-1].needs:
                         with self.gates[name]:

@@ -330,7 +330,7 @@ class GraphCells(Cells):
 
 def _begun(run: Computation) -> PartCall | None:
     """Begin a computation if a graph computes it."""
-    with run.numbers():
+    with run.turn, run.numbers():
         cell = run.cell
         return cell.begin(run.op.kind, run.given) if isinstance(cell, GraphCell) else None
 

@@ -20,10 +20,8 @@ from torchgpipe import _torch
 from torchgpipe._torch.checkpoints import repeating
 from torchgpipe._torch.dynamo import is_compiled, uncompiled
 from torchgpipe.ambient.context import registered
-from torchgpipe.ambient.notes import Visit
 from torchgpipe.engine.body import Body
 from torchgpipe.mapped.alone import CallAlone, devices_of, put_call
-from torchgpipe.mapped.containers import tensors_of
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.mapped.exchanged import Attributes, CallAttributes, RestoredAttributes
 from torchgpipe.partition.placement import elsewhere
@@ -305,21 +303,10 @@ class MappedBody(Body):
         #: Its layers that have buffers.
         self.buffered: Sequence[nn.Module] | None = None
 
-    def run_alone(self, arguments: tuple[Any, Any], note: str = "") -> Any:
-        """Run the module with its arguments as they are, where there is no recomputation.
-
-        Args:
-            arguments: the positional arguments, and the keyword arguments.
-            note: as in :meth:`run`.
-        """
+    def run_alone(self, arguments: tuple[Any, Any]) -> Any:
+        """Run the module with its arguments as they are, where there is no recomputation."""
         args, kwargs = arguments
-        if not note:
-            return self.call(*args, **kwargs)
-        visit = Visit(self.layers, tensors_of(arguments), tuple, note)
-        with visit:
-            output = self.call(*args, **kwargs)
-            visit.visit(*tensors_of(output))
-        return output
+        return self.call(*args, **kwargs)
 
     def run_twice(
         self, batch: Batch, given: CallAttributes | None, own: list[Any], **more: Any

@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 from torchgpipe.ambient import labels
-from torchgpipe.ambient.generators import content, generator_of
+from torchgpipe.ambient.generators import content, generator_of, get_state, set_state
 from torchgpipe.ambient.notes import contextmanager
-from torchgpipe.ambient.random_numbers import CellNumbers, StepNumbers, get_state, set_state
+from torchgpipe.ambient.random_numbers import CellNumbers, StepNumbers
 from torchgpipe.autograd.copy import leave, wait
 from torchgpipe.autograd.fork_join import join, needs_backward
 from torchgpipe.autograd.versions import version_of

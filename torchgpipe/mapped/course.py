@@ -38,7 +38,6 @@ from torchgpipe.ambient.notes import (
     add_note,
     contextmanager,
     layer,
-    note_functions,
     note_layer,
     noted,
 )
@@ -232,7 +231,6 @@ class Course:
         label = None if labels.observer is None else cell.label
         if label is not None:
             label = label._replace(layer=mapped.name, layer_type=type(body.layers).__name__)
-        note = self._note(mapped) if again or body.visited else ""
         rare = label or within_checkpoint or (stage.visit and body.shared)
         with self._around(mapped, stage, body.shared, label) if rare else use_stream(stage.compute):
             given = body.attributes.begin() if body.attributes else None
@@ -249,8 +247,6 @@ class Course:
             # Most calls have tensors and plain values alone.
             if objects and (mappings := mappings_of(*value)):
                 run = partial(Exchanged(mappings, partial(self._items, cell), body.lock).call, run)
-            if body.visited:
-                run = partial(run, note=note)
             if body.foreign:
                 run = watched(step.lasting.met, mapped, partial(cell.fetch, source=self._at), run)
             if step.recording is not None:
@@ -258,7 +254,7 @@ class Course:
                 run = partial(step.recording.run, run, where, iter if again else tensors_of)
             with handing_back(original, value) if copies else NOTHING:
                 if batch is not None:
-                    within = noted(note, label and label._replace(kind="R"))
+                    within = noted(self._note(mapped), label and label._replace(kind="R"))
                     checkpoint = body.checkpoint(
                         run, step.new_context(), stage.compute, within, new
                     )
@@ -344,10 +340,6 @@ class Course:
         omitted = self._end_tail(output, batch)
         if self._cell:
             self._cell.leave()
-        if self.step.needs_glue and not self.step.lasting.trained:
-            # A walk through a graph takes the host long, and most errors come in the first step.
-            text = f"raised in code between modules, micro-batch {self.i}, in its backward"
-            note_functions(batch, set(), text, through=True)
         if self._turns:
             # guard: leaving a device with its numbers
             self._numbers.leave()

@@ -52,7 +52,7 @@ from torchgpipe.partition.placement import Lent, Place
 from torchgpipe.recompute.buffers import Learned
 from torchgpipe.recompute.layer_state import LayersState
 from torchgpipe.recompute.offload import Offloading
-from torchgpipe.schedule.lifetimes import leaving
+from torchgpipe.schedule.trips import leaving
 from torchgpipe.show.describe import StepFigures
 
 __all__: list[str] = []
@@ -99,8 +99,6 @@ class Lasting:
         self.last: str | None = None
         #: The spans of steps, while somebody traces the model.
         self.recording: Recording | None = None
-        #: Whether a step has recorded gradients.
-        self.trained = False
         #: Whether modules have met tensors of other devices.
         self.met: Met = {}
         #: Whether modules have names on several devices, which their calls take in turns.
@@ -317,7 +315,6 @@ class MappedStep:
 
     def end(self) -> None:
         """Take note that all micro-batches were computed."""
-        self.lasting.trained |= torch.is_grad_enabled()
         for body in self._bodies:
             body.settle()
         # All bodies of a module share its attributes.

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from torchgpipe.ambient.context import Context
-from torchgpipe.ambient.generators import content
+from torchgpipe.ambient.generators import content, get_state
 from torchgpipe.ambient.notes import contextmanager
-from torchgpipe.ambient.random_numbers import get_state
 from torchgpipe.autograd.nodes import next_number, number_from
 from torchgpipe.devices.streams import CPU, has_streams
 from torchgpipe.engine.workers import Task, Workers

@@ -36,9 +36,9 @@ class Partition(nn.Sequential):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # A compiled partition must not depend on what changes from run to run.
-        then, visit, is_observed = None, None, False
+        then, is_observed = None, False
         if not is_compiling():
-            then, visit = after_layer.then, after_layer.visit
+            then = after_layer.then
             is_observed = labels.observer is not None
         output = None
         for name, layer in self._modules.items():
@@ -47,8 +47,6 @@ class Partition(nn.Sequential):
             if is_observed:
                 labels.put_layer(name, type(layer).__name__)
             output = layer(*args, **kwargs)
-            if visit is not None:
-                visit(output)
             if then is not None:
                 then()
             args, kwargs = (output,), {}

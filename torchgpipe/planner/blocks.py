@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from torchgpipe.ambient.generators import generator_of
-from torchgpipe.ambient.random_numbers import get_state, set_state
+from torchgpipe.ambient.generators import generator_of, get_state, set_state
 from torchgpipe.autograd.nodes import next_number
 from torchgpipe.devices.recorder import Stopwatch
 from torchgpipe.devices.streams import CPU, has_streams, use_device

@@ -48,7 +48,7 @@ from torchgpipe.planner.given import (
 )
 from torchgpipe.planner.layers import measured_links
 from torchgpipe.planner.memory import Footprint, weights_of
-from torchgpipe.schedule.lifetimes import leaving
+from torchgpipe.schedule.trips import leaving
 from torchgpipe.values.marks import Chunk, Chunks, NoChunk
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import Arguments, is_of_input, map_leaves

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torchgpipe.partition.keeping import Offload
 from torchgpipe.planner.record import Record
 from torchgpipe.planner.stage_memory import Arrival, Stage, Weights, ways
-from torchgpipe.schedule.lifetimes import NOTHING, Known, Stop, Trip, stops
 from torchgpipe.schedule.program import Op, operations
 from torchgpipe.schedule.simulator import Step
+from torchgpipe.schedule.trips import NOTHING, Known, Stop, Trip, stops
 
 __all__: list[str] = []
 

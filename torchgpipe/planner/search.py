@@ -26,7 +26,7 @@ from torchgpipe.partition.keeping import (
 from torchgpipe.planner.cuts import cut, others
 from torchgpipe.planner.problem import Problem
 from torchgpipe.planner.trial import Departure, Setting, Trial, Trials, settings
-from torchgpipe.schedule.lifetimes import trips
+from torchgpipe.schedule.trips import trips
 
 __all__: list[str] = []
 

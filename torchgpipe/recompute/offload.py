@@ -13,7 +13,7 @@ A cell leaves when its layers have run, after one event. The compute stream wait
 after the layers of the next cell, and then the memory is free. The obvious way, ``record_stream``,
 would have it wait as long, and hold the memory for one cell more.
 
-The last two micro-batches stay, by the rule of :mod:`~torchgpipe.schedule.lifetimes`. Keeping one
+The last two micro-batches stay, by the rule of :mod:`~torchgpipe.schedule.trips`. Keeping one
 more than the last takes no more memory.
 
 A cell comes back when backward asks for the first tensor of the cell after it [1]. The memory it

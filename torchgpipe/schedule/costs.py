@@ -11,8 +11,8 @@ from math import inf
 from typing import Any, TypeAlias
 
 from torchgpipe.checks import finite, has_entries, is_number, verify, verify_function, verify_kind
-from torchgpipe.schedule.lifetimes import Known, Tracks, stops, trips
 from torchgpipe.schedule.program import Edge, Instruction, Program, Skips, operations
+from torchgpipe.schedule.trips import Known, Tracks, stops, trips
 
 __all__ = ["Costs", "Each", "Table", "numbers"]
 
@@ -44,8 +44,6 @@ class Costs:
         back: the time to copy it back; as long as ``out`` if None. Copies to the host and back do
             not slow each other down.
         ahead: how many instructions before its backward a cell comes back.
-        switches: the workers after each switch, which share a link to the host. In each direction
-            a switch has one copy at a time.
     """
 
     F: Each = 1
@@ -61,7 +59,6 @@ class Costs:
     out: Each = 0
     back: Each | None = None
     ahead: int | Sequence[int] = 1
-    switches: Sequence[Sequence[int]] = ()
 
 
 def numbers(name: str, value: Any, count: int) -> list[float]:
@@ -108,17 +105,6 @@ class Table:
         self.time = {kind: numbers(kind, getattr(costs, kind), count) for kind in "FIWR"}
         self.time["B"] = [i + w for i, w in zip(self.time["I"], self.time["W"])]
         self._keep(costs)
-        rule = "switches must name workers, each once"
-        remedy = "give the workers after each switch, as in [(0, 1), (2, 3)]"
-        given = costs.switches
-        verify_kind(given, Sequence, rule, "switches", remedy)
-        verify(all(isinstance(x, Sequence) for x in given), rule, "switches", given, remedy)
-        workers = [w for group in given for w in group]
-        known = [w for w in workers if w in placement]
-        is_right = known == workers and len({*known}) == len(workers)
-        verify(is_right, rule, "switches", given, remedy)
-        #: The number of the switch of each worker that has one.
-        self.switch = {w: k for k, group in enumerate(costs.switches) for w in group}
         there = [*pairwise(range(len(placement))), *skips]
         pairs = [(j, k) for j, k in there if placement[j] != placement[k]]
         pairs += [(k, j) for j, k in pairs]
@@ -188,7 +174,7 @@ class Table:
         if not any(self.ahead):
             return None
         lines = stops(program, self.placement, self.ahead, known)
-        return Tracks(lines, self.out, self.back, self.switch)
+        return Tracks(lines, self.out, self.back)
 
     def held(self, line: Sequence[Instruction]) -> Iterator[float]:
         """Yield a worker's peak memory from the start of each instruction to that of the next."""

@@ -54,7 +54,7 @@ def greedy(
     Example::
 
         >>> depth_first = greedy((0, 1), 3, lambda op: ("BF".index(op.kind), op.microbatch))
-        >>> print(depth_first.text)
+        >>> print(depth_first)
         0F0 0F1 0F2 0B0 0B1 0B2
         1F0 1B0 1F1 1B1 1F2 1B2
     """

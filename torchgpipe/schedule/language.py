@@ -10,22 +10,17 @@ from itertools import accumulate, chain
 from os import PathLike
 
 from torchgpipe.checks import MOST, checked_path, listed, shown, verify, verify_kind
-from torchgpipe.schedule.lifetimes import Lifetimes, lifetimes
 from torchgpipe.schedule.program import (
     Instruction,
     Op,
     Overlap,
     Program,
-    characters,
     operations,
     operations_of,
     together,
-    unit_times,
-    write_svg,
 )
 from torchgpipe.schedule.rewrite import (
     deferred,
-    fused,
     halved,
     overlapped,
     paired,
@@ -102,30 +97,13 @@ class Schedule:
                     f"or Overlap(op, op) (instruction: {x!r}); {PARSED}"
                 )
 
-    @property
-    def text(self) -> str:
+    def __str__(self) -> str:
         """The text that :func:`parse` reads, provided that every worker has an instruction."""
         return "\n".join(" ".join(map(str, line)) for line in self.program)
-
-    def __str__(self) -> str:
-        return characters(self.program)
-
-    def svg(self, path: str | PathLike[str], scale: float | None = None) -> None:
-        """Draw the schedule into an SVG file, with two units of time for B and one for the rest.
-
-        Args:
-            path: the file.
-            scale: pixels per unit of time; chosen to fit the numbers if None.
-        """
-        write_svg(path, self.program, unit_times(self.program), scale)
 
     def split(self) -> Schedule:
         """Return this schedule with each B replaced by I and, right after it, W."""
         return replace(self, program=halved(self.program))
-
-    def fuse(self) -> Schedule:
-        """Return this schedule with each I replaced by B, and without the W of the same cell."""
-        return replace(self, program=fused(self.program))
 
     def defer_weights(self, k: int | Sequence[int]) -> Schedule:
         """Return this schedule with each W moved after the next ``k`` I of its worker.
@@ -163,16 +141,6 @@ class Schedule:
             ValueError: The schedule has overlaps.
         """
         return replace(self, chunks=2 * self.chunks, program=paired(self.program))
-
-    def lifetimes(self, ahead: int | Sequence[int] = 0) -> tuple[Lifetimes, ...]:
-        """Find from when to when each worker keeps each cell, and the fewest slots for them.
-
-        Args:
-            ahead: how many instructions before its backward a cell comes back from the memory of
-                the host, for all stages or for each; 0 if cells stay on their device.
-        """
-        each = [ahead] * len(self.placement) if isinstance(ahead, int) else [*ahead]
-        return lifetimes(self.program, each)
 
     def recompute(
         self,
@@ -282,9 +250,8 @@ def parse(text: str, placement: Sequence[int], chunks: int) -> Schedule:
 
     Example::
 
-        >>> print(parse("0F0 0F1 0B0 0B1", placement=[0], chunks=2))
-        time      0                   5
-        worker 0  0F0 0F1 0B0---- 0B1----
+        >>> print(parse("0F0 0F1 0B0 0B1", placement=[0], chunks=2).split())
+        0F0 0F1 0I0 0W0 0I1 0W1
     """
     verify_kind(text, str, "a schedule is read from text", "text", "pass such as '0F0 0B0'")
     program = [

@@ -54,24 +54,11 @@ class Bounds:
 
     def gap(self, report: Report) -> float:
         """Return the excess of a makespan over the bound, as a share of the bound."""
-        _verify_report(report)
-        return _share_above(report.makespan, self.makespan)
-
-    def memory_gap(self, report: Report) -> float:
-        """Return the largest excess of a worker's peak over its bound, as a share of the bound."""
-        _verify_report(report)
-        return max(map(_share_above, report.peak, self.peak))
-
-
-def _verify_report(report: Report) -> None:
-    remedy = "pass simulate(schedule, costs)"
-    verify_kind(report, Report, "a bound is compared with a Report", "report", remedy)
-
-
-def _share_above(value: float, bound: float) -> float:
-    if not bound:
-        return inf if value else 0
-    return max(0, value / bound - 1)
+        remedy = "pass simulate(schedule, costs)"
+        verify_kind(report, Report, "a bound is compared with a Report", "report", remedy)
+        if not self.makespan:
+            return inf if report.makespan else 0
+        return max(0, report.makespan / self.makespan - 1)
 
 
 def bounds(
@@ -138,7 +125,6 @@ def _edges(table: Table, skips: Skips) -> list[tuple[Op, list[Op]]]:
 
 
 def _heads(table: Table, edges: Sequence[tuple[Op, list[Op]]]) -> Chains:
-    """Return the heads of all computations."""
     heads: Chains = {}
     for op, sources in edges:
         ends = [
@@ -150,7 +136,6 @@ def _heads(table: Table, edges: Sequence[tuple[Op, list[Op]]]) -> Chains:
 
 
 def _tails(table: Table, edges: Sequence[tuple[Op, list[Op]]]) -> Chains:
-    """Return the tails of all computations."""
     tails: Chains = {(op.kind, op.stage): 0 for op, _ in edges}
     for op, sources in reversed(edges):
         after = table.time[op.kind][op.stage] + tails[op.kind, op.stage]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import re
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from itertools import chain, count, pairwise
 from numbers import Integral
 from typing import Any
@@ -26,7 +25,6 @@ from torchgpipe.schedule.program import (
 __all__: list[str] = [
     "checkpointed",
     "deferred",
-    "fused",
     "halved",
     "recomputed",
     "truncated",
@@ -49,18 +47,6 @@ def halved(program: Program) -> Program:
         return [together(ops), *weights]
 
     return _replaced(program, halves)
-
-
-def fused(program: Program) -> Program:
-    """Replace each I that has a W by B, and remove the W."""
-    ops = set(operations_of(program))
-
-    def whole(op: Op) -> Op | None:
-        if op.kind == "I" and op._replace(kind="W") in ops:
-            return op._replace(kind="B")
-        return None if op.kind == "W" and op._replace(kind="I") in ops else op
-
-    return _changed(program, whole)
 
 
 def truncated(program: Program, chunks: int) -> Program:
@@ -121,7 +107,7 @@ def recomputed(
         some = [*numbers] if has_entries(numbers) else [numbers]
         if numbers is not None and not all(type(x) is int and x in there for x in some):
             raise ValueError(
-                f"{name} must be in the schedule ({name}: {shown(_sorted(some))}, in the schedule: "
+                f"{name} must be in the schedule ({name}: {shown(some)}, in the schedule: "
                 f"{sorted(there)}); leave out the others"
             )
         chosen.append(there if numbers is None else {*some})
@@ -197,13 +183,6 @@ def _changed(program: Program, change: Callable[[Op], Op | None]) -> Program:
         return [together(ops)] if ops else []
 
     return _replaced(program, changed)
-
-
-def _sorted(values: list[Any]) -> list[Any]:
-    """The values in order, if they have one."""
-    with suppress(TypeError):
-        return sorted(values)
-    return values
 
 
 # Rewrites that let a worker do two computations at once, of which one may wait for a message.

@@ -7,11 +7,9 @@ from copy import copy as copied
 from dataclasses import dataclass, field
 from itertools import product
 from math import isclose
-from os import PathLike
 
 from torchgpipe.schedule.costs import Costs, Each, Table, checked_costs, numbers
 from torchgpipe.schedule.language import Schedule, checked_schedule
-from torchgpipe.schedule.lifetimes import Known, Tracks
 from torchgpipe.schedule.program import (
     Edge,
     Instruction,
@@ -22,8 +20,8 @@ from torchgpipe.schedule.program import (
     operations,
     operations_of,
     walk,
-    write_svg,
 )
+from torchgpipe.schedule.trips import Known, Tracks
 from torchgpipe.show.span import Stream, computation, copy, trip
 from torchgpipe.show.timeline import Timeline
 
@@ -241,10 +239,7 @@ class Rehearsal:
         before = [*start]
         for cell in again:
             before[self._backward[cell]] += table.time["R"][cell[0]]
-        # Of copies over a shared link, the one goes first that the host issues first.
-        is_shared = tracks is not None and table.switch
-        for k in self._issued() if is_shared else range(len(start)):
-            w, kind, waits = self._waits[k]
+        for k, (w, kind, waits) in enumerate(self._waits):
             begin = free[w] + before[k]
             if tracks is not None:
                 begin = tracks.before(w, begin)
@@ -271,16 +266,6 @@ class Rehearsal:
         Of equal starts, the first worker goes first, except that what takes no time comes before
         what needs it.
         """
-        return [self.steps[k] for k in self._places(start)]
-
-    def _issued(self) -> list[int]:
-        """The numbers of the steps, in the order in which a driver issues them."""
-        count = len({op.stage for op in operations_of(self.program)})
-        placement = [0] * count
-        return self._places(self.times(Table(Costs(), placement))[0])
-
-    def _places(self, start: Sequence[float]) -> list[int]:
-        """The numbers of the steps by their starts."""
         #: For each step, the longest chain of those before it that start at the same time.
         depth: list[int] = []
         last: list[int | None] = [None] * len(self.program)
@@ -294,7 +279,8 @@ class Rehearsal:
                     found = max(found, depth[source] + 1)
             depth.append(found)
             last[w] = k
-        return sorted(range(len(start)), key=lambda k: (start[k], depth[k], self._waits[k][0]))
+        places = sorted(range(len(start)), key=lambda k: (start[k], depth[k], self._waits[k][0]))
+        return [self.steps[k] for k in places]
 
 
 # A simulation of a schedule in which every instruction starts as soon as it can.
@@ -354,27 +340,18 @@ class Report:
         spans = []
         for w, instruction, edges in walk(schedule.program, lambda waiting: None, schedule.skips):
             for op in operations(instruction):
-                times = self.start[op], self.end[op]
+                times = float(self.start[op]), float(self.end[op])
                 spans.append(computation(Stream(f"worker {w}", 0), *times, op))
             for source, op in edges:
                 if time := table.delay((source, op)):
-                    times = self.end[source], self.end[source] + time
+                    times = float(self.end[source]), float(self.end[source] + time)
                     ends = source.stage, op.stage
                     spans.append(copy(Stream(f"worker {w}", 1), *times, *ends, op.microbatch))
         for number, (kind, copies) in enumerate({"out": self.out, "back": self.back}.items(), 2):
-            for (j, i), times in copies.items():
+            for (j, i), (begin, finish) in copies.items():
                 stream = Stream(f"worker {schedule.placement[j]}", number)
-                spans.append(trip(stream, *times, kind, j, i))
+                spans.append(trip(stream, float(begin), float(finish), kind, j, i))
         return Timeline(sorted(spans, key=lambda span: span.start), unit="")
-
-    def svg(self, path: str | PathLike[str], scale: float | None = None) -> None:
-        """Draw the schedule into an SVG file, with the times of this report.
-
-        Args:
-            path: the file.
-            scale: pixels per unit of time; chosen to fit the numbers if None.
-        """
-        write_svg(path, self.schedule.program, (self.start, self.end), scale)
 
 
 def simulate(schedule: Schedule, costs: Costs = Costs()) -> Report:

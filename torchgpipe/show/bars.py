@@ -6,7 +6,7 @@ lines take the colors of the page around them, light or dark.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from math import floor, log10
 from typing import NamedTuple
@@ -18,7 +18,6 @@ __all__: list[str] = [
     "KINDS",
     "Bar",
     "Panel",
-    "BarRow",
     "document",
     "rect",
     "svg",
@@ -72,28 +71,19 @@ class Bar(NamedTuple):
     part: tuple[int, int] = (0, 1)
 
 
-class BarRow(NamedTuple):
-    """A row of bars and its name."""
-
-    name: str
-    bars: Sequence[Bar]
-
-
 class Panel(NamedTuple):
     """Rows with a common time.
 
     Args:
-        rows: the rows.
+        rows: the bars of each row, by its name.
         stop: the end of the time.
         title: a line above them.
-        notes: lines below the legend.
         is_toned: whether some bars are lighter, for later stages of a worker.
     """
 
-    rows: Sequence[BarRow]
+    rows: Mapping[str, Sequence[Bar]]
     stop: float
     title: str = ""
-    notes: Sequence[str] = ()
     is_toned: bool = False
 
 
@@ -105,9 +95,9 @@ def svg(panels: Sequence[Panel], scale: float | None = None) -> str:
     if scale is not None:
         rule = "scale must be the pixels of a unit of time"
         verify_number(scale, rule, "scale", "leave it out to fit the numbers", above=0)
-    bars = [bar for panel in panels for row in panel.rows for bar in row.bars]
+    bars = [bar for panel in panels for row in panel.rows.values() for bar in row]
     stop = max([float(panel.stop) for panel in panels], default=0.0)
-    margin = max([_MARGIN, *(8 + 7 * len(row.name) for panel in panels for row in panel.rows)])
+    margin = max([_MARGIN, *(8 + 7 * len(name) for panel in panels for name in panel.rows)])
     if not scale:
         # In any unit of time, the average bar is wide enough for its number.
         computed = [bar.end - bar.start for bar in bars if bar.kind not in EDGES]
@@ -123,13 +113,9 @@ def svg(panels: Sequence[Panel], scale: float | None = None) -> str:
         y += _LINE + len(panel.rows) * _ROW + 6
     found, right = _legend(bars, margin, y + 10, any(panel.is_toned for panel in panels))
     body += found
-    y += 10
-    for note in [note for panel in panels for note in panel.notes]:
-        y += _LINE
-        body.append(text(margin, y, note))
     words = '<g font-family="sans-serif" font-size="11">'
     return document(
-        max(right, margin + stop * scale + 8), y + 10, _LIGHT, _DARK, [words, *body, "</g>"]
+        max(right, margin + stop * scale + 8), y + 20, _LIGHT, _DARK, [words, *body, "</g>"]
     )
 
 
@@ -152,10 +138,10 @@ def document(width: float, height: float, light: str, dark: str, body: Sequence[
 def _panel(panel: Panel, top: float, margin: float, scale: float) -> list[str]:
     stop = float(panel.stop)
     body: list[str] = []
-    for k, row in enumerate(panel.rows):
+    for k, (name, bars) in enumerate(panel.rows.items()):
         y = top + _LINE + k * _ROW
-        body += [text(4, y + 17, row.name), rect(margin, y + 1, stop * scale, _ROW - 2, "waits")]
-        for bar in row.bars:
+        body += [text(4, y + 17, name), rect(margin, y + 1, stop * scale, _ROW - 2, "waits")]
+        for bar in bars:
             x, width = margin + float(bar.start) * scale, float(bar.end - bar.start) * scale
             color = lighter(KINDS[bar.kind][0], bar.tone)
             if bar.kind in EDGES:

@@ -9,7 +9,7 @@ from os import PathLike
 from typing import Any, Protocol
 
 from torchgpipe.checks import checked_path, verify_kind
-from torchgpipe.show.bars import EDGES, Bar, BarRow, Panel, svg
+from torchgpipe.show.bars import EDGES, Bar, Panel, svg
 from torchgpipe.show.span import Span, Stream, order
 from torchgpipe.show.tables import Shares, by_stream, labels, shares, table
 
@@ -192,7 +192,7 @@ def panel(spans: Sequence[Span], unit: str) -> Panel:
     rows = by_stream(spans)
     names = labels(rows)
     of_device: dict[str, list[Bar]] = {}
-    found = []
+    found: dict[str, list[Bar]] = {}
     is_toned = False
     for stream, own in rows.items():
         stages = sorted({span.stage for span in own if span.stage is not None})
@@ -209,7 +209,7 @@ def panel(spans: Sequence[Span], unit: str) -> Panel:
             )
             for span, part in _parts([span for span in own if span.time])
         ]
-        found.append(BarRow(names[stream], bars))
+        found[names[stream]] = bars
         of_device.setdefault(stream.place, bars)
     for span in spans:
         if span.kind in EDGES and span.stream.place in of_device:

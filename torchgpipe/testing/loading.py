@@ -34,7 +34,7 @@ __all__: list[str] = ["load", "UnavailableError"]
 SOURCES = Path(__file__).parent / "csrc"
 
 #: The oldest PyTorch with all the headers that the source needs.
-OLDEST = (2, 9)
+OLDEST = (2, 11)
 
 
 class UnavailableError(RuntimeError):

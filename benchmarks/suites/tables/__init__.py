@@ -1,1 +1,1 @@
-"""Tables and charts of the suites that have many of them."""
+"""Tables of the suites that have many of them."""

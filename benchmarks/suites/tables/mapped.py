@@ -1,11 +1,11 @@
-"""The table and the chart of virtual times of ``python -m benchmarks mapped``."""
+"""The table of virtual times of ``python -m benchmarks mapped``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.report.summary import Chart, Summary, Table
+from benchmarks.report.summary import Summary, Table
 from benchmarks.simulate.mapped import M
 
 __all__ = ["steps"]
@@ -21,7 +21,7 @@ limit is the critical path of equal stages with F = R = 1 and B = 2."""
 
 
 def steps(rows: Sequence[dict[str, Any]]) -> Summary:
-    """A line for each model and mode, and a chart of the Llama."""
+    """A line for each model and mode."""
     lines = [
         [
             *(row["model"], row["mode"]),
@@ -30,13 +30,9 @@ def steps(rows: Sequence[dict[str, Any]]) -> Summary:
         ]
         for row in rows
     ]
-    drawn = [row for row in rows if row["model"] == "Llama"]
-    title = "A step of a Llama by a device map (4 devices, virtual time)"
-    series = {way: [min(row["ms"].get(way, []), default=None) for row in drawn] for way in WAYS}
     return Summary(
         "Models under a device map, in virtual time",
         [Table(["model", "mode", *WAYS, "limit"], lines, "Milliseconds of virtual time:")],
-        [Chart(title, "ms, least", [row["mode"] for row in drawn], series)] if drawn else [],
         NOTES.replace("\n", " "),
     )
 

@@ -1,11 +1,11 @@
-"""Tables and charts of ``python -m benchmarks memory``."""
+"""Tables of ``python -m benchmarks memory``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.report.summary import Chart, Summary, Table
+from benchmarks.report.summary import Summary, Table
 
 __all__ = ["summarise"]
 
@@ -28,12 +28,6 @@ def peak(device: dict[str, int]) -> int:
 def parameters(device: dict[str, int]) -> int:
     """Bytes of parameters."""
     return device["parameters"]
-
-
-def mebibytes(row: Row, name: str, figure: Figure) -> float | None:
-    """Figure of the device that needs most, or None if it was not measured."""
-    devices = row["rivals"].get(name, {}).get("devices")
-    return max(map(figure, devices)) / 2**20 if devices else None
 
 
 def cell(row: Row, name: str, figure: Figure) -> str | None:
@@ -71,30 +65,11 @@ def table(rows: Sequence[Row], caption: str, names: Sequence[str]) -> Table:
     return Table([*columns, "ours / 0.0.7"], lines, caption)
 
 
-def grid_charts(model: str, rows: Sequence[Row], names: Sequence[str]) -> Iterator[Chart]:
-    """Activations of the largest device against micro-batches, and against partitions."""
-    plain = next((mebibytes(x, "plain", activations) for x in rows if not x["m"]), None)
-    wrapped = [row for row in rows if row["m"]]
-    for key, other in [("m", "n"), ("n", "m")] if wrapped else []:
-        fixed = max(row[other] for row in wrapped)
-        found = [row for row in wrapped if row[other] == fixed]
-        labels = sorted({row[key] for row in found})
-        series = {}
-        for name in names:
-            for mode in dict.fromkeys(row["mode"] for row in found):
-                points = {row[key]: row for row in found if row["mode"] == mode}
-                values = [mebibytes(points[x], name, activations) for x in labels]
-                series[f"{name}, {mode}"] = values
-        title = f"{model}, {other} = {fixed}: activations against {key} (dashed: plain)"
-        yield Chart(title, "MiB, largest device", [*map(str, labels)], series, True, plain)
-
-
 def summarise(result: dict[str, Any]) -> Summary:
-    """Tables and charts of both families."""
+    """Tables of both families."""
     virtual = result["device"] == "virtual"
     tables: list[Table] = []
     more: list[Table] = []
-    charts: list[Chart] = []
     wrappers = [*result["rivals"]]
     for family in ("experiments", "grid"):
         some = [row for row in result["rows"] if row["family"] == family]
@@ -103,13 +78,8 @@ def summarise(result: dict[str, Any]) -> Summary:
             size = f"size {rows[0]['size']}, mini-batches of {rows[0]['batch']}"
             names = [x for x in ("plain", *wrappers) if any(x in row["rivals"] for row in rows)]
             if family == "grid":
-                charts += grid_charts(model, rows, [x for x in names if x != "plain"])
                 caption = f"Modes, partitions and micro-batches of a small {model}: {size}."
             else:
-                labels = [row["name"] for row in rows]
-                series = {x: [mebibytes(row, x, peak) for row in rows] for x in names}
-                title = f"{model}, the papers' experiments: peak"
-                charts.append(Chart(title, "MiB, largest device", labels, series))
                 scaled = ", scaled" if result["scaled"] else ""
                 caption = f"The papers' experiments on {model}{scaled}: {size}."
             (more if family == "grid" else tables).append(table(rows, caption, names))
@@ -117,7 +87,7 @@ def summarise(result: dict[str, Any]) -> Summary:
     title = f"Memory of a training step, on {where}"
     if not tables:
         tables, more = more, []
-    return Summary(title, tables, charts, notes(result), more)
+    return Summary(title, tables, notes(result), more)
 
 
 def notes(result: dict[str, Any]) -> str:

@@ -1,13 +1,13 @@
-"""Tables and charts of ``python -m benchmarks speed`` in real time."""
+"""Tables of ``python -m benchmarks speed`` in real time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.report.summary import Chart, Summary, Table
+from benchmarks.report.summary import Summary, Table
 
-__all__ = ["by_model", "labels", "summarise"]
+__all__ = ["summarise"]
 
 Row = dict[str, Any]
 Cell = Callable[[Row, Row], str]
@@ -54,7 +54,6 @@ def summarise(result: Row) -> Summary:
     return Summary(
         title=f"Throughput in training ({result['device']})",
         tables=tables,
-        charts=charts(rows, others),
         notes="\n\n".join(notes),
     )
 
@@ -99,32 +98,3 @@ def speed_up(row: Row, found: Row) -> str:
 def ours_over(row: Row, found: Row) -> str:
     """A cell of the third table."""
     return "ours not run" if found["ours_over"] is None else f"{found['ours_over']:.2f}"
-
-
-def charts(rows: Sequence[Row], names: Sequence[str]) -> list[Chart]:
-    """Speed-ups of each model in each mode."""
-    return [
-        Chart(
-            title=f"{model}: speed-up over baseline",
-            unit="times",
-            labels=labels(group),
-            series={
-                name: [x["rivals"].get(name, {}).get("speed_up") for x in group] for name in names
-            },
-            limit=1.0,
-        )
-        for model, group in by_model(rows).items()
-    ]
-
-
-def by_model(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The rows of each model; an experiment is called ``MODEL/NAME``."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row["experiment"].partition("/")[0], []).append(row)
-    return groups
-
-
-def labels(rows: Sequence[Row]) -> list[str]:
-    """Labels of the rows of one model: experiment and mode."""
-    return [f"{row['experiment'].partition('/')[2]} {row['mode']}" for row in rows]

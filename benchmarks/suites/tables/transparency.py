@@ -1,4 +1,4 @@
-"""Tables and charts of trainings, plain and under GPipe: losses, weights and accuracies."""
+"""Tables of trainings, plain and under GPipe: losses, weights and accuracies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import copysign, inf, sqrt
 from statistics import mean, stdev
 from typing import Any
 
-from benchmarks.report.summary import Chart, Summary, Table
+from benchmarks.report.summary import Summary, Table
 
 __all__ = ["Row", "summarise"]
 
@@ -109,31 +109,6 @@ def batch_tables(rows: Sequence[Row]) -> Iterator[Table]:
     )
 
 
-def charts(rows: Sequence[Row]) -> Iterator[Chart]:
-    """Losses without batch normalisation, and errors with it."""
-    exact = [x for x in rows if x["part"] == "exact"]
-    if exact:
-        plain, *_, last = exact
-        every = plain["every"]
-        yield Chart(
-            "Loss by step, without batch normalisation",
-            "loss",
-            [str(every * k) for k in range(len(plain["losses"]))],
-            {x["variant"]: x["losses"] for x in (plain, last)},
-            lines=True,
-        )
-    errors = {
-        name: [100 - x["accuracy"] for x in group] for name, group in groups(rows, "batch").items()
-    }
-    yield Chart(
-        "Test images that are told wrong, with batch normalisation",
-        "%",
-        list(errors),
-        {f"{f.__name__} of seeds": [f(x) for x in errors.values()] for f in (min, mean, max)},
-        limit=mean(errors["plain"]),
-    )
-
-
 #: A sentence on the devices, by the option ``--device``.
 DEVICES = {
     "cpu": "All partitions share one device, the CPU: nothing is copied between them.",
@@ -167,7 +142,7 @@ def where(result: dict[str, Any]) -> str:
 
 
 def summarise(result: dict[str, Any]) -> Summary:
-    """Tables and charts of both comparisons."""
+    """Tables of both comparisons."""
     rows = result["rows"]
     exact = [exact_table(rows)] if result["exact_epochs"] else []
     data = result["images"]
@@ -184,6 +159,5 @@ def summarise(result: dict[str, Any]) -> Summary:
     return Summary(
         "Transparency: training under GPipe, and without",
         [*exact, *batch_tables(rows)],
-        list(charts(rows)),
         notes,
     )

@@ -1,4 +1,4 @@
-"""Tables and charts of ``python -m benchmarks speed --device virtual``."""
+"""Tables of ``python -m benchmarks speed --device virtual``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.models.experiments import SPEED
-from benchmarks.report.summary import Chart, Summary, Table
+from benchmarks.report.summary import Summary, Table
 from benchmarks.simulate.costs import P40
-from benchmarks.suites.tables.speed import by_model, labels
 
 __all__ = ["summarise"]
 
@@ -34,7 +33,7 @@ itself (`never`). Nothing raced."""
 
 
 def summarise(result: Row) -> Summary:
-    """Tables of all experiments, and charts of the speed-ups."""
+    """Tables of all experiments."""
     names, rows = list(result["rivals"]), result["rows"]
     keys = ["experiment", "n", "m", "mode"]
     rates = ["plain", "limit", *names, "ours / 0.0.7", "speed-up", "published"]
@@ -46,7 +45,7 @@ def summarise(result: Row) -> Summary:
     unet, resnet = (SPEED[model][0].published for model in ("unet", "resnet101"))
     notes = NOTES.format(gpu=P40.name, rounds=result["rounds"], unet=unet, resnet=resnet)
     title = "Speed, in virtual time"
-    return Summary(title, tables[:1], charts(rows, names), notes, tables[1:])
+    return Summary(title, tables[:1], notes, tables[1:])
 
 
 def rates_of(row: Row, names: Sequence[str]) -> list[str | None]:
@@ -84,17 +83,3 @@ def middle(row: Row, name: str) -> float | None:
     """Median milliseconds of a rival's steps."""
     found = row["rivals"].get(name)
     return None if found is None else median(found["ms"])
-
-
-def charts(rows: Sequence[Row], names: Sequence[str]) -> list[Chart]:
-    """Speed-ups of each model."""
-    found = []
-    for model, group in by_model(rows).items():
-        series: dict[str, list[float | None]] = {
-            name: [row["plain_ms"] / ms if (ms := middle(row, name)) else None for row in group]
-            for name in names
-        }
-        series["limit"] = [row["plain_ms"] / row["limit_ms"] for row in group]
-        title = f"{model}: speed-up, in virtual time"
-        found.append(Chart(title, "over plain", labels(group), series))
-    return found

@@ -1,27 +1,21 @@
-"""Results become JSON, Markdown and pictures."""
+"""Results become JSON and Markdown."""
 
 import json
 
 import pytest
 
-from benchmarks.__main__ import main
 from benchmarks.render import summarise
 from benchmarks.report import files
-from benchmarks.report.summary import Chart, Summary, Table
-
-CHARTS = [
-    Chart("bars", "s", ["a", "b"], {"x": [1, None], "y": [2, 3]}, limit=1.0),
-    Chart("lines", "s", [str(i) for i in range(50)], {"x": range(50)}, lines=True),
-]
+from benchmarks.report.summary import Summary, Table
 
 
 @pytest.fixture
 def publish(monkeypatch, tmp_path):
     """Publish a result of two rows."""
 
-    def publish(charts=()):
+    def publish():
         tables = [Table(["name", "seconds"], [["one", "1.5 (2)"], ["two", None]], "Times:")]
-        found = Summary("A title", tables, charts, "A note.")
+        found = Summary("A title", tables, "A note.")
         monkeypatch.setattr("benchmarks.suites.parts.summarise", lambda result: found)
         path = tmp_path / "folder" / "result.json"
         head = files.head("parts", ["--n", "2"], left_out={"three": "no such thing"})
@@ -48,16 +42,6 @@ def test_publish(publish, capsys):
         '{"name": "one"}',
         '{"name": "two"}',
     ]
-
-
-def test_pictures_are_the_same_each_time(publish):
-    published = publish(CHARTS)
-    picture = published.with_suffix(".png")
-    first = picture.read_bytes()
-    assert first.startswith(b"\x89PNG")
-    picture.unlink()
-    assert main(["render", str(published)]) == 0
-    assert picture.read_bytes() == first
 
 
 def test_tables_of_a_page(publish, tmp_path):

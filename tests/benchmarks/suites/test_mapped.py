@@ -36,7 +36,3 @@ def test_steps_alone():
         ["Llama", "never", "1560", "-", "552", "671 to 687", "-"],
         ["Llama", "always", "-", "-", "552", "671 to 687", "-"],
     ]
-    (chart,) = found.charts
-    assert chart.labels == ["never", "always"]
-    assert chart.series["device map"] == [1560, None]
-    assert chart.series["GPipe"] == [671, 671]

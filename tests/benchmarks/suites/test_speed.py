@@ -17,7 +17,6 @@ from benchmarks.rivals.training import Training
 from benchmarks.suites import speed
 from benchmarks.suites.speed import parser, settings
 from torchgpipe import GPipe
-from torchgpipe._torch.dynamo import VERSION
 
 pytestmark = pytest.mark.usefixtures("prompt")
 
@@ -42,7 +41,6 @@ class Here:
         return getattr(self.subject, method)(**arguments)
 
 
-@pytest.mark.skipif(VERSION < (2, 11), reason="gloo ends the processes of stages with PyTorch 2.9")
 def test_speed(tmp_path, monkeypatch, capsys):
     pipelines = [Experiment("n1m2", TINY, 8, 4, 1, 2), Experiment("n2m1", TINY, 8, 4, 2, 1)]
     monkeypatch.setattr(speed, "SPEED", {"unet": pipelines})

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from torch import distributed, multiprocessing
 
-from tests.behaviour.test_sharding import GATHERS_AGAIN
 from tests.support.fresh import METHOD, preload
 from tests.support.helpers import MODES
 from tests.support.pairs.models import (
@@ -86,7 +85,6 @@ CASES = dict(
                 MODES,
                 [("layers", True), ("partitions and all", None), ("parent", None)],
             )
-            if mode == "never" or what != "layers" or GATHERS_AGAIN
         ],
     ]
 )

@@ -6,7 +6,7 @@ import time
 import torch
 
 from tests.support import fresh
-from torchgpipe.ambient.random_numbers import get_state, set_state
+from torchgpipe.ambient.generators import get_state, set_state
 
 CPU = torch.device("cpu")
 
@@ -42,7 +42,7 @@ def test_threads_do_not_block_each_other_at_a_generator():
     """Python may let another thread run while PyTorch holds the lock of a generator."""
     program = """
 import gc, threading, time, torch
-from torchgpipe.ambient.random_numbers import get_state, set_state
+from torchgpipe.ambient.generators import get_state, set_state
 class Garbage:
     def __init__(self):
         self.own = self

@@ -5,7 +5,8 @@ import threading
 import pytest
 import torch
 
-from torchgpipe.ambient.random_numbers import FirstNumbers, StepNumbers, get_state, set_state
+from torchgpipe.ambient.generators import get_state, set_state
+from torchgpipe.ambient.random_numbers import FirstNumbers, StepNumbers
 
 CPU = torch.device("cpu")
 META = torch.device("meta")

@@ -1,4 +1,4 @@
-"""Cells of the CPU draw side by side, and take turns until it is known that they may."""
+"""Cells of the CPU take turns where they draw, and until it is known that they do not."""
 
 import threading
 import time
@@ -6,110 +6,20 @@ import time
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from tests.support.drawing import (
-    AROUND,
-    Layer,
-    Meeting,
-    assert_same,
-    is_free,
-    step,
-    trainings,
-)
-from tests.support.size import some
 from torchgpipe import GPipe, ScheduledLoss
-from torchgpipe.engine import drawing as draws
 
 
-def switch(layers, draws, meeting=None, is_plain=False):
-    """Have layers draw or not, meet other cells, and do without checkpoints of PyTorch."""
-    for layer in layers:
-        layer.draws[0], layer.meeting[0], layer.is_plain[0] = draws, meeting, is_plain
+def noisy(x):
+    y = x * torch.rand(x.shape)
+    time.sleep(0.0005)
+    return (y * torch.rand(x.shape)).sin()
 
 
-def test_turns_are_taken_in_the_first_step_of_a_kind():
-    layers, (training, _) = trainings(Layer)
-    found = []
-    for k, drawing in enumerate([False, False, True, False]):
-        switch(layers, drawing)
-        step(training, layers, k)
-        found.append(is_free(training))
-    assert found == [False, True, True, True]
-    with torch.no_grad():
-        assert [training(torch.rand(8, 3)) and is_free(training) for _ in range(2)] == [False, True]
-    training.model.eval()
-    assert [step(training, layers, 0) and is_free(training) for _ in range(2)] == [False, True]
-
-
-@pytest.mark.parametrize("drawing", [False, True])
-def test_cells_run_side_by_side(drawing):
-    """Each waits for another one. The layers count their calls, too."""
-    layers, (training,) = trainings(Layer, balances=[(1, 2)])
-    switch(layers, drawing)
-    for k in range(2):
-        step(training, layers, k)
-    barrier = threading.Barrier(2, timeout=30)
-
-    def meet(layer, call):
-        def hook(*_):
-            if layer.calls % 4 == call:
-                barrier.wait()
-
-        layer.linear.register_forward_hook(hook)
-
-    # The second stage's first cell, and the first stage's second one.
-    meet(layers[0], 2)
-    meet(layers[1], 1)
-    for k in range(3):
-        step(training, layers, k)
-    assert not barrier.broken
-
-
-CASES = [
-    ("nothing", "1f1b", "never"),
-    ("nothing", "zero_bubble_h1", "always"),
-    ("checkpoint", "1f1b", "never"),
-    ("checkpoint in a checkpoint", "1f1b", "always"),
-    ("selective checkpoint", "1f1b", "never"),
-]
-
-
-@pytest.mark.parametrize(("around", "schedule", "mode"), CASES)
-def test_numbers_of_layers_that_begin_to_draw(around, schedule, mode):
-    assert around in AROUND
-    layers, (training, plain) = trainings(lambda: Layer(around), schedule, mode)
-    meeting, free = Meeting(), 0
-    for k in range(some(20, 8)):
-        drawing = k > 2 and k % 3 > 0
-        switch(layers, drawing, meeting)
-        found = step(training, layers, k)
-        free += drawing and is_free(training)
-        switch(layers, drawing, is_plain=True)
-        assert_same(found, step(plain, layers, k))
-    assert meeting.met
-    assert free > 1
-
-
-class Negative(nn.Module):
-    """A layer that draws where its data is negative."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.rrelu = nn.Linear(3, 3), nn.RReLU(0.1, 0.9)
-        nn.init.eye_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-        self.shift = [0.0]
-
-    def forward(self, x):
-        return self.rrelu(self.linear(x) - self.shift[0])
-
-
-@pytest.mark.parametrize("mode", ["never", "always"])
-def test_numbers_where_the_data_decides(mode):
-    layers, (training, plain) = trainings(Negative, mode=mode)
-    for k in range(4):
-        layers[0].shift[0] = 0.5 if k > 1 else 0.0
-        assert_same(step(training, layers, k), step(plain, layers, k))
+def seeded(x):
+    torch.manual_seed(int(torch.randint(2**40, ())))
+    return noisy(x)
 
 
 class OwnCheckpoint(torch.autograd.Function):
@@ -134,27 +44,21 @@ class OwnCheckpoint(torch.autograd.Function):
         return torch.autograd.grad(y, x, grad)[0], None
 
 
-def noisy(x):
-    y = x * torch.rand(x.shape)
-    time.sleep(0.0005)
-    return (y * torch.rand(x.shape)).sin()
+def in_a_wrapper(x):
+    """A wrapper within a layer sets the generator, also where nothing is drawn."""
+    return GPipe(nn.Sequential(nn.Tanh()), [1], devices=["cpu"], chunks=2)(x)
 
 
-def seeded(x):
-    torch.manual_seed(int(torch.randint(2**40, ())))
-    return noisy(x)
+DRAWING = {
+    "draws": noisy,
+    "seeds": seeded,
+    "checkpoint": lambda x: checkpoint(noisy, x, use_reentrant=False),
+    "checkpoint of its own": lambda x: OwnCheckpoint.apply(x, noisy),
+    "wrapper": in_a_wrapper,
+}
 
 
-def forked(x):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        y = noisy(x)
-    return noisy(y)
-
-
-class Setting(nn.Module):
-    """A layer that may set the default generator."""
-
+class Layer(nn.Module):
     def __init__(self, function):
         super().__init__()
         self.linear, self.function = nn.Linear(3, 3), [function]
@@ -163,49 +67,102 @@ class Setting(nn.Module):
         return self.function[0](self.linear(x))
 
 
-SETTING = {
-    "seeds": seeded,
-    "forks": forked,
-    "checkpoint of its own": lambda x: OwnCheckpoint.apply(x, noisy),
-}
+def trainings(function, schedule="1f1b", mode="never", stages="eager"):
+    """The trainings of three layers on the CPU with three workers, and with one."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*[Layer(function) for _ in range(3)])
+    found = []
+    for balance in ([1, 1, 1], [3]):
+        model = GPipe(layers, balance, devices=["cpu"] * len(balance), chunks=4, checkpoint=mode)
+        options = {"schedule": schedule, "stages": stages} if len(balance) > 1 else {}
+        found.append(ScheduledLoss(model, lambda x: x.mean(), outputs=True, **options))
+    return layers, found
+
+
+def step(training, layers, seed, rows=8):
+    """All that a step leaves behind."""
+    torch.manual_seed(seed)
+    x = torch.rand(rows, 3)
+    layers.zero_grad()
+    loss, output = training(x)
+    loss.backward()
+    grads = [parameter.grad.clone() for parameter in layers.parameters()]
+    return [loss.detach(), output.detach(), *grads, torch.get_rng_state()]
+
+
+def assert_same(found, expected):
+    """Check that steps have left the same behind, but for the order of sums."""
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("mode", ["never", "always"])
-@pytest.mark.parametrize("name", SETTING)
-def test_layers_that_set_the_generator_take_turns(name, mode):
-    layers, (training, plain) = trainings(lambda: Setting(SETTING[name]), mode=mode)
-    for k in range(1, 4):
+@pytest.mark.parametrize("name", DRAWING)
+def test_layers_that_draw_take_turns(name, mode):
+    layers, (training, plain) = trainings(DRAWING[name], "zero_bubble_h1", mode)
+    for k in range(4):
         assert_same(step(training, layers, k), step(plain, layers, k))
-        assert not is_free(training)
 
 
-def test_layers_that_begin_to_set_the_generator_take_turns_from_the_next_step_on():
-    layers, (training, plain) = trainings(lambda: Setting(noisy))
+class Meeting:
+    """A place where cells of two workers meet, if they run at the same time."""
+
+    def __init__(self):
+        self.barrier, self.met = threading.Barrier(2), 0
+
+    def __call__(self, x):
+        try:
+            self.barrier.wait(0.02)
+            self.met += 1
+        except threading.BrokenBarrierError:
+            self.barrier.reset()
+        return x.sin()
+
+    def take(self):
+        """Whether any have met since the last call."""
+        met, self.met = self.met, 0
+        return met > 0
+
+
+def test_layers_that_draw_nothing_take_turns_in_the_first_step_of_a_kind():
+    meeting = Meeting()
+    layers, (training, _) = trainings(meeting)
+
+    def run():
+        step(training, layers, 0)
+        return meeting.take()
+
+    assert [run() for _ in range(3)] == [False, True, True]
+    with torch.no_grad():
+        assert [bool(training(torch.rand(8, 3))) and meeting.take() for _ in range(2)] == [0, 1]
+    # A layer alone may be in another mode, as dropout is for estimates of doubt.
+    layers[1].linear.eval()
+    assert [run() for _ in range(2)] == [False, True]
+    layers[1].linear.train()
+    assert run()
+
+
+def test_layers_that_begin_to_draw_are_an_error_once():
+    meeting = Meeting()
+    layers, (training, plain) = trainings(meeting)
     for k in range(2):
         assert_same(step(training, layers, k), step(plain, layers, k))
     for layer in layers:
-        layer.function[0] = seeded
-    for either in (training, plain):
-        step(either, layers, 2)
-        assert is_free(either)
-    for k in range(3, 5):
+        layer.function[0] = lambda x: noisy(meeting(x))
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    message = r"random numbers from the first step on.*workers: 3, on the CPU: 3\); call the step"
+    with pytest.raises(RuntimeError, match=message):
+        training(torch.ones(8, 3))
+    assert torch.equal(torch.get_rng_state(), state)
+    meeting.take()
+    for k in range(3):
         assert_same(step(training, layers, k), step(plain, layers, k))
-        assert not is_free(training)
-
-
-def test_layers_that_set_the_generator_now_and_then_take_turns_for_good():
-    layers, (training, _) = trainings(lambda: Setting(noisy))
-    free = []
-    for k in range(8):
-        for layer in layers:
-            layer.function[0] = seeded if k % 3 == 2 else noisy
-        step(training, layers, k)
-        free.append(is_free(training))
-    assert free == [False, True, True, False, True, True, False, False]
+    assert not meeting.take()
 
 
 class Shake(torch.autograd.Function):
-    """A function that draws in its backward alone."""
+    """A function that draws in its backward."""
 
     @staticmethod
     def forward(ctx, x):
@@ -216,30 +173,10 @@ class Shake(torch.autograd.Function):
         return grad * torch.rand(grad.shape)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_h1"])
-@pytest.mark.parametrize("first", [lambda x: x, noisy], ids=["alone", "too"])
-def test_numbers_of_backward(first, schedule):
-    layers, found = trainings(
-        lambda: Setting(lambda x: Shake.apply(first(x))),
-        *(schedule, "always"),
-        balances=[(1, 1, 1), (1, 2), (2, 1), (3,)],
-    )
-    before = None
+def test_backward_that_draws_takes_turns():
+    layers, (training, _) = trainings(Shake.apply)
     for k in range(3):
-        *others, plain = [step(training, layers, k) for training in found]
-        for other in others:
-            assert_same(other, plain)
-        # The next step has other numbers.
-        assert before is None or not torch.equal(before, plain[-1])
-        before = plain[-1]
-    torch.manual_seed(5)
-    x = torch.rand(8, 3)
-    grads = []
-    for _ in range(2):
-        layers.zero_grad()
-        found[0](x)[0].backward()
-        grads.append(layers[0].linear.weight.grad.clone())
-    assert not torch.equal(*grads)
+        step(training, layers, k)
 
 
 class Locking(nn.Module):
@@ -247,29 +184,20 @@ class Locking(nn.Module):
 
     lock = threading.Lock()
 
-    def __init__(self):
-        super().__init__()
-        self.linear, self.draws = nn.Linear(3, 3), [False]
-
     def forward(self, x):
-        y = self.linear(x)
-        if self.draws[0]:
-            y = noisy(y)
-            with self.lock:
-                y = noisy(y)
-        return y.sin()
+        x = noisy(x)
+        with self.lock:
+            return noisy(x)
 
 
 @pytest.mark.filterwarnings("ignore:a stage must be traceable")
 @pytest.mark.parametrize("stages", ["eager", "graph"])
-def test_cells_that_draw_wait_for_nobody(stages):
+def test_cells_that_draw_wait_for_nobody_else(stages):
     """Neither for a lock of layers, nor for a thread that traces a stage."""
-    layers, (training, plain) = trainings(Locking, stages=stages)
+    layers, (training, plain) = trainings(Locking(), stages=stages)
 
     def run():
-        for k in range(some(8, 5)):
-            for layer in layers:
-                layer.draws[0] = k > 1
+        for k in range(4):
             # Other rows are another graph.
             assert_same(step(training, layers, k, 8 + k), step(plain, layers, k, 8 + k))
         ended.append(True)
@@ -282,7 +210,7 @@ def test_cells_that_draw_wait_for_nobody(stages):
 
 
 def test_numbers_are_those_of_gpipe():
-    layers = nn.Sequential(*[Setting(noisy) for _ in range(3)])
+    layers = nn.Sequential(*[Layer(noisy) for _ in range(3)])
     model = GPipe(layers, [1] * 3, devices=["cpu"] * 3, chunks=4, checkpoint="never")
     training = ScheduledLoss(model, lambda x: x.mean(), outputs=True)
     x = torch.rand(8, 3)
@@ -294,33 +222,3 @@ def test_numbers_are_those_of_gpipe():
         _, output = training(x)
         assert torch.equal(output, expected)
         assert torch.equal(torch.rand(3), drawn)
-
-
-class Slow(torch.autograd.Function):
-    """A function that sets the generator in its backward, for a time."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, grad):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(3)
-            time.sleep(0.001)
-        return grad
-
-
-def test_backward_that_sets_the_generator():
-    layers, (training, plain) = trainings(lambda: Setting(lambda x: Slow.apply(noisy(x))))
-    for k in range(3):
-        assert_same(step(training, layers, k), step(plain, layers, k))
-
-
-@pytest.mark.parametrize("mode", ["never", "always"])
-def test_turns_are_always_taken_where_draws_cannot_be_seen(mode, monkeypatch):
-    monkeypatch.setattr(draws, "can_see_draws", lambda: False)
-    layers, (training, plain) = trainings(lambda: Setting(noisy), mode=mode)
-    for k in range(3):
-        assert_same(step(training, layers, k), step(plain, layers, k))
-        assert not is_free(training)

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from torchgpipe.show.bars import KINDS, Bar, BarRow, Panel, svg
+from torchgpipe.show.bars import KINDS, Bar, Panel, svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -17,8 +17,8 @@ def rects(text):
 
 def test_panels_have_one_scale():
     panels = [
-        Panel([BarRow("one", [Bar(0, 2, "F")])], 2),
-        Panel([BarRow("two", [Bar(0, 4, "B")])], 4),
+        Panel({"one": [Bar(0, 2, "F")]}, 2),
+        Panel({"two": [Bar(0, 4, "B")]}, 4),
     ]
     first, second, *_ = rects(svg(panels))
     assert float(second.get("width")) == pytest.approx(2 * float(first.get("width")), abs=0.2)
@@ -27,7 +27,7 @@ def test_panels_have_one_scale():
 
 def test_labels_need_room():
     bars = [Bar(0, 10, "F", "12"), Bar(10, 10.1, "F", "13")]
-    words = [x.text for x in ElementTree.fromstring(svg([Panel([BarRow("", bars)], 11)])).iter()]
+    words = [x.text for x in ElementTree.fromstring(svg([Panel({"": bars}, 11)])).iter()]
     assert "12" in words
     assert "13" not in words
 

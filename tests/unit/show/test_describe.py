@@ -144,7 +144,7 @@ def test_text_of_a_schedule():
     schedule = one_f_one_b(2, 2)
     found = lines(ScheduledLoss(wrap(chunks=2), F.mse_loss, schedule))
     assert found[-3].endswith(", chunks: 2, schedule:")
-    assert "\n".join(found[-2:]) == schedule.text
+    assert "\n".join(found[-2:]) == str(schedule)
 
 
 def test_device_map():

@@ -183,7 +183,7 @@ def test_no_compiler_on_windows(monkeypatch):
 
 @pytest.mark.parametrize("version", ["2.8.1", "1.13.0+cu117"])
 def test_old_torch(version):
-    with pytest.raises(testing.UnavailableError, match="need PyTorch 2.9 or newer .*; install a"):
+    with pytest.raises(testing.UnavailableError, match="need PyTorch 2.11 or newer .*; install a"):
         build.verify_torch(version)
 
 

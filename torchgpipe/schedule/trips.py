@@ -1,0 +1,191 @@
+"""Trips: when a cell leaves for the memory of the host, and when it comes back.
+
+::
+
+  place     0     1     2     3     4     5
+  compute   F0 ── F1 ── F2 ── B2 ── B1 ── B0          of a worker
+              ╲  ↗                     ↗
+  out, back    0                      0               copies of cell 0, beside it
+
+The memory of a cell is free when the instruction after its forward is done, and is taken again
+before the one that it comes back in. So at least three lie between forward and backward, or
+nothing would be gained. That is the one rule of whoever sends cells away, and of the simulator.
+Where autograd orders backward, all micro-batches come before it, and so the last two stay:
+backward needs them at once, and while the second last computes, the one before it is still
+leaving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import NamedTuple
+
+from torchgpipe.schedule.program import Instruction, operations
+
+__all__: list[str] = ["Tracks", "Trip", "leaving", "stops", "trips"]
+
+
+#: At least so many instructions lie between the forward and the backward of a cell that leaves.
+BETWEEN = 3
+
+
+class Trip(NamedTuple):
+    """The places in a worker's line of the instructions that a cell on its way has to do with.
+
+    Args:
+        stage: the stage of the cell.
+        microbatch: its micro-batch.
+        begin: its forward.
+        gone: the instruction after which its memory is free.
+        back: the instruction before which it takes memory again, and comes back.
+        end: its backward, or the half for the input.
+    """
+
+    stage: int
+    microbatch: int
+    begin: int
+    gone: int
+    back: int
+    end: int
+
+
+def trips(
+    line: Sequence[Instruction], ahead: Sequence[int], policies: Container[int] = ()
+) -> list[Trip]:
+    """The trips of a worker's cells, in the order in which they come back.
+
+    Args:
+        line: the instructions of the worker.
+        ahead: for each stage, how many instructions before its backward a cell comes back; 0 if its
+            cells stay.
+        policies: the stages with a policy. There cells with an R leave, and come back for it, as
+            what the policy sends does. In other stages such a cell keeps nothing that could leave.
+    """
+    if not any(ahead):
+        return []
+    place: dict[tuple[int, str, int], int]
+    place = {op: k for k, x in enumerate(line) for op in operations(x)}
+    found = []
+    for (j, kind, i), end in place.items():
+        if kind not in "BI" or not ahead[j]:
+            continue
+        begin, again = place.get((j, "F", i)), place.get((j, "R", i))
+        if begin is None or (again is not None) != (j in policies):
+            continue
+        if again is not None:
+            end = again
+        if end - begin - 1 >= BETWEEN:
+            # One that has not left yet cannot come back.
+            back = min(end, max(begin + 2, end - ahead[j]))
+            found.append(Trip(j, i, begin, begin + 1, back, end))
+    return sorted(found, key=lambda trip: (trip.back, trip.end))
+
+
+def leaving(m: int) -> range:
+    """The micro-batches that leave where autograd orders backward, of ``m``.
+
+    Between forward and backward of micro-batch ``i`` are those of all that come after it.
+    """
+    return range(sum(2 * (m - 1 - i) >= BETWEEN for i in range(m)))
+
+
+#: What an instruction has to do with: the trips of cells that come back before it, of those that it
+#: waits for, and of those that leave after it. These are gone after the next instruction.
+Stop = tuple[Sequence[Trip], Sequence[Trip], Sequence[Trip]]
+
+#: What most instructions have to do with, where few cells leave.
+NOTHING: Stop = ((), (), ())
+
+#: The stops of each line, by its number and how much earlier the cells of each stage come back.
+Known = dict[tuple[int, tuple[int, ...]], list[Stop]]
+
+
+def stops(
+    lines: Sequence[Sequence[Instruction]],
+    numbers: Sequence[int],
+    ahead: Sequence[int],
+    known: Known,
+) -> list[list[Stop]]:
+    """Find what each instruction of each line has to do with, of :func:`trips`.
+
+    Args:
+        lines: the instructions of each line.
+        numbers: the number of the line of each stage.
+        ahead: for each stage, how many instructions before its backward a cell comes back.
+        known: what was found for these lines before; it takes what is found now.
+    """
+    found = []
+    for k, line in enumerate(lines):
+        # The stages of other lines change nothing.
+        own = tuple([x if y == k else 0 for x, y in zip(ahead, numbers)])
+        if (k, own) not in known:
+            known[k, own] = _stops(line, own)
+        found.append(known[k, own])
+    return found
+
+
+def _stops(line: Sequence[Instruction], ahead: Sequence[int]) -> list[Stop]:
+    at: dict[int, list[list[Trip]]] = {}
+    for trip in trips(line, ahead):
+        for way, k in enumerate((trip.back, trip.end, trip.begin)):
+            at.setdefault(k, [[], [], []])[way].append(trip)
+    return [(at[k][0], at[k][1], at[k][2]) if k in at else NOTHING for k in range(len(line))]
+
+
+#: The start and the end of the copies of cells, by stage and micro-batch.
+CopyTimes = dict[tuple[int, int], tuple[float, float]]
+
+
+class Tracks:
+    """The copies of all workers, to the host and back, in a simulation.
+
+    Args:
+        lines: the stops of each worker.
+        out: the time of a copy to the host, for each stage.
+        back: the time of one back.
+    """
+
+    def __init__(
+        self,
+        lines: Sequence[Sequence[Stop]],
+        out: Sequence[float],
+        back: Sequence[float],
+    ) -> None:
+        self._stops = [*map(iter, lines)]
+        #: What leaves after the instruction of each worker.
+        self._begin: list[Sequence[Trip]] = [()] * len(lines)
+        self._times = {"out": out, "back": back}
+        #: The time at which each track is free.
+        self._free: dict[str, list[float]] = {way: [0] * len(lines) for way in self._times}
+        #: The time at which all has left that the instruction before lets leave.
+        self._left: list[float] = [0] * len(lines)
+        self.copies: dict[str, CopyTimes] = {"out": {}, "back": {}}
+
+    def before(self, w: int, now: float) -> float:
+        """Begin the copies back before the next instruction, and return when it may start."""
+        back, end, self._begin[w] = next(self._stops[w])
+        for trip in back:
+            self._copy("back", w, trip, now)
+        for trip in end:
+            came = self.copies["back"][trip[:2]][1]
+            if came > now:
+                now = came
+        return now
+
+    def after(self, w: int, now: float) -> float:
+        """Begin the copies to the host after the instruction, and return when it lets go on.
+
+        What the instruction before has sent is gone by then.
+        """
+        left = self._left
+        until, left[w] = max(now, left[w]), 0
+        for trip in self._begin[w]:
+            left[w] = self._copy("out", w, trip, now)
+        return until
+
+    def _copy(self, way: str, w: int, trip: Trip, now: float) -> float:
+        free = self._free[way]
+        start = max(now, free[w])
+        end = free[w] = start + self._times[way][trip.stage]
+        self.copies[way][trip[:2]] = start, end
+        return end
