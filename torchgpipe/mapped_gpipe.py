@@ -41,7 +41,7 @@ from torchgpipe.mapped.hugging_face import (
     without_cache_of,
 )
 from torchgpipe.mapped.inputs import Near, on_device, own_versions
-from torchgpipe.mapped.slice_lengths import Slices
+from torchgpipe.mapped.slice_lengths import Slices, checked_slices
 from torchgpipe.mapped.slices import Slicing
 from torchgpipe.mapped.step import Lasting, MappedStep
 from torchgpipe.mapped.threads import Threads, Turns
@@ -159,7 +159,7 @@ class MappedGPipe(Wrapper):
         self._map: Any = device_map if isinstance(device_map, Mapping) else None
         self._set(module, chunks, checkpoint)
         self.threads = threads
-        self.slices = slices
+        self._slicing = Slicing(slices)
         self._output_device = None if output_device is None else checked_device(output_device)
         self.__dict__["module"] = module
         chosen = chosen_map(
@@ -249,7 +249,7 @@ class MappedGPipe(Wrapper):
 
     @slices.setter
     def slices(self, slices: Slices) -> None:
-        self._slicing = Slicing(slices)
+        self._slicing.slices = checked_slices(slices)
 
     def describe(self) -> Description:
         """Describe the devices: their modules and sizes, and the checkpoint mode.

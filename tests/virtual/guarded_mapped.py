@@ -25,6 +25,7 @@ TESTS = {
             {"places": [0, 1, 2, 3], "dropout": 0.0, "mode": "always"},
         ),
         "slow host": ("test_mapped", "a_host_that_is_slow_takes_no_time", {"j": 0}),
+        "slices dropped": ("test_slices", "the_loss_of_the_caller", {}),
         "labels": ("test_mapped", "copies_of_the_model_itself_hold_nobody_up", {}),
         "encoder and decoder": ("test_mapped", "a_model_that_comes_back_to_its_devices", {}),
         "gemma2": ("test_mapped", "architectures", {"name": "gemma2"}),
@@ -117,6 +118,7 @@ TESTS = {
 }
 
 MUTANTS = {
+    "the graph of the latest slice": (DROP, "mapped slices dropped"),
     "checkpoints around modules": (DROP, "mapped checkpoints"),
     "recording for a later visit": (DROP, "mapped bart"),
     "recording for a checkpoint of PyTorch": (DROP, "mapped lane"),

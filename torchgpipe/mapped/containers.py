@@ -310,14 +310,10 @@ def _container(x: Any) -> Any:
     return x if type(x) in _SEQUENCES or type(x) in _DICTS else attributes_of(x)
 
 
-class PassedOver:
-    """A plain object that brings its tensors to the devices that ask for them itself."""
-
-
 def attributes_of(x: Any) -> dict[str, Any] | None:
     """The attributes of a plain object; None of anything else."""
     kind = type(x)
-    if kind.__module__.split(".")[0] in _OTHERS or isinstance(x, Tensor | nn.Module | PassedOver):
+    if kind.__module__.split(".")[0] in _OTHERS or isinstance(x, Tensor | nn.Module):
         return None
     # A class with its own way to set attributes may keep other state in accord with them.
     owners = [owner for owner in kind.__mro__[:-1] if owner is not SimpleNamespace]

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.mapped.containers import PassedOver
 from torchgpipe.recompute.runs import is_recomputing
 
 __all__: list[str] = []
@@ -66,8 +65,6 @@ class Past:
         #: What the latest slice has seen. Its graph must not outlive forward: a checkpoint, which
         #: is part of the graph, keeps the cache, and Python's collector sees no such circles.
         self._latest: Tensor | None = None
-        #: Whether that required a gradient, slice by slice.
-        self._required: list[bool] = []
 
     def first(self, k: int) -> int:
         """The first position that slice ``k`` sees."""
@@ -79,18 +76,15 @@ class Past:
         if self._buffer is None:
             self._buffer = own.new_empty(*own.shape[:-2], self._starts[-1], own.shape[-1])
         # Of a version of its own: what later slices write is no change of what this one sees.
-        seen = self._buffer.data[..., self.first(k) : end, :]
+        memory = self._buffer.data
+        seen = memory[..., self.first(k) : end, :]
+        found: Tensor
         if is_recomputing():
-            before = None
-            if k:
-                before = self._buffer.data[..., self.first(k - 1) : start, :]
-                before.requires_grad_(self._required[k - 1])
-            again: Tensor = Extend.apply(before, own, seen)
-            return again
-        self._buffer.data[..., start:end, :] = own.detach()
-        found: Tensor = Extend.apply(self._latest, own, seen)
-        self._latest = found
-        self._required.append(found.requires_grad)
+            # The graph of a recomputation is not used, and the memory has this slice's part.
+            found = Extend.apply(None, own, seen)
+        else:
+            memory[..., start:end, :] = own.detach()
+            found = self._latest = Extend.apply(self._latest, own, seen)
         return found
 
     def let_go(self) -> None:
@@ -121,7 +115,9 @@ class Layers:
                 f"else (model: {type(model).__name__}, a layer keeps: {type(others[0]).__name__}); "
                 "use slices=1"
             )
-        windows = [x.sliding_window - 1 if x.is_sliding else None for x in layers]
+        windows = [
+            x.sliding_window - 1 if getattr(x, "is_sliding", False) else None for x in layers
+        ]
         self._pasts = [(Past(self.starts, x), Past(self.starts, x)) for x in windows]
 
     def of_slice(self, k: int) -> Any:
@@ -140,12 +136,15 @@ class Layers:
     def let_go(self) -> None:
         """Release the graph, when all slices are computed."""
         for past in chain.from_iterable(self._pasts):
+            # guard: the graph of the latest slice
             past.let_go()
 
 
 def known(caches: Any) -> tuple[type, ...]:
     """The classes of layers of Transformers' caches that keep nothing but keys and values."""
-    return caches.DynamicLayer, caches.DynamicSlidingWindowLayer
+    # A layer that has the keys and values of another one is a dummy.
+    dummy = getattr(caches, "DummyLayer", caches.DynamicLayer)
+    return caches.DynamicLayer, caches.DynamicSlidingWindowLayer, dummy
 
 
 @cache
@@ -176,7 +175,7 @@ def cache_class() -> Any:
             first = self._layers.past(self._number)[0].first(self._k)
             return self._layers.starts[self._k] + query_length - first, first
 
-    class SliceCache(caches.Cache, PassedOver):  # type: ignore[misc]
+    class SliceCache(caches.Cache):  # type: ignore[misc]
         """A cache that one slice of a sequence is computed with."""
 
         def __init__(self, layers: Layers, k: int) -> None:

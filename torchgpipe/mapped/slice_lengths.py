@@ -81,4 +81,5 @@ def equal_times(count: int, length: int, model: nn.Module) -> list[int]:
     w = sum(x.numel() for x in model.parameters()) / (2 * features)
     all_of_it = w * length + length**2 / 2
     ends = [round(sqrt(w**2 + 2 * all_of_it * k / count) - w) for k in range(count + 1)]
-    return [end - start for start, end in pairwise(ends)]
+    found = [end - start for start, end in pairwise(ends)]
+    return found if all(found) else divided(length, count)

@@ -25,9 +25,10 @@ TOKENS = 32
 #: So many numbers of the gradient of each parameter are compared.
 SAMPLE = 4096
 
-#: How far gradients may differ, per unit of their norm: by rounding, in half precision, too.
-CLOSE = {torch.float64: 1e-4, torch.float32: 1e-2}
-HALF = 0.2
+#: By dtype: how far the gradient of a parameter may be off, per unit of its norm, and which share
+#: of the norm of all gradients is no more than rounding.
+CLOSE = {torch.float64: (1e-4, 1e-9), torch.float32: (2e-2, 1e-6)}
+HALF = 0.3, 1e-2
 
 
 def prove(model: nn.Module, whole: Callable[[], Any], slices: Callable[[], Any]) -> None:
@@ -46,23 +47,29 @@ def prove(model: nn.Module, whole: Callable[[], Any], slices: Callable[[], Any])
         return
     with unchanged(model):
         expected, again = gradient(whole, own), gradient(whole, own)
-        if not expected.equal(again):
+        if not all(x.equal(y) for x, y in zip(expected, again)):
             # Layers that draw are left out, since slices draw other numbers.
             model.eval()
             expected = gradient(whole, own)
         found = gradient(slices, own)
-    error = float((found - expected).norm() / expected.norm().clamp(min=1e-30))
-    close = max(CLOSE.get(x.dtype, HALF) for x in own)
-    if not error <= close:
+    close, rounding = max(CLOSE.get(x.dtype, HALF) for x in own)
+    least = rounding * torch.cat(expected).norm()
+    errors = [
+        float((y - x).norm() / x.norm().clamp(min=least)) if (y - x).norm() > least else 0.0
+        for x, y in zip(expected, found)
+    ]
+    if not max(errors) <= close:
+        names = {x: name for name, x in model.named_parameters()}
         raise ValueError(
             "a model that is computed in slices must have the gradients of the whole sequence "
-            f"(model: {type(model).__name__}, {TOKENS} tokens in two slices: off by {error:.0%}, "
-            f"allowed: {close:.1%}); use slices=1"
+            f"(model: {type(model).__name__}, {TOKENS} tokens in two slices, gradient of "
+            f"{names[own[errors.index(max(errors))]]}: off by {max(errors):.0%}, allowed: "
+            f"{close:.1%}); use slices=1"
         )
 
 
-def gradient(call: Callable[[], Any], parameters: list[nn.Parameter]) -> Tensor:
-    """A sample of the gradient of what a call returns, of one dimension, on the CPU."""
+def gradient(call: Callable[[], Any], parameters: list[nn.Parameter]) -> list[Tensor]:
+    """A sample of the gradients of what a call returns, on the CPU."""
     with torch.enable_grad():
         output = call()
         found = output.get("loss") if isinstance(output, Mapping) else None
@@ -74,10 +81,5 @@ def gradient(call: Callable[[], Any], parameters: list[nn.Parameter]) -> Tensor:
                 if isinstance(x, Tensor) and x.requires_grad
             )
         grads = torch.autograd.grad(found.mean(), parameters, allow_unused=True)
-    parts = [
-        torch.zeros(min(SAMPLE, x.numel()))
-        if grad is None
-        else grad.detach().flatten()[:SAMPLE].cpu()
-        for x, grad in zip(parameters, grads)
-    ]
-    return torch.cat([x.double() for x in parts])
+    parts = [x.new_zeros(x.shape) if grad is None else grad for x, grad in zip(parameters, grads)]
+    return [x.detach().flatten()[:SAMPLE].cpu().double() for x in parts]

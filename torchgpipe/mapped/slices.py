@@ -234,6 +234,9 @@ class SlicedCall:
         }
         if found.get("labels") is not None:
             found["labels"] = found.get("input_ids", found["labels"].clamp(min=0))
+        if getattr(self._model.config, "output_router_logits", False):
+            # How evenly a slice uses experts is another number than for the sequence.
+            found["output_router_logits"] = False
         return found
 
     def computed(self, forward: Callable[..., Any]) -> Any:
@@ -299,7 +302,7 @@ def _joined_leaf(column: Sequence[Any], sizes: Sequence[tuple[int, Sequence[int]
 def _joined_slices(parts: list[Tensor], rows: int, lengths: Sequence[int]) -> Tensor:
     if not parts[0].dim():
         return torch.stack(parts).mean(0)
-    if rows > 1 and all(x.shape[0] == rows * size for x, size in zip(parts, lengths)):
+    if all(x.dim() == 2 and len(x) == rows * size for x, size in zip(parts, lengths)):
         # As routers have them.
         return torch.cat([x.unflatten(0, (rows, -1)) for x in parts], 1).flatten(0, 1)
     if any(x.shape[:2] != (rows, size) for x, size in zip(parts, lengths)):
