@@ -25,7 +25,6 @@ from torchgpipe.engine.body import Body
 from torchgpipe.mapped.alone import CallAlone, devices_of, put_call
 from torchgpipe.mapped.containers import tensors_of
 from torchgpipe.mapped.device_map import Mapped
-from torchgpipe.mapped.exchanged import Attributes, CallAttributes, RestoredAttributes
 from torchgpipe.partition.placement import elsewhere
 from torchgpipe.recompute.layer_state import LayersState
 from torchgpipe.recompute.runs import is_recomputing
@@ -272,13 +271,9 @@ class MappedBody(Body):
         inner: the module's own call. Its class may have a ``__call__``, which has been called.
         lock: a lock to hold while the module runs for the second time.
         state: the state of the module; None in a step without recomputation.
-        attributes: its attributes; None in a step without recomputation.
     """
 
-    __slots__ = (
-        *("attributes", "changes_input", "checkpointed", "foreign", "omits", "shared"),
-        "buffered",
-    )
+    __slots__ = (*("buffered", "changes_input", "checkpointed", "foreign", "omits", "shared"),)
 
     def __init__(
         self,
@@ -286,11 +281,9 @@ class MappedBody(Body):
         inner: Callable[..., Any],
         lock: AbstractContextManager[Any],
         state: LayersState | None,
-        attributes: Attributes | None,
     ) -> None:
         super().__init__(module, lock, state, False)
         self.call = inner
-        self.attributes = attributes
         # The model may use an input that the module changes in place, so none is cloned in forward.
         self.changes_input, self.in_place = self.in_place, False
         #: How many micro-batches, from the first, are computed under checkpointing.
@@ -321,14 +314,11 @@ class MappedBody(Body):
             visit.visit(*tensors_of(output))
         return output
 
-    def run_twice(
-        self, batch: Batch, given: CallAttributes | None, own: list[Any], **more: Any
-    ) -> Batch:
+    def run_twice(self, batch: Batch, own: list[Any], **more: Any) -> Batch:
         """Run the module under checkpointing, in forward or in recomputation.
 
         Args:
             batch: its arguments.
-            given: the attributes that the first run has found.
             own: a list with the arguments as the module is called with them. The first run may
                 change lists and dicts among them. A recomputation has lists and dicts of its own.
             **more: for :meth:`run`.
@@ -339,14 +329,7 @@ class MappedBody(Body):
                 args, kwargs = own.pop()
                 return self.run(batch, call=lambda *_, **__: self.call(*args, **kwargs), **more)
             # The inputs of recomputation are leaves, which cannot be changed in place.
-            batch = self.kept(batch)
-            # Most models set no attributes.
-            if given is None or not (given.keys or given.deep):
-                return self.run(batch, **more)
-            # Modules on several devices may share objects in their attributes.
-            # guard: contents of several devices
-            with self.lock, RestoredAttributes(given):
-                return self.run(batch, **more)
+            return self.run(self.kept(batch), **more)
 
     def kept(self, batch: Batch) -> Batch:
         """Keep the arguments for a later run: as clones, if this run may change them in place."""

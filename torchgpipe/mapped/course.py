@@ -135,13 +135,9 @@ class Course:
         outer, layer.name = layer.name, None
         try:
             with inside(self.glue):
-                changed, before, cell = self.step.changes.last, self._cell, self._cell
-                if changed:
-                    self.step.changes.wait(tensors_of(value))
+                before, cell = self._cell, self._cell
                 if cell is None or cell.stage.device != mapped.device:
                     cell = self._enter(mapped.device, value)
-                if changed:
-                    self._wait_for_state(module, cell)
                 if labels.observer is not None:
                     # Code after the module belongs to the cell, too.
                     labels.put(cell.label)
@@ -167,26 +163,6 @@ class Course:
 
     def _note(self, mapped: Mapped) -> str:
         return f"raised in {mapped.place}, micro-batch {self.i}"
-
-    def _wait_for_state(self, module: nn.Module, cell: Cell) -> None:
-        """Have a module wait for what the model's own code has changed of it."""
-        step = self.step
-        for x in (*module.parameters(), *module.buffers()):
-            home = cell.stage.compute if x.device == cell.stage.device else step.outside(x.device)
-            step.changes.wait([x], home)
-
-    def verify_alone(self, name: str) -> None:
-        """Check that no other micro-batch changes the model's state at the same time.
-
-        Raises:
-            RuntimeError: several threads compute micro-batches.
-        """
-        if self._turns:
-            raise RuntimeError(
-                "while several threads compute micro-batches, code between the modules of a "
-                f"device map must not change parameters or buffers (function: {name}); have a "
-                "module of the map change them, or pass threads=1"
-            )
 
     def _fetch(
         self, cell: Cell, value: tuple[Any, Any], objects: list[Any] | None = None
@@ -235,7 +211,8 @@ class Course:
         note = self._note(mapped) if again or body.visited else ""
         rare = label or within_checkpoint or (stage.visit and body.shared)
         with self._around(mapped, stage, body.shared, label) if rare else use_stream(stage.compute):
-            given = body.attributes.begin() if body.attributes else None
+            if step.held is not None:
+                step.held.verify(body.layers.modules())
             new = cell.leaving(body.offloading) if body.offloading else None
             batch = Batch(Arguments(*value)) if again else None
             if batch is not None and any(x.device != stage.device for x in batch):
@@ -244,7 +221,7 @@ class Course:
                 batch = batch.replace(here)
                 value, copies = batch.value, [batch]
             run: Callable[..., Any] = (
-                partial(body.run_twice, given=given, own=[value]) if again else body.run_alone
+                partial(body.run_twice, own=[value]) if again else body.run_alone
             )
             # Most calls have tensors and plain values alone.
             if objects and (mappings := mappings_of(*value)):
@@ -272,8 +249,8 @@ class Course:
                     if new is not None:
                         run = partial(new().forward, run)
                     output = run(value)
-            if body.attributes and given:
-                body.attributes.end(given, mapped.name, output)
+            if step.held is not None:
+                step.held.note(mapped.name, body.layers)
         return output
 
     @contextmanager
@@ -324,9 +301,7 @@ class Course:
             return {}
         assert target is not None
         cell = self._goes_on(target)
-        elsewhere = [x for x in own if x.device != target]
-        self.step.changes.wait(elsewhere)
-        return cell.fetch(elsewhere, self._at)
+        return cell.fetch([x for x in own if x.device != target], self._at)
 
     def _goes_on(self, device: torch.device) -> Cell:
         """The cell for code between modules on a device: a new one if the model has left it."""
