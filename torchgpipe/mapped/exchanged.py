@@ -187,4 +187,8 @@ class HeldValues:
 
 def _held(module: nn.Module) -> dict[str, list[Any]]:
     own = {**vars(module), **module._buffers}
-    return {key: [x, *within(x)] for key, x in own.items() if key not in _COMMON}
+    return {
+        key: [x] if type(x) in ATOMS else [x, *within(x)]
+        for key, x in own.items()
+        if key not in _COMMON
+    }
