@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ from torchgpipe.engine.lanes import carried
 from torchgpipe.mapped.containers import tensors_of
 from torchgpipe.mapped.step import DeviceVisit, MappedStep
 from torchgpipe.recompute.checkpoint import Checkpoint
-from torchgpipe.recompute.offload import NewCell, Offloading
+from torchgpipe.recompute.offload import Offloaded, Offloading
 
 __all__: list[str] = []
 
@@ -211,11 +210,11 @@ class Cell:
             tensors = join(fence.before(self.i, j), *tensors)
         return fence.fork(self.i, j, checkpoints, *tensors)
 
-    def leaving(self, offloading: Offloading) -> NewCell:
+    def leaving(self, offloading: Offloading) -> Offloaded:
         """Make what takes tensors that modules of this cell save, to leave for the host."""
         if offloading not in self._leaving:
             self._leaving.append(offloading)
-        return partial(offloading.cell, self.stage.compute, self.i)
+        return offloading.cell(self.stage.compute, self.i)
 
     def leave(self) -> None:
         """Let what was saved leave for the host, once the last module of the cell has run."""

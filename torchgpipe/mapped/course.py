@@ -213,7 +213,6 @@ class Course:
         with self._around(mapped, stage, body.shared, label) if rare else use_stream(stage.compute):
             if step.held is not None:
                 step.held.verify(body.layers.modules())
-            new = cell.leaving(body.offloading) if body.offloading else None
             batch = Batch(Arguments(*value)) if again else None
             if batch is not None and any(x.device != stage.device for x in batch):
                 # What a class that PyTorch knows holds: the module gets a copy of the object.
@@ -236,9 +235,7 @@ class Course:
             with handing_back(original, value) if copies else NOTHING:
                 if batch is not None:
                     within = noted(note, label and label._replace(kind="R"))
-                    checkpoint = body.checkpoint(
-                        run, step.new_context(), stage.compute, within, new
-                    )
+                    checkpoint = body.checkpoint(run, step.new_context(), stage.compute, within)
                     cell.checkpoints.append(checkpoint)
                     goes_on = self._may_be_last(mapped.name)
                     found = checkpoint.forward(body.kept(batch), batch, goes_on=goes_on)
@@ -246,8 +243,8 @@ class Course:
                         self.tail, self._omits = Tail(checkpoint, found), body.omits
                     output = found.value
                 else:
-                    if new is not None:
-                        run = partial(new().forward, run)
+                    if body.offloading is not None:
+                        run = partial(cell.leaving(body.offloading).forward, run)
                     output = run(value)
             if step.held is not None:
                 step.held.note(mapped.name, body.layers)

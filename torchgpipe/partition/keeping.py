@@ -167,10 +167,7 @@ def policy_of(mode: Keeping) -> Policy | None:
 
 def offload_of(mode: Keeping) -> Offload | None:
     """The way in which a mode sends tensors to the host; None if it sends none."""
-    if isinstance(mode, Offload):
-        return mode
-    # A policy may send some.
-    return None if mode in CHECKPOINT_MODES else ALL
+    return ALL if mode == "offload" else mode if isinstance(mode, Offload) else None
 
 
 def counted(mode: Keeping) -> Keeping:

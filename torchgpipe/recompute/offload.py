@@ -31,7 +31,7 @@ Sources: Megatron-LM's fine-grained offloading; Wan et al., PipeOffload (arXiv 2
 from __future__ import annotations
 
 from collections.abc import Callable, Container
-from typing import Any, TypeAlias
+from typing import Any
 from weakref import ref
 
 from torch import Tensor
@@ -56,9 +56,6 @@ from torchgpipe.recompute.slots import explain, modified
 from torchgpipe.recompute.storage import Storage, View, is_held, key_of, sent, size_of
 
 __all__: list[str] = []
-
-#: Makes the cell that runs.
-NewCell: TypeAlias = Callable[[], "Offloaded"]
 
 
 class Window:
@@ -191,14 +188,14 @@ class Offloaded:
             # The caller's hooks say where the tensors are.
             return run(value)
         try:
-            with saved_tensors_hooks(self.pack, self._unpack):
+            with saved_tensors_hooks(self._pack, self._unpack):
                 return run(value)
         except RuntimeError as error:
             explain(error)
             raise
 
     @uncompiled
-    def pack(self, tensor: Tensor) -> View:
+    def _pack(self, tensor: Tensor) -> View:
         view = View(tensor)
         if self._share:
             # The copy waits for this stream alone.
