@@ -42,7 +42,7 @@ def dear(context, operator, *args, **kwargs):
 #: cells run twice says :func:`twin_of`.
 KEEPINGS = {
     **{mode: mode for mode in (*MODES, "offload")},
-    "share": Offload(share=0.5, ahead=2),
+    "share": Offload(share=0.5),
     "policy": partial(create_selective_checkpoint_contexts, dear),
 }
 

@@ -101,7 +101,7 @@ class StepPlan:
 
         The rule for both is that of :mod:`~torchgpipe.schedule.lifetimes`.
         """
-        ahead = [0 if offload is None else offload.ahead for offload in self.offloads]
+        ahead = [int(offload is not None) for offload in self.offloads]
         lines = self.schedule.program if any(ahead) else ()
         found = [(line, trips(line, ahead)) for line in lines]
         return {(x.stage, x.microbatch): line[x.back] for line, own in found for x in own}

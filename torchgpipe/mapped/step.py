@@ -131,7 +131,6 @@ class MappedStep:
         output_device: torch.device | None = None,
     ) -> None:
         self.lasting, self._modes = lasting, modes
-        lasting.pools[0].begin_step()
         #: Takes the times of cells, while somebody traces the model.
         self.recording = lasting.recording
         if self.recording is not None:

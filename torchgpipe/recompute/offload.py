@@ -101,9 +101,7 @@ class Offloading:
     ) -> None:
         self.memory, self.j, self.recorder = memory, j, recorder
         self._share, self._leaving = offload.share, leaving
-        #: How many cells a cell brings back besides itself when backward comes to it.
-        self.ahead = offload.ahead if window is None else 0
-        self.window = window or Window()
+        self._is_scheduled, self.window = window is not None, window or Window()
         #: The cell that runs, if it has anything that may leave; and the one before it.
         self._present: Offloaded | None = None
         self._last: Offloaded | None = None
@@ -123,7 +121,7 @@ class Offloading:
         if cell is None:
             share = self._share if self.sends(i) else 0.0
             cell = self._present = Offloaded(self, stream, i, share, self._last)
-            if self.ahead:
+            if not self._is_scheduled:
                 self._last = cell
         return cell
 
@@ -137,7 +135,7 @@ class Offloading:
             cell.send()
             self.window.leaves(cell)
         # A schedule has other instructions besides.
-        if self.ahead:
+        if not self._is_scheduled:
             self.window.passed()
         return cell
 
@@ -170,8 +168,8 @@ class Offloaded:
     ) -> None:
         self._is_over = False
         self.stream, self._share, self._before = stream, share, before
-        self._memory, self._ahead = offloading.memory, offloading.ahead
-        self._way, self._recorder = (offloading.j, i), offloading.recorder
+        self._memory, self._recorder = offloading.memory, offloading.recorder
+        self._way = offloading.j, i
         #: What was saved, by storage; 0 stands for all that stays.
         self._views: dict[int, list[ref[View]]] = {}
         #: What has left, and is not wanted yet; or has come, and nobody has waited for it.
@@ -285,15 +283,12 @@ class Offloaded:
             storage.lane = None
 
     def begin(self) -> None:
-        """Take note that backward has come to this cell: bring it back, and those it comes to."""
+        """Take note that backward has come to this cell: bring it back, and the one before it."""
         self._begun = True
-        cell: Offloaded | None = self
-        for _ in range(self._ahead + 1):
-            if cell is None:
-                break
-            cell.fetch()
-            cell = cell._before
-        self._before = None
+        self.fetch()
+        if self._before is not None:
+            self._before.fetch()
+            self._before = None
         if self._storages:
             self._arrive()
             # From here on only the views hold them.
