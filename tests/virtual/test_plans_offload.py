@@ -56,7 +56,7 @@ CASES = [*product([None, "one_f_one_b", "interleaved"], ["offload", "mixed"])]
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), some(CASES, [("one_f_one_b", "mixed"), (None, "offload")])
+    ("name", "mode"), some(CASES, [("one_f_one_b", "mixed"), ("one_f_one_b", "offload")])
 )
 def test_predictions(devices, problems, name, mode):
     found, x, y, speed = problems
