@@ -31,7 +31,7 @@ HELD = {
     "attribute": (lambda: 1.0, lambda block, x: setattr(block, "held", x)),
     "number": (lambda: 1.0, lambda block, x: setattr(block, "held", x.item())),
     "module within": (lambda: 1.0, lambda block, x: setattr(block.linear, "held", x)),
-    "list": (list, lambda block, x: block.held.append(x)),
+    "list": (list, lambda block, x: block.held.__setitem__(slice(None), [x])),
     "dict": (dict, lambda block, x: block.held.update(x=x)),
     "set": (set, lambda block, x: (block.held.clear(), block.held.add(x))),
     "deque": (deque, lambda block, x: block.held.append(x)),
@@ -85,6 +85,18 @@ def test_what_a_model_changes(kind, way, mode):
     message = rf"nothing must change .*\(module: blocks.0, attribute: {name.split('.')[-1]}\); pass"
     with pytest.raises(RuntimeError, match=message):
         pipe(x)
+
+
+def test_a_list_may_grow():
+    """Several layers may note what they do in one list."""
+    noted = []
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(2)])
+    for layer in model:
+        layer.noted = noted
+        layer.register_forward_hook(lambda layer, args, y: layer.noted.append(y.detach()))
+    pipe = MappedGPipe(model, places("0", "1"), chunks=3)
+    pipe(torch.rand(6, 4)).sum().backward()
+    assert len(noted) >= 6
 
 
 def test_one_micro_batch():

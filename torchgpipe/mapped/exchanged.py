@@ -147,7 +147,8 @@ def _fresh(value: Any) -> Any:
 #   x = self.block(x)
 #
 # A recomputation of the block would find what the last micro-batch has left there, and so would a
-# checkpoint of PyTorch. So this is an error in the first step, whatever the mode.
+# checkpoint of PyTorch. So this is an error in the first step, whatever the mode. A list may grow,
+# as one in which several modules note what they do.
 
 
 #: Attributes of every module: flags and dicts; and what libraries wrap for one call of a model.
@@ -175,7 +176,7 @@ class HeldValues:
             if module not in self._left:
                 continue
             (name, left), now = self._left[module], _held(module)
-            changed = [key for key in left | now if not same(left.get(key, []), now.get(key, []))]
+            changed = [key for key in left | now if _differs(left.get(key, []), now.get(key, []))]
             if changed:
                 raise RuntimeError(
                     "between calls of a module of a device map nothing must change what the module "
@@ -183,6 +184,11 @@ class HeldValues:
                     f"change (module: {name or 'the model'}, attribute: {changed[0]}); pass it as "
                     "an argument, and return what other modules need"
                 )
+
+
+def _differs(left: list[Any], now: list[Any]) -> bool:
+    grows = bool(left and now) and type(now[0]) is list
+    return not same(left, now[: len(left)] if grows else now)
 
 
 def _held(module: nn.Module) -> dict[str, list[Any]]:
