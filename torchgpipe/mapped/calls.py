@@ -174,9 +174,6 @@ class Signed:
     """A method of a wrapper, with the signature that :func:`signed` has made for the object.
 
     Trainers drop the columns of a data set that the signature of ``model.forward`` does not name.
-
-    Args:
-        function: the method.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:

@@ -47,13 +47,7 @@ __all__: list[str] = []
 
 
 class Cell:
-    """Micro-batch ``i`` in one stage.
-
-    Args:
-        step: the step.
-        i: the number of the micro-batch.
-        stage: the stage.
-    """
+    """Micro-batch ``i`` in one stage."""
 
     def __init__(self, step: MappedStep, i: int, stage: DeviceVisit) -> None:
         self.step, self.i, self.stage = step, i, stage

@@ -183,7 +183,6 @@ class Course:
         return found, copies
 
     def _items(self, cell: Cell, items: dict[Any, Any]) -> dict[Any, Any]:
-        """Copy the tensors in a mapping to the device of a cell."""
         (_, found), _ = self._fetch(cell, ((), items))
         return {**found}
 
@@ -266,7 +265,6 @@ class Course:
             yield
 
     def _may_be_last(self, name: str) -> bool:
-        """Whether code after a module may be a tail, which is recomputed with the module."""
         if self.glue is None or current_hooks() is not None or is_verifying():
             return False
         return self.step.lasting.last in (None, name)
@@ -368,7 +366,6 @@ class Course:
         self._cell = None
 
     def _enter(self, device: torch.device, value: Any) -> Cell:
-        """The cell of a module that is called on another device, with a value."""
         found = self._cells.get(device)
         if self._turns:
             self._take_turn(device, found, value)

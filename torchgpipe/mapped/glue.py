@@ -36,11 +36,7 @@ __all__: list[str] = []
 
 
 class Glue(TorchFunctionMode):
-    """Bring tensors to other devices on lanes.
-
-    Args:
-        course: the course of the micro-batch.
-    """
+    """Bring tensors to other devices on lanes."""
 
     def __init__(self, course: Course) -> None:
         super().__init__()
@@ -197,7 +193,6 @@ APART |= {"result_type", "can_cast", "broadcast_tensors"}
 
 
 def _apart(name: str, tensors: Iterable[Tensor], what: str) -> RuntimeError:
-    """The error of code whose tensors cannot be brought together."""
     devices = ", ".join(dict.fromkeys(str(x.device) for x in tensors))
     return RuntimeError(
         "code between the modules of a device map must have its tensors where they can be brought "

@@ -260,7 +260,6 @@ class MappedStep:
 
     @property
     def _bodies(self) -> list[MappedBody]:
-        """All bodies of this step."""
         return [body for stage in self._stages.values() for body in stage.bodies.values()]
 
     def _offloading(self, stage: DeviceVisit, offload: Offload | None) -> Offloading | None:
@@ -336,7 +335,6 @@ class MappedStep:
         return not (self.drawn_behind or self._depends)
 
     def _own(self) -> list[DeviceVisit]:
-        """The stages that compute on streams of their own."""
         # A list, since another thread may add stages.
         return [stage for stage in [*self._stages.values()] if stage.visit]
 

@@ -111,12 +111,7 @@ class Offloading:
         return i in self._leaving
 
     def cell(self, stream: AbstractStream, i: int) -> Offloaded:
-        """The cell that runs, which is made when somebody asks for it.
-
-        Args:
-            stream: the compute stream.
-            i: the number of the micro-batch.
-        """
+        """The cell that runs, which is made when somebody asks for it."""
         cell = self._present
         if cell is None:
             share = self._share if self.sends(i) else 0.0
@@ -149,13 +144,6 @@ class Offloaded:
     """One cell, whose saved tensors leave, come back, and are rebuilt when backward asks.
 
     It takes the place of a :class:`~torchgpipe.recompute.checkpoint.Checkpoint`.
-
-    Args:
-        offloading: the offloading of its partition.
-        stream: the compute stream.
-        i: the number of the micro-batch.
-        share: the part of its bytes that leaves.
-        before: the cell before it.
     """
 
     def __init__(

@@ -59,10 +59,6 @@ class within:
     """Compute within a context manager, and in that within the one of the run that goes on.
 
     A generator would do the same, but not with errors that end generators.
-
-    Args:
-        around: the outer one.
-        contexts: those of the two runs.
     """
 
     def __init__(self, around: AbstractContextManager[Any], contexts: Contexts) -> None:
