@@ -30,7 +30,6 @@ from torchgpipe.mapped.calls import (
 )
 from torchgpipe.mapped.course import Course
 from torchgpipe.mapped.device_map import checked_map, mapped_modules, place, placed
-from torchgpipe.mapped.exchanged import Attributes
 from torchgpipe.mapped.glue import Glue
 from torchgpipe.mapped.hugging_face import (
     bring_adapters_home,
@@ -126,7 +125,7 @@ class MappedGPipe(Wrapper):
     """
 
     _own = (
-        *(*Wrapper._own, "_lasting", "_attributes", "_workers"),
+        *(*Wrapper._own, "_lasting", "_workers"),
         *("_calls", "_mapped", "_around", "_takes_cache", "_signed"),
     )
     #: The model.
@@ -187,7 +186,7 @@ class MappedGPipe(Wrapper):
                 batches, devices = [Batch(given)], [*self._map.values()]
                 own = [x.clone() for x in Near(devices[0]).all_of(*batches[0])]
                 batches[0] = batches[0].replace(own)
-                step = MappedStep(self._lasting, self._attributes, devices, self.module, 1, {})
+                step = MappedStep(self._lasting, devices, self.module, 1, {})
                 run = partial(self._run, step, batches, Order(self.module))
                 compute(partial(holding, step.numbers.locks, run), self, [])
         finally:
@@ -200,7 +199,6 @@ class MappedGPipe(Wrapper):
             self.__dict__[table] = self.module.__dict__[table]
         super()._prepare()
         self._lasting = Lasting()
-        self._attributes: dict[nn.Module, Attributes] = {}
         self._workers = Threads()
         is_spread = len({*self._map.values()}) > 1
         self._calls = [
@@ -375,7 +373,7 @@ class MappedGPipe(Wrapper):
         late = output_device is not None and not has_streams(output_device)
         begin_mini_batch(self)
         step = MappedStep(
-            *(self._lasting, self._attributes, devices, self.module, m),
+            *(self._lasting, devices, self.module, m),
             dict(zip(self._map, mini_batch.modes)),
             None if late else output_device,
         )
@@ -407,14 +405,14 @@ class MappedGPipe(Wrapper):
                 else:
                     for i in range(step.m):
                         course(i)
-            except BaseException:
-                step.fail()
-                raise
+                if step.held is not None:
+                    # The model may take back what it has set.
+                    step.held.verify()
             finally:
                 self._lasting.thread = None
                 step.have_caller_wait()
                 # The graph refers to the step, if the model came back to a device.
-                step.fence = None
+                step.fence = step.held = None
         outputs = iter(step.back_to_caller([x for batch in batches for x in batch]))
         batches[:] = [batch.replace([next(outputs) for _ in batch]) for batch in batches]
         step.end()

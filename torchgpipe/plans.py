@@ -327,7 +327,7 @@ class Candidate:
 
 def _letter(mode: Keeping) -> str:
     """The letter of a checkpoint mode in a table."""
-    return f"o({mode.share:g},{mode.ahead})" if isinstance(mode, Offload) else str(mode)[0]
+    return f"o({mode.share:g})" if isinstance(mode, Offload) else str(mode)[0]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.simulate.bounds import KEEPING, Bounds, Costs, Numbers
-from torchgpipe.partition.keeping import Keeping, Offload
+from torchgpipe.partition.keeping import Keeping
 from torchgpipe.planner.trial import Setting, Trial, Trials, settings
 
 __all__ = ["Searched", "exhausted"]
@@ -29,7 +29,7 @@ __all__ = ["Searched", "exhausted"]
 AT_ONCE, MOST = 4096, 4_000_000
 
 #: The ways to send cells to the host, of which there is one bound.
-SENDING: tuple[Keeping, ...] = ("offload", Offload(ahead=2))
+SENDING: tuple[Keeping, ...] = ("offload",)
 
 #: By the number of a mode, those that are as fast at least, and need as much memory.
 FASTER = {0: (0,), 1: (0, 1), 2: (0, 1, 2), 3: (0, 3)}

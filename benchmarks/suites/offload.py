@@ -46,7 +46,6 @@ MODES: dict[str, Any] = {
     "never": "never",
     "offload": "offload",
     "Offload(share=0.5)": Offload(share=0.5),
-    "Offload(ahead=2)": Offload(ahead=2),
     "always": "always",
 }
 MODES |= {
@@ -133,7 +132,6 @@ def simulated(name: str, mode: str, ratio: float) -> dict[str, Any]:
         pending=[PENDING * per + INPUT * (j == 0) for j in range(n)],
         away=away,
         out=[x / (LEAVING / (F * ratio)) for x in away],
-        ahead=offload.ahead,
     )
     workers = max(PLACES[name]) + 1
     report = simulate(named("fill_drain" if name == "gpipe" else name, workers, M), costs)

@@ -170,7 +170,7 @@ class Words(str, enum.Enum):
     "mode",
     [
         *("offload", Words.OFFLOAD, Offload(), Offload(share=0.5), POLICIES["all"]),
-        *(["never", "offload"], [POLICIES["products"], "always"], [Offload(ahead=2), "never"]),
+        *(["never", "offload"], [POLICIES["products"], "always"], [Offload(), "never"]),
     ],
     ids=str,
 )

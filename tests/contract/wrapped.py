@@ -33,10 +33,8 @@ RUNS = {
 
 
 def dear(context, operator, *args, **kwargs):
-    """A policy that sends products of matrices to the host, keeps sums, and no other result."""
-    if operator in (aten.mm.default, aten.addmm.default):
-        return CheckpointPolicy.MUST_CPU_OFFLOAD
-    kept = operator is aten.add.Tensor
+    """A policy that keeps products of matrices and sums, and no other result."""
+    kept = operator in (aten.mm.default, aten.addmm.default, aten.add.Tensor)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -44,7 +42,7 @@ def dear(context, operator, *args, **kwargs):
 #: cells run twice says :func:`twin_of`.
 KEEPINGS = {
     **{mode: mode for mode in (*MODES, "offload")},
-    "share": Offload(share=0.5, ahead=2),
+    "share": Offload(share=0.5),
     "policy": partial(create_selective_checkpoint_contexts, dear),
 }
 

@@ -27,8 +27,6 @@ def test_a_cell_leaves_where_three_instructions_lie_between():
     assert trips(line, [0]) == []
     (again,) = parse("0F0 0F1 0F2 0B2 0B1 0R0 0B0", [0], 3).program
     assert trips(again, [1]) == []
-    # What a policy has sent comes back for the recomputation.
-    assert trips(again, [1], {0}) == [Trip(0, 0, 0, 1, 4, 5)]
 
 
 def test_an_overlap_is_one_instruction():

@@ -53,11 +53,6 @@ TESTS = {
         "threads modes": ("test_mapped_threads", "modes_that_only_the_caller_computes_in", {}),
         "threads failures": ("test_mapped_threads", "a_failure_ends_all_threads", {}),
         "threads attributes": ("test_mapped_threads", "attributes", {}),
-        "shared box": (
-            "test_mapped_values",
-            "a_box_that_blocks_on_several_devices_share",
-            {},
-        ),
         "threads ends": (
             "test_mapped_threads",
             "micro_batches_that_end_leave_the_numbers_of_others",
@@ -66,25 +61,12 @@ TESTS = {
         "threads streams": ("test_mapped_threads", "streams_of_the_caller", {}),
         "skips": ("test_mapped_code", "skips_that_come_back", {}),
         "lent": ("test_mapped_lent", "training", {"kind": "home after", "threads": 1}),
-        **{
-            kind: (
-                "test_mapped_state",
-                "numbers_are_those_of_one_micro_batch_after_another",
-                {"kind": kind, "threads": 1, "mode": "never"},
-            )
-            for kind in ("After", "ReadLater")
-        },
         "logits": ("test_mapped_logits", "the_most_memory", {}),
         "looks": ("test_mapped_logits", "a_caller_who_looks", {}),
         "left": ("test_mapped_logits", "nothing_is_left", {"mode": "always", "head": 0}),
         "lost": ("test_mapped_together", "changes_in_place_that_would_be_lost", {}),
     }.items()
 } | {
-    "attributes of a call": (
-        "behaviour.test_mapped_attributes",
-        "test_block_that_is_called_several_times",
-        {},
-    ),
     "exchanged in place": (
         "virtual.test_mapped_exchanged",
         "test_what_blocks_change_is_there_for_later_ones",
@@ -110,11 +92,6 @@ TESTS = {
         )
         for name in ("function", "cast", "hooked", "changed_later", "drawn")
     },
-    "contents of a call": (
-        "behaviour.test_mapped_attributes",
-        "test_what_is_within_an_attribute",
-        {"kind": "dict", "way": "kept"},
-    ),
 }
 
 MUTANTS = {
@@ -168,9 +145,6 @@ MUTANTS = {
         "mapped threads modes",
     ),
     "errors of the first micro-batch": (("min(self._failed, i)", "-1"), "mapped threads failures"),
-    "attributes of a call": (("now is not value", "False"), "attributes of a call"),
-    "contents of a call": (("if _same", "if True or _same"), "contents of a call"),
-    "contents of several devices": (("self.lock, ", ""), "mapped shared box"),
     "attributes of threads": (("if changed", "if False"), "mapped threads attributes"),
     "the caller's streams in a thread": (DROP, "mapped threads streams"),
     "weights that are lent": (DROP, "mapped lent"),
@@ -185,8 +159,6 @@ MUTANTS = {
     ),
     "changes in mappings": (("again and self", "False and self"), "exchanged in place"),
     "changes that would be lost": (("!= version", "is None"), "mapped lost"),
-    "changes of state": (DROP, "mapped After"),
-    "state in use": (DROP, "mapped ReadLater"),
     "what was changed past the tail": (
         ("all(states[id(x)].fits(x) for x in tensors if id(x) in states)", "True"),
         "tail function",

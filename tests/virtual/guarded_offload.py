@@ -30,16 +30,6 @@ TESTS = {
     "offloaded, beside": (*_CHOSEN, "test_what_a_stream_has_not_computed_yet_stays", {}),
     "offloaded, small": (*_CHOSEN, "test_as_much_leaves_as_without", {"make": AndSmall}),
     "offloaded, trials": (*_CHOSEN, "test_as_much_leaves_as_without", {"make": AndTrials}),
-    "offloaded, results": (
-        "virtual.test_selective_offload",
-        "test_results_on_another_stream_stay",
-        {},
-    ),
-    "offloaded, changed": (
-        "virtual.test_selective_offload",
-        "test_a_result_that_early_micro_batches_change_is_an_error",
-        {},
-    ),
     "norms of one run": (
         "behaviour.test_policies",
         "test_norms_that_are_deferred",
@@ -81,14 +71,6 @@ MUTANTS = {
         "changed arguments",
     ),
     "graphs that are thrown away": (("ref(view)", "lambda: view"), "offloaded, trials"),
-    "results on another stream": (
-        ("is_current(self._offloaded.stream)", "1"),
-        "offloaded, results",
-    ),
-    "what a policy sends and layers change": (
-        ("unchanged_in(entry)", "entry.val"),
-        "offloaded, changed",
-    ),
     "casts of both runs": (("own_casts()", "ExitStack()"), "casts of policies"),
     "operators of one run": (("uncounted()", "torch.no_grad()"), "norms of one run"),
     "small views of large storages": (("storage.nbytes()", "tensor.nbytes"), "offloaded, small"),

@@ -94,7 +94,7 @@ MODELS = {
 }
 
 
-MODES = ["never", "except_last", "always", "offload", Offload(share=0.5, ahead=2)]
+MODES = ["never", "except_last", "always", "offload", Offload(share=0.5)]
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import time
 
 import pytest
 import torch
@@ -230,46 +229,6 @@ def test_memory_is_that_of_gpipe(devices, mode):
     # How many gradients are on their way at a time depends on the host.
     gradients = 8 * 2 * wide * 4
     assert all(own <= other + gradients for own, other in zip(found, expected)), (found, expected)
-
-
-class Slow(nn.Module):
-    """A block that reads late what the model has put into a box."""
-
-    def __init__(self, box):
-        super().__init__()
-        self.linear, self.box = nn.Linear(4, 4), box
-
-    def forward(self, x):
-        time.sleep(0.001)
-        return (self.linear(x) * self.box["scale"]).sin()
-
-
-class OneBox(nn.Module):
-    """A model whose blocks have one box."""
-
-    def __init__(self, n):
-        super().__init__()
-        box = {}
-        self.blocks = nn.ModuleList([Slow(box) for _ in range(n)])
-
-    def forward(self, x):
-        for k, block in enumerate(self.blocks):
-            block.box["scale"] = x[0, 0].item() + k
-            x = block(x)
-        return x
-
-
-def test_a_box_that_blocks_on_several_devices_share(devices):
-    """Several threads compute them again, each with what the box held for the block."""
-    plain = OneBox(3)
-    found = []
-    for mode in ("never", "always"):
-        model = copy.deepcopy(plain)
-        places = {f"blocks.{k}": devices[k] for k in range(3)}
-        pipe = MappedGPipe(model, places, chunks=6, checkpoint=mode)
-        pipe(torch.linspace(-1, 1, 24, device=devices[0]).view(6, 4)).sum().backward()
-        found.append([p.grad.cpu() for p in pipe.parameters()])
-    assert all(map(torch.equal, *found))
 
 
 class Attending(nn.Module):

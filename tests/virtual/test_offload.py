@@ -18,8 +18,6 @@ from torchgpipe.engine.stages import stages_of
 from torchgpipe.testing import observe
 
 M = 5
-#: For how many steps buffers are kept.
-UNUSED = 2
 
 
 def attention(devices, mode, **options):
@@ -52,13 +50,12 @@ def unused(model):
 MODES = {
     "all": "offload",
     "half": Offload(share=0.5),
-    "two ahead": Offload(ahead=2),
     "mixed": ["offload", "always", "never", Offload(share=0.3)],
 }
 
 
 @pytest.mark.parametrize(
-    ("kind", "n"), some([*product(MODES, [2, 4])], [("two ahead", 2), ("mixed", 4)])
+    ("kind", "n"), some([*product(MODES, [2, 4])], [("half", 2), ("mixed", 4)])
 )
 def test_gradients_are_the_same_bit_by_bit(devices, kind, n):
     mode = MODES[kind] if n == 4 or kind != "mixed" else ["offload", "except_last"]
@@ -223,23 +220,6 @@ def test_what_others_hold_stays(devices):
     # another tensor.
     assert free.transfers[0, "cpu"].bytes == (2 * 3 + 2) * rows
     assert seen.transfers[0, "cpu"].bytes == (3 + 2) * rows
-
-
-def test_buffers_that_steps_do_not_use_are_let_go_of(devices, monkeypatch):
-    monkeypatch.setattr("torchgpipe.devices.pool.UNUSED", UNUSED)
-    model = attention(devices[:2], "offload")
-    trained(model, devices)
-    made = [sum(x.sizes) for x in memories(model).values()]
-    model.checkpoint = Offload(share=0.4)
-    trained(model, devices, steps=UNUSED)
-    assert [sum(x.sizes) for x in memories(model).values()] == made
-    trained(model, devices)
-    fewer = [sum(x.sizes) for x in memories(model).values()]
-    assert all(0 < x < y for x, y in zip(fewer, made))
-    assert unused(model) == fewer
-    model.checkpoint = "never"
-    trained(model, devices, steps=UNUSED + 1)
-    assert unused(model) == [0, 0]
 
 
 def test_a_step_leaves_nothing_on_the_device(devices):

@@ -56,7 +56,7 @@ LISTS = [
     ["never", "offload", Offload(share=0.5), POLICY],
     ["offload", "always", Offload(share=0.5), "offload"],
     [POLICY, "except_last", "offload", "never"],
-    ["always", "never", "always", Offload(ahead=2)],
+    ["always", "never", "always", Offload()],
 ]
 
 
@@ -88,7 +88,7 @@ def test_an_entry_that_is_computed_again(devices):
     assert counts == [4 * M, 2 * M, 2 * M, 4 * M - 2]
 
 
-MODES = ["offload", Offload(share=0.4, ahead=2)]
+MODES = ["offload", Offload(share=0.4)]
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_gradients_are_the_same_bit_by_bit(group, devices, monkeypatch):
 
     expected, most, _ = trained(group, devices[0], "never")
     monkeypatch.setattr(Executor, "begin", noting)
-    for mode in ("offload", Offload(share=0.5, ahead=2), ["offload", "never"]):
+    for mode in ("offload", Offload(share=0.5), ["offload", "never"]):
         performed.clear()
         found, peak, seen = trained(group, devices[0], mode, jitter=0)
         assert all(map(torch.equal, found, expected))

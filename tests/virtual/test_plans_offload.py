@@ -52,11 +52,11 @@ def problems(devices, request):
     return found, x, y, request.param
 
 
-CASES = [*product([None, "one_f_one_b", "interleaved"], ["offload", Offload(ahead=2), "mixed"])]
+CASES = [*product([None, "one_f_one_b", "interleaved"], ["offload", "mixed"])]
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), some(CASES, [("one_f_one_b", "mixed"), ("interleaved", Offload(ahead=2))])
+    ("name", "mode"), some(CASES, [("one_f_one_b", "mixed"), ("one_f_one_b", "offload")])
 )
 def test_predictions(devices, problems, name, mode):
     found, x, y, speed = problems

@@ -95,7 +95,7 @@ def _uses_of_one() -> int:
     return found
 
 
-# Selective checkpoints: the policy that a mode of PyTorch's asks, and what the mode keeps.
+# Selective checkpoints: the policy that a mode of PyTorch's asks.
 #
 # Where an attribute is missing, a policy does what PyTorch alone does.
 
@@ -118,25 +118,3 @@ def judge_by(mode: Any, judge: Callable[..., Any]) -> None:
             return judge(policy, *args, **kwargs)
 
         mode.policy_fn = asked
-
-
-def results_of(mode: Any) -> Any:
-    """The table of results that a mode keeps. It does not refer to the mode."""
-    return mode.storage
-
-
-def kept_by(results: Any, operator: Any) -> list[Any]:
-    """The results of an operator in a first run, in order; those that are kept have entries."""
-    found = results.get(operator, ())
-    return [*(found.values() if isinstance(found, dict) else found)]
-
-
-def unchanged_in(entry: Any) -> Tensor | None:
-    """The tensor of an entry, if it is one that nobody has changed in place since."""
-    found = isinstance(entry.val, Tensor) and entry.val._version == entry.version
-    return entry.val if found else None
-
-
-def put_into(entry: Any, value: Any, version: int) -> None:
-    """Put something else into an entry, with the version that the mode shall find."""
-    entry.val, entry.version = value, version

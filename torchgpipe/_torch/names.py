@@ -144,7 +144,6 @@ NAMES: dict[str, Name] = {
     # Selective checkpoints. Without it, what a policy sends to the CPU is computed again.
     "KeepingMode": Name("torch.utils.checkpoint:_CachingTorchDispatchMode", _SELECTIVE, ()),
     "GivingMode": Name("torch.utils.checkpoint:_CachedTorchDispatchMode", _SELECTIVE, ()),
-    "KeptResult": Name("torch.utils.checkpoint:_VersionWrapper", _SELECTIVE, ()),
     # Structures.
     "containers": Name("torch.utils._pytree:SUPPORTED_NODES", _TREES),
     "node_type": Name("torch.utils._pytree:_get_node_type", _TREES),

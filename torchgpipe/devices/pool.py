@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -25,28 +24,9 @@ __all__: list[str] = []
 #
 # Such memory is pinned: the host need not wait for copies of it. Pinning takes long, so buffers
 # are used again, from step to step. They are as large as the next power of two, as PyTorch makes
-# them anyway, so that micro-batches of many sizes find some that fit. What steps do not use any
-# more goes back to PyTorch, which has a pool of its own. That one alone would not do: it gives
-# out no memory whose last copy is still to come, and so as much again to a host that is a step
-# ahead.
-
-
-#: The number of steps after which a buffer that none of them has used is let go of.
-UNUSED = 4
-
-
-class Buffer(NamedTuple):
-    """A piece of pinned memory that nobody uses, and what its next user has to wait for.
-
-    Args:
-        memory: the bytes.
-        event: an event after the last copy from or to it; None if there was none.
-        step: the number of the last step that has used it.
-    """
-
-    memory: Tensor
-    event: Event | None
-    step: int
+# them anyway, so that micro-batches of many sizes find some that fit. PyTorch's own pool would not
+# do: it gives out no memory whose last copy is still to come, and so as much again to a host that
+# is a step ahead.
 
 
 class HostMemory:
@@ -59,22 +39,12 @@ class HostMemory:
 
     def __init__(self, out: AbstractStream, back: AbstractStream) -> None:
         self.out, self.back = out, back
-        #: The buffers that nobody uses, by size, the one that was used last at the right. A deque
-        #: takes and gives in one step, since several threads do.
-        self._free: defaultdict[int, deque[Buffer]] = defaultdict(deque)
-        self._steps = 0
+        #: The buffers that nobody uses, by size, each with an event after its last copy; the one
+        #: that was used last is at the right. A deque takes and gives in one step, since several
+        #: threads do.
+        self._free: defaultdict[int, deque[tuple[Tensor, Event | None]]] = defaultdict(deque)
         #: The bytes of each buffer that there is.
         self.sizes: list[int] = []
-
-    def begin_step(self) -> None:
-        """Let go of buffers that some steps have not used."""
-        self._steps += 1
-        for size, buffers in [*self._free.items()]:
-            # Another thread may take the last one meanwhile.
-            with suppress(IndexError):
-                while buffers[0].step < self._steps - UNUSED:
-                    buffers.popleft()
-                    self.sizes.remove(size)
 
     def take(self, size: int) -> Tensor:
         """Take a buffer of so many bytes, or more, for copies by the stream to the host.
@@ -84,7 +54,7 @@ class HostMemory:
         """
         size = 1 << max(0, size - 1).bit_length()
         try:
-            memory, event, _ = self._free[size].pop()
+            memory, event = self._free[size].pop()
         except IndexError:
             memory = self._made(size)
         else:
@@ -95,7 +65,7 @@ class HostMemory:
 
     def give(self, memory: Tensor, event: Event | None) -> None:
         """Give a buffer back, with an event after the last copy from or to it."""
-        self._free[len(memory)].append(Buffer(memory, event, self._steps))
+        self._free[len(memory)].append((memory, event))
 
     def _made(self, size: int) -> Tensor:
         try:
@@ -190,11 +160,6 @@ class StreamPool:
         streams = self.some(device, total)
         rest = streams[taken:] or streams[-1:]
         return [[rest[(k * size + turn) % len(rest)] for turn in range(size)] for k in range(count)]
-
-    def begin_step(self) -> None:
-        """Let go of memory of the host that steps do not use any more."""
-        for host in self._hosts.values():
-            host.begin_step()
 
     def host(self, device: torch.device) -> HostMemory:
         """Return the memory of the host that a device copies to and from, on two streams.

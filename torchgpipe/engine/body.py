@@ -16,7 +16,7 @@ from torchgpipe.partition.keeping import Policy
 from torchgpipe.recompute.buffers import Copy
 from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.recompute.layer_state import LayersState
-from torchgpipe.recompute.offload import NewCell, Offloading
+from torchgpipe.recompute.offload import Offloading
 from torchgpipe.recompute.runs import is_recomputing
 from torchgpipe.recompute.selective import Contexts, contexts_of, within
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
@@ -137,7 +137,6 @@ class Body:
         context: Context,
         stream: AbstractStream,
         within: AbstractContextManager[None],
-        new: NewCell | None = None,
     ) -> Checkpoint:
         """A checkpoint of a cell.
 
@@ -146,14 +145,13 @@ class Body:
             context: the modes of both runs.
             stream: the compute stream.
             within: a context manager for the recomputation.
-            new: makes what takes results that a policy sends to another memory, if there is one.
         """
         state = self.state
         assert state is not None
         if state.buffers.any:
             run = partial(run, copies=[])
         if self.policy is not None:
-            run = partial(run, contexts=contexts_of(self.policy, new))
+            run = partial(run, contexts=contexts_of(self.policy))
         return Checkpoint(
             *(run, context, stream, within, state.lasting, state.always_calls, state.shapes)
         )

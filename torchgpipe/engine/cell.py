@@ -92,17 +92,15 @@ class Cell:
             run = partial(recording.run, run, (self.stream, self.j, self.j, self.i), iter)
         again = self.i < step.checkpointed[self.j]
         numbers = step.numbers.of(self.i, step.stages.devices[self.j])
-        checkpoint = new = None
+        checkpoint = None
         offloading = self.body.offloading
-        if offloading is not None:
-            new = partial(offloading.cell, self.stream, self.i)
         if again:
             # Only its text: the checkpoint would keep the cell itself in memory.
             within = noted(str(self), labels.of("R", self.j, self.i))
-            checkpoint = self.body.checkpoint(run, step.context, self.stream, within, new)
+            checkpoint = self.body.checkpoint(run, step.context, self.stream, within)
             run = partial(checkpoint.forward, cell=numbers)
-        elif new is not None:
-            run = partial(new().forward, run)
+        elif offloading is not None:
+            run = partial(offloading.cell(self.stream, self.i).forward, run)
         # guard: letting go of the input
         batch = batch.take()
         with use_stream(self.stream), noted(self):

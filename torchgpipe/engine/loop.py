@@ -103,7 +103,6 @@ class Executor:
             )
         self.crew, self.plan, self.criterion = crew, plan, criterion
         stages = crew.stages
-        stages.pool.begin_step()
         after = criterion.loss if isinstance(criterion.loss, nn.Module) else None
         joins, again = criterion.outputs is not None, {j for j, _ in plan.again}
         self.step = Step(stages, plan.schedule.chunks, again, joins, after)

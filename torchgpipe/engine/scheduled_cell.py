@@ -139,15 +139,12 @@ class EagerCell(Cell):
         batch = self._enter(batch.take())
         run, context = self.run, self.step.context
         body = self.step.bodies[self.j]
-        new = None
-        if body.offloading is not None and body.offloading.sends(self.i):
-            new = partial(body.offloading.cell, self.stream, self.i)
         if self.again:
             # R itself notes where it is.
-            self._checkpoint = body.checkpoint(run, context, self.stream, NOTHING, new)
+            self._checkpoint = body.checkpoint(run, context, self.stream, NOTHING)
             run = self._checkpoint.forward
-        elif new is not None:
-            run = partial(new().forward, run)
+        elif body.offloading is not None and body.offloading.sends(self.i):
+            run = partial(body.offloading.cell(self.stream, self.i).forward, run)
         output = context.run(run, batch)
         if torch.is_grad_enabled():
             for key, part in output.parts.items():

@@ -212,7 +212,6 @@ class PipelineStep(Step):
         #: For each partition, how many micro-batches, from the first, are checkpointed.
         self.checkpointed = [checkpointed(recomputed_by(mode), m) for mode in modes]
         super().__init__(stages, m, {j for j, count in enumerate(self.checkpointed) if count}, True)
-        stages.pool.begin_step()
         recorder = None if stages.recording is None else stages.recording.recorder
         for j, (body, mode, device) in enumerate(zip(self.bodies, modes, stages.devices)):
             if not isinstance(mode, str) or mode == "offload":

@@ -21,7 +21,6 @@ from torchgpipe.partition.keeping import (
     choosing,
     keepings_of,
     offload_of,
-    policy_of,
     recomputed_by,
 )
 from torchgpipe.schedule.candidates import named
@@ -102,10 +101,9 @@ class StepPlan:
 
         The rule for both is that of :mod:`~torchgpipe.schedule.trips`.
         """
-        ahead = [0 if offload is None else offload.ahead for offload in self.offloads]
+        ahead = [int(offload is not None) for offload in self.offloads]
         lines = self.schedule.program if any(ahead) else ()
-        policies = {j for j, mode in enumerate(self.keepings) if policy_of(mode) is not None}
-        found = [(line, trips(line, ahead, policies)) for line in lines]
+        found = [(line, trips(line, ahead)) for line in lines]
         return {(x.stage, x.microbatch): line[x.back] for line, own in found for x in own}
 
     @cached_property

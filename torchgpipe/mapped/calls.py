@@ -23,7 +23,6 @@ from torchgpipe.ambient.context import registered
 from torchgpipe.engine.body import Body
 from torchgpipe.mapped.alone import CallAlone, devices_of, put_call
 from torchgpipe.mapped.device_map import Mapped
-from torchgpipe.mapped.exchanged import Attributes, CallAttributes, RestoredAttributes
 from torchgpipe.partition.placement import elsewhere
 from torchgpipe.recompute.layer_state import LayersState
 from torchgpipe.recompute.runs import is_recomputing
@@ -173,9 +172,6 @@ class Signed:
     """A method of a wrapper, with the signature that :func:`signed` has made for the object.
 
     Trainers drop the columns of a data set that the signature of ``model.forward`` does not name.
-
-    Args:
-        function: the method.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -270,13 +266,9 @@ class MappedBody(Body):
         inner: the module's own call. Its class may have a ``__call__``, which has been called.
         lock: a lock to hold while the module runs for the second time.
         state: the state of the module; None in a step without recomputation.
-        attributes: its attributes; None in a step without recomputation.
     """
 
-    __slots__ = (
-        *("attributes", "changes_input", "checkpointed", "foreign", "omits", "shared"),
-        "buffered",
-    )
+    __slots__ = (*("buffered", "changes_input", "checkpointed", "foreign", "omits", "shared"),)
 
     def __init__(
         self,
@@ -284,11 +276,9 @@ class MappedBody(Body):
         inner: Callable[..., Any],
         lock: AbstractContextManager[Any],
         state: LayersState | None,
-        attributes: Attributes | None,
     ) -> None:
         super().__init__(module, lock, state, False)
         self.call = inner
-        self.attributes = attributes
         # The model may use an input that the module changes in place, so none is cloned in forward.
         self.changes_input, self.in_place = self.in_place, False
         #: How many micro-batches, from the first, are computed under checkpointing.
@@ -308,14 +298,11 @@ class MappedBody(Body):
         args, kwargs = arguments
         return self.call(*args, **kwargs)
 
-    def run_twice(
-        self, batch: Batch, given: CallAttributes | None, own: list[Any], **more: Any
-    ) -> Batch:
+    def run_twice(self, batch: Batch, own: list[Any], **more: Any) -> Batch:
         """Run the module under checkpointing, in forward or in recomputation.
 
         Args:
             batch: its arguments.
-            given: the attributes that the first run has found.
             own: a list with the arguments as the module is called with them. The first run may
                 change lists and dicts among them. A recomputation has lists and dicts of its own.
             **more: for :meth:`run`.
@@ -326,14 +313,7 @@ class MappedBody(Body):
                 args, kwargs = own.pop()
                 return self.run(batch, call=lambda *_, **__: self.call(*args, **kwargs), **more)
             # The inputs of recomputation are leaves, which cannot be changed in place.
-            batch = self.kept(batch)
-            # Most models set no attributes.
-            if given is None or not (given.keys or given.deep):
-                return self.run(batch, **more)
-            # Modules on several devices may share objects in their attributes.
-            # guard: contents of several devices
-            with self.lock, RestoredAttributes(given):
-                return self.run(batch, **more)
+            return self.run(self.kept(batch), **more)
 
     def kept(self, batch: Batch) -> Batch:
         """Keep the arguments for a later run: as clones, if this run may change them in place."""

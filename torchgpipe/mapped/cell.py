@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -42,19 +41,13 @@ from torchgpipe.engine.lanes import carried
 from torchgpipe.mapped.containers import tensors_of
 from torchgpipe.mapped.step import DeviceVisit, MappedStep
 from torchgpipe.recompute.checkpoint import Checkpoint
-from torchgpipe.recompute.offload import NewCell, Offloading
+from torchgpipe.recompute.offload import Offloaded, Offloading
 
 __all__: list[str] = []
 
 
 class Cell:
-    """Micro-batch ``i`` in one stage.
-
-    Args:
-        step: the step.
-        i: the number of the micro-batch.
-        stage: the stage.
-    """
+    """Micro-batch ``i`` in one stage."""
 
     def __init__(self, step: MappedStep, i: int, stage: DeviceVisit) -> None:
         self.step, self.i, self.stage = step, i, stage
@@ -211,11 +204,11 @@ class Cell:
             tensors = join(fence.before(self.i, j), *tensors)
         return fence.fork(self.i, j, checkpoints, *tensors)
 
-    def leaving(self, offloading: Offloading) -> NewCell:
+    def leaving(self, offloading: Offloading) -> Offloaded:
         """Make what takes tensors that modules of this cell save, to leave for the host."""
         if offloading not in self._leaving:
             self._leaving.append(offloading)
-        return partial(offloading.cell, self.stage.compute, self.i)
+        return offloading.cell(self.stage.compute, self.i)
 
     def leave(self) -> None:
         """Let what was saved leave for the host, once the last module of the cell has run."""

@@ -1,26 +1,17 @@
-"""Containers: their tensors, and what the model's own code changes in them, or in its state."""
+"""Containers: their tensors, and what the model's own code changes in them."""
 
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from operator import is_
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from torchgpipe.autograd.versions import version_of
-from torchgpipe.devices.streams import (
-    AbstractStream,
-    current_stream,
-    record,
-    wait_for,
-    wait_stream,
-)
-from torchgpipe.values.structure import ATOMS, flatten, is_dense
+from torchgpipe.values.structure import ATOMS, flatten
 
 __all__: list[str] = []
 
@@ -177,7 +168,7 @@ class handing_back:
         """Do it: a tensor that the module has changed in place replaces the original."""
         for value, copy in self._found:
             wanted = [self._original(x) for x in _elements(copy)]
-            if not _same(_elements(value), wanted):
+            if not same(_elements(value), wanted):
                 fill(value, wanted)
 
     def _original(self, x: Any) -> Any:
@@ -189,19 +180,7 @@ def _version(x: Any) -> int:
     return version_of(x) if isinstance(x, Tensor) else 0
 
 
-# Contents that the model's code puts into lists, dicts and plain objects of a mapped module.
-#
-# ::
-#
-#   self.block.state["mask"] = mask
-#   x = self.block(x)
-#
-# The dict stays where it is, so its identity tells nothing. A snapshot holds its elements, and
-# theirs in turn, by identity. It looks into Python's own containers, and into objects of classes
-# that set attributes in the plain way.
-
-
-#: How deep snapshots look, and at how many values. What is larger is not looked into.
+#: How deep containers are looked into, and at how many values. What is larger is not looked into.
 DEPTH, COUNT = 6, 1000
 
 _SEQUENCES = (list, deque, set)
@@ -211,77 +190,29 @@ _DICTS = (dict, OrderedDict, defaultdict)
 #: attributes, too, and the calls of mapped modules refer to what lasts.
 _OTHERS = ("builtins", "torch", "torchgpipe", "threading", "logging")
 
-#: A container, and its elements; of a dict, or of the attributes of an object, keys and values.
-Content: TypeAlias = tuple[Any, list[Any]]
 
-#: A container, elements that it had, and whether these are all.
-Replaced: TypeAlias = tuple[Any, list[Any], bool]
-
-
-class Contents(NamedTuple):
-    """The containers within a value, with their elements at one time."""
-
-    found: list[Content]
-
-    @classmethod
-    def of(cls, value: Any) -> Contents | None:
-        """The containers within a value; None if there are none."""
-        found: list[Content] = []
-        waiting, seen, count = [(value, DEPTH)], set(), 0
-        while waiting:
-            x, depth = waiting.pop()
-            container = _container(x)
-            if container is None and type(x) is not tuple:
-                continue
-            count += len(x if container is None else container)
-            if id(x) in seen or depth == 0 or count > COUNT:
-                continue
-            seen.add(id(x))
-            elements = [*x] if container is None else _elements(container)
-            if container is not None:
-                found.append((container, elements))
-            waiting += [(element, depth - 1) for element in elements]
-        return cls(found) if found else None
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether a container has other elements now."""
-        return not all(_same(_elements(container), elements) for container, elements in self.found)
-
-    def put(self) -> list[Replaced]:
-        """Give the containers these elements; return those they had, of containers that change."""
-        before: list[Replaced] = []
-        for container, elements in self.found:
-            now, whole = _elements(container), True
-            # guard: contents of a call
-            if _same(now, elements):
-                continue
-            half = len(now) // 2
-            if isinstance(container, dict) and _same(now[:half], elements[: len(elements) // 2]):
-                # Only values that differ, since other threads may use the others at the same time.
-                pairs = zip(now[:half], now[half:], elements[half:])
-                changed = [x for x in pairs if x[1] is not x[2]]
-                keys, whole = [key for key, _, _ in changed], False
-                now = [*keys, *[had for _, had, _ in changed]]
-                elements = [*keys, *[wanted for _, _, wanted in changed]]
-            before.append((container, now, whole))
-            fill(container, elements, whole)
-        return before
+def within(value: Any) -> list[Any]:
+    """All that is in the containers and plain objects of a value, and in theirs in turn."""
+    found: list[Any] = []
+    waiting, seen = [(value, DEPTH)], set()
+    while waiting:
+        x, depth = waiting.pop()
+        container = x if type(x) is tuple else _container(x)
+        if container is None or id(x) in seen or depth == 0 or len(container) > COUNT - len(found):
+            continue
+        seen.add(id(x))
+        elements = _elements(container)
+        found += elements
+        waiting += [(element, depth - 1) for element in elements]
+    return found
 
 
-def fill(container: Any, elements: list[Any], whole: bool = True) -> None:
-    """Give a container other elements.
-
-    Args:
-        container: the container.
-        elements: the elements; of a dict, the keys and the values.
-        whole: whether these are all.
-    """
+def fill(container: Any, elements: list[Any]) -> None:
+    """Give a container other elements; a dict has its keys first, and then its values."""
     if isinstance(container, list):
         container[:] = elements
         return
-    if whole:
-        container.clear()
+    container.clear()
     if isinstance(container, dict):
         half = len(elements) // 2
         for key, x in zip(elements[:half], elements[half:]):
@@ -300,7 +231,7 @@ def _elements(container: Any) -> list[Any]:
     return sorted(container, key=id) if isinstance(container, set) else [*container]
 
 
-def _same(now: list[Any], before: list[Any]) -> bool:
+def same(now: list[Any], before: list[Any]) -> bool:
     # Without comparing objects: tensors on an accelerator would make the host wait.
     return len(now) == len(before) and all(map(is_, now, before))
 
@@ -320,78 +251,3 @@ def attributes_of(x: Any) -> dict[str, Any] | None:
     own = any("__setattr__" in vars(owner) for owner in owners)
     found: dict[str, Any] | None = None if own else getattr(x, "__dict__", None)
     return found
-
-
-# Changes of the model's state by its own code, such as a running mean that its root keeps.
-#
-# Micro-batches change it one after another, each on the stream of the stage that it has reached.
-# A later visit of a device has another stream, which does not wait for the first one. So whatever
-# uses changed state next waits for an event after the change.
-#
-# Mapped modules are called on one stream each, or see to it themselves.
-
-
-class Changes:
-    """The changes of the state of a model in one step.
-
-    Args:
-        model: the model. It is not held, since the graph of a step may hold this.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-        self._own: set[int] | None = None
-        #: The last change of each storage: an event.
-        self.last: dict[int, Any] = {}
-
-    def of(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """The tensors that are state of the model, or views of it."""
-        # A tensor with a ``grad_fn`` was computed from state, and is no state.
-        tensors = [x for x in tensors if x.grad_fn is None and is_dense(x)]
-        if tensors and self._own is None:
-            model = self._model()
-            state = [] if model is None else [*model.parameters(), *model.buffers()]
-            self._own = {_storage(x) for x in state if is_dense(x)}
-        return [x for x in tensors if self._own and _storage(x) in self._own]
-
-    def wait(self, tensors: Iterable[Tensor], stream: AbstractStream | None = None) -> None:
-        """Make the streams that use tensors next wait for changes of these.
-
-        Args:
-            tensors: any tensors.
-            stream: the stream; by default the current one of each tensor's device.
-        """
-        for x in tensors if self.last else ():
-            event = self.last.get(_storage(x)) if is_dense(x) else None
-            if event is not None:
-                # guard: changes of state
-                wait_for(stream or current_stream(x.device), event)
-
-    def begin(
-        self,
-        state: Iterable[Tensor],
-        streams: Callable[[torch.device], Iterable[AbstractStream]],
-    ) -> None:
-        """Make the streams that change state next wait for all that may use it.
-
-        Args:
-            state: the state.
-            streams: returns the streams that compute on a device.
-        """
-        for device in {x.device for x in state}:
-            own = current_stream(device)
-            for other in streams(device):
-                if other != own:
-                    # guard: state in use
-                    wait_stream(own, other)
-
-    def end(self, state: Iterable[Tensor]) -> None:
-        """Take note that state was changed."""
-        for x in state:
-            event = record(current_stream(x.device))
-            if event is not None:
-                self.last[_storage(x)] = event
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()

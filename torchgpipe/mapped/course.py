@@ -134,13 +134,9 @@ class Course:
         outer, layer.name = layer.name, None
         try:
             with inside(self.glue):
-                changed, before, cell = self.step.changes.last, self._cell, self._cell
-                if changed:
-                    self.step.changes.wait(tensors_of(value))
+                before, cell = self._cell, self._cell
                 if cell is None or cell.stage.device != mapped.device:
                     cell = self._enter(mapped.device, value)
-                if changed:
-                    self._wait_for_state(module, cell)
                 if labels.observer is not None:
                     # Code after the module belongs to the cell, too.
                     labels.put(cell.label)
@@ -167,26 +163,6 @@ class Course:
     def _note(self, mapped: Mapped) -> str:
         return f"raised in {mapped.place}, micro-batch {self.i}"
 
-    def _wait_for_state(self, module: nn.Module, cell: Cell) -> None:
-        """Have a module wait for what the model's own code has changed of it."""
-        step = self.step
-        for x in (*module.parameters(), *module.buffers()):
-            home = cell.stage.compute if x.device == cell.stage.device else step.outside(x.device)
-            step.changes.wait([x], home)
-
-    def verify_alone(self, name: str) -> None:
-        """Check that no other micro-batch changes the model's state at the same time.
-
-        Raises:
-            RuntimeError: several threads compute micro-batches.
-        """
-        if self._turns:
-            raise RuntimeError(
-                "while several threads compute micro-batches, code between the modules of a "
-                f"device map must not change parameters or buffers (function: {name}); have a "
-                "module of the map change them, or pass threads=1"
-            )
-
     def _fetch(
         self, cell: Cell, value: tuple[Any, Any], objects: list[Any] | None = None
     ) -> tuple[tuple[Any, Any], list[Any]]:
@@ -206,7 +182,6 @@ class Course:
         return found, copies
 
     def _items(self, cell: Cell, items: dict[Any, Any]) -> dict[Any, Any]:
-        """Copy the tensors in a mapping to the device of a cell."""
         (_, found), _ = self._fetch(cell, ((), items))
         return {**found}
 
@@ -233,8 +208,8 @@ class Course:
             label = label._replace(layer=mapped.name, layer_type=type(body.layers).__name__)
         rare = label or within_checkpoint or (stage.visit and body.shared)
         with self._around(mapped, stage, body.shared, label) if rare else use_stream(stage.compute):
-            given = body.attributes.begin() if body.attributes else None
-            new = cell.leaving(body.offloading) if body.offloading else None
+            if step.held is not None:
+                step.held.verify(body.layers.modules())
             batch = Batch(Arguments(*value)) if again else None
             if batch is not None and any(x.device != stage.device for x in batch):
                 # What a class that PyTorch knows holds: the module gets a copy of the object.
@@ -242,7 +217,7 @@ class Course:
                 batch = batch.replace(here)
                 value, copies = batch.value, [batch]
             run: Callable[..., Any] = (
-                partial(body.run_twice, given=given, own=[value]) if again else body.run_alone
+                partial(body.run_twice, own=[value]) if again else body.run_alone
             )
             # Most calls have tensors and plain values alone.
             if objects and (mappings := mappings_of(*value)):
@@ -255,9 +230,7 @@ class Course:
             with handing_back(original, value) if copies else NOTHING:
                 if batch is not None:
                     within = noted(self._note(mapped), label and label._replace(kind="R"))
-                    checkpoint = body.checkpoint(
-                        run, step.new_context(), stage.compute, within, new
-                    )
+                    checkpoint = body.checkpoint(run, step.new_context(), stage.compute, within)
                     cell.checkpoints.append(checkpoint)
                     goes_on = self._may_be_last(mapped.name)
                     found = checkpoint.forward(body.kept(batch), batch, goes_on=goes_on)
@@ -265,11 +238,11 @@ class Course:
                         self.tail, self._omits = Tail(checkpoint, found), body.omits
                     output = found.value
                 else:
-                    if new is not None:
-                        run = partial(new().forward, run)
+                    if body.offloading is not None:
+                        run = partial(cell.leaving(body.offloading).forward, run)
                     output = run(value)
-            if body.attributes and given:
-                body.attributes.end(given, mapped.name, output)
+            if step.held is not None:
+                step.held.note(mapped.name, body.layers)
         return output
 
     @contextmanager
@@ -288,7 +261,6 @@ class Course:
             yield
 
     def _may_be_last(self, name: str) -> bool:
-        """Whether code after a module may be a tail, which is recomputed with the module."""
         if self.glue is None or current_hooks() is not None or is_verifying():
             return False
         return self.step.lasting.last in (None, name)
@@ -320,9 +292,7 @@ class Course:
             return {}
         assert target is not None
         cell = self._goes_on(target)
-        elsewhere = [x for x in own if x.device != target]
-        self.step.changes.wait(elsewhere)
-        return cell.fetch(elsewhere, self._at)
+        return cell.fetch([x for x in own if x.device != target], self._at)
 
     def _goes_on(self, device: torch.device) -> Cell:
         """The cell for code between modules on a device: a new one if the model has left it."""
@@ -388,7 +358,6 @@ class Course:
         self._cell = None
 
     def _enter(self, device: torch.device, value: Any) -> Cell:
-        """The cell of a module that is called on another device, with a value."""
         found = self._cells.get(device)
         if self._turns:
             self._take_turn(device, found, value)

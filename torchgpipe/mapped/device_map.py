@@ -53,13 +53,7 @@ class Wholes(NamedTuple):
     def finer(
         self, blocks: Mapping[str, nn.Module], costs: Mapping[str, float], count: int
     ) -> dict[str, nn.Module] | None:
-        """Divide blocks that are too large to be spread evenly; None if there are none.
-
-        Args:
-            blocks: the blocks by name.
-            costs: what each costs.
-            count: the number of devices.
-        """
+        """Divide blocks that are too large to be spread evenly; None if there are none."""
         share = sum(costs.values()) / count
         found: list[tuple[str, nn.Module]] = []
         for name, block in blocks.items():
@@ -72,7 +66,6 @@ class Wholes(NamedTuple):
         return divided if [*divided] != [*blocks] else None
 
     def _parts(self, name: str, block: nn.Module) -> list[tuple[str, nn.Module]]:
-        """The parts of a block, or the block if it cannot be divided."""
         divisible = name and not self._is_whole(block) and (is_list(block) or _has_list(block))
         found = [*self._below(name, block)] if divisible else []
         return found if sum(map(_has_weights, dict(found).values())) > 1 else [(name, block)]

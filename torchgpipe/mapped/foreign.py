@@ -21,7 +21,7 @@ from torchgpipe._torch.dynamo import is_compiled
 from torchgpipe.ambient.context import is_in_checkpoint
 from torchgpipe.ambient.notes import is_about_devices
 from torchgpipe.devices.streams import has_streams
-from torchgpipe.mapped.containers import Contents, replaced, tensors_of
+from torchgpipe.mapped.containers import replaced, tensors_of, within
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.mapped.glue import APART, TARGETS
 from torchgpipe.mapped.tail import changed_argument
@@ -132,9 +132,7 @@ def elsewhere_in(module: nn.Module, device: torch.device) -> list[str]:
         for key, value in vars(inner).items():
             # Parameters and buffers are looked at before each step.
             if key not in ("_parameters", "_buffers", "_modules"):
-                contents = Contents.of(value)
-                values = [x for _, elements in contents.found for x in elements] if contents else ()
-                places = [x.device for x in (value, *values) if isinstance(x, Tensor)]
+                places = [x.device for x in (value, *within(value)) if isinstance(x, Tensor)]
                 if other := next((x for x in places if x != device), None):
                     found.append(f"{name}.{key}".lstrip(".") + f" on {other}")
     return found

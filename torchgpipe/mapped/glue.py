@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,7 @@ from torchgpipe import _torch
 from torchgpipe.autograd.versions import version_of
 from torchgpipe.devices.streams import canonical_device, has_streams
 from torchgpipe.mapped.containers import replaced, tensors_of
-from torchgpipe.mapped.tail import changed_argument, is_in_place
+from torchgpipe.mapped.tail import STATISTICS, changed_argument, is_in_place
 
 if TYPE_CHECKING:
     from torchgpipe.mapped.course import Course
@@ -37,11 +36,7 @@ __all__: list[str] = []
 
 
 class Glue(TorchFunctionMode):
-    """Bring tensors to other devices on lanes.
-
-    Args:
-        course: the course of the micro-batch.
-    """
+    """Bring tensors to other devices on lanes."""
 
     def __init__(self, course: Course) -> None:
         super().__init__()
@@ -61,18 +56,17 @@ class Glue(TorchFunctionMode):
             return self._moved(func, args, kwargs)
         # Once for all that follows, since a step may call thousands of functions.
         tensors = tensors_of(args) + tensors_of(kwargs) if kwargs else tensors_of(args)
-        changes, target = self._course.step.changes, changed_argument(name, args, kwargs)
+        target, step = changed_argument(name, args, kwargs), self._course.step
         changed = [] if target is None else tensors_of(target)
-        if not (changed and (state := changes.of(changed))):
-            return self._together(func, name, args, kwargs, tensors, changed)
-        versions = [*map(version_of, state)]
-        begin = partial(changes.begin, state, self._course.step.streams_of)
-        result = self._together(func, name, args, kwargs, tensors, changed, begin)
-        # Statistics are not changed in evaluation.
-        if versions != [*map(version_of, state)]:
-            self._course.verify_alone(name)
-            changes.end(state)
-        return result
+        # PyTorch does not tell whether statistics change.
+        if changed and step.is_spread and name not in STATISTICS and step.has_state(changed):
+            raise RuntimeError(
+                "code between the modules of a map of several devices must not change parameters "
+                "or buffers, which other micro-batches use at the same time (function: "
+                f"{name}, line: {_line()}); move that code into a module of the map, or have it "
+                "run once per mini-batch (torchgpipe.OncePerMiniBatch)"
+            )
+        return self._together(func, name, args, kwargs, tensors, changed)
 
     def _together(
         self,
@@ -82,7 +76,6 @@ class Glue(TorchFunctionMode):
         kwargs: Mapping[str, Any],
         tensors: Sequence[Tensor],
         changed: Sequence[Tensor],
-        begin: Callable[[], None] | None = None,
     ) -> Any:
         """Call a function with its tensors on one device."""
         brought: dict[int, Tensor] = {}
@@ -92,11 +85,6 @@ class Glue(TorchFunctionMode):
             and not (func in TARGETS or name in APART or name.startswith("_foreach_"))
         ):
             brought = self._course.together(tensors, changed[0].device if changed else None)
-        changes = self._course.step.changes
-        if changes.last:
-            changes.wait([x for x in tensors if id(x) not in brought])
-        if begin is not None:
-            begin()
         if not brought:
             return self._called(func, args, kwargs)
         versions = [(x, version_of(x)) for x in brought.values()]
@@ -205,17 +193,20 @@ APART |= {"result_type", "can_cast", "broadcast_tensors"}
 
 
 def _apart(name: str, tensors: Iterable[Tensor], what: str) -> RuntimeError:
-    """The error of code whose tensors cannot be brought together."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "torchgpipe"):
-        frame = frame.f_back
-    line = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "unknown"
     devices = ", ".join(dict.fromkeys(str(x.device) for x in tensors))
     return RuntimeError(
         "code between the modules of a device map must have its tensors where they can be brought "
-        f"together, and here it {what} (function: {name}, line: {line}, devices: {devices}); move "
-        "them there by .to(), or put the code into a module of the map (docs/device_map.rst)"
+        f"together, and here it {what} (function: {name}, line: {_line()}, devices: {devices}); "
+        "move them there by .to(), or put the code into a module of the map (docs/device_map.rst)"
     )
+
+
+def _line() -> str:
+    """The line of the model's code that has called a function."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "torchgpipe"):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "unknown"
 
 
 def _to(glue: Glue, tensor: Tensor, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:

@@ -163,7 +163,6 @@ class Omitted:
 
     @uncompiled
     def _made(self, numbers: range, device: torch.device | None) -> list[Tensor]:
-        """Compute or take the tensors of some micro-batches, and join them."""
         columns: list[list[Tensor]] = [[] for _ in self._places]
         for i in numbers:
             made = self._computed(i)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +35,8 @@ from torchgpipe.devices.streams import (
 from torchgpipe.engine.recorded import Recording
 from torchgpipe.engine.step import Fence, StepWeights
 from torchgpipe.mapped.calls import MappedBody
-from torchgpipe.mapped.containers import Changes
 from torchgpipe.mapped.device_map import Mapped
-from torchgpipe.mapped.exchanged import Attributes
+from torchgpipe.mapped.exchanged import HeldValues
 from torchgpipe.mapped.foreign import Met, may_meet
 from torchgpipe.mapped.on_demand import Omitted
 from torchgpipe.partition.keeping import (
@@ -54,6 +53,7 @@ from torchgpipe.recompute.layer_state import LayersState
 from torchgpipe.recompute.offload import Offloading
 from torchgpipe.schedule.trips import leaving
 from torchgpipe.show.describe import StepFigures
+from torchgpipe.values.structure import is_dense
 
 __all__: list[str] = []
 
@@ -94,11 +94,13 @@ class Lasting:
         self.lock = threading.RLock()
         #: The thread that runs a step.
         self.thread: int | None = None
-        self.learned: Learned = WeakKeyDictionary()
+        self.learned: Learned = weakref.WeakKeyDictionary()
         #: The name of the mapped module that was called last; None before the first step.
         self.last: str | None = None
         #: The spans of steps, while somebody traces the model.
         self.recording: Recording | None = None
+        #: Whether a step has recorded gradients.
+        self.trained = False
         #: Whether modules have met tensors of other devices.
         self.met: Met = {}
         #: Whether modules have names on several devices, which their calls take in turns.
@@ -112,8 +114,6 @@ class MappedStep:
 
     Args:
         lasting: what lasts from step to step.
-        known: the attributes of mapped modules, from earlier steps. They are no part of
-            ``lasting``, to which calls of these modules refer: that would be a reference cycle.
         devices: the devices of the map.
         model: the model.
         m: the number of micro-batches.
@@ -124,15 +124,13 @@ class MappedStep:
     def __init__(
         self,
         lasting: Lasting,
-        known: dict[nn.Module, Attributes],
         devices: Sequence[torch.device],
         model: nn.Module,
         m: int,
         modes: Mapping[str, Keeping],
         output_device: torch.device | None = None,
     ) -> None:
-        self.lasting, self._known, self._modes = lasting, known, modes
-        lasting.pools[0].begin_step()
+        self.lasting, self._modes = lasting, modes
         #: Takes the times of cells, while somebody traces the model.
         self.recording = lasting.recording
         if self.recording is not None:
@@ -143,17 +141,25 @@ class MappedStep:
         self.numbers = StepNumbers(self.devices, m)
         #: The outputs that are computed when somebody looks at them.
         self.omitted = Omitted()
-        self._trains = torch.is_grad_enabled()
+        #: What modules hold, in the first step that trains.
+        self.held: HeldValues | None = None
+        if torch.is_grad_enabled() and not lasting.trained:
+            self.held = HeldValues()
         #: The fence, if forks and joins are needed.
         self.fence: Fence | None = None
         if torch.is_grad_enabled() and any(map(has_streams, self.devices)):
             self.fence = Fence(defaultdict(dict))
+        #: Whether tensors go from device to device on lanes.
+        self.is_spread = len(self.devices) > 1 and any(map(has_streams, self.devices))
         #: Whether the code between mapped modules is watched.
-        self.needs_glue = len(self.devices) > 1 and any(map(has_streams, self.devices))
-        self.needs_glue |= any(checkpointed(recomputed_by(x), m) for x in {*modes.values()})
+        self.needs_glue = self.is_spread or any(
+            checkpointed(recomputed_by(x), m) for x in {*modes.values()}
+        )
         self._stages: dict[tuple[torch.device, int], DeviceVisit] = {}
-        #: What code between mapped modules has changed of the model's state.
-        self.changes = Changes(model)
+        # Not held, since the graph of a step may hold this.
+        self._model = weakref.ref(model)
+        #: The memory of the model's state, once it was looked for.
+        self._state: set[int] | None = None
         #: The devices of the outputs of the last micro-batch.
         self.places: list[torch.device] = []
         #: Whether the model has come back to a device.
@@ -197,13 +203,16 @@ class MappedStep:
             wait_all(others, caller)
         return found
 
-    def outside(self, device: torch.device) -> AbstractStream:
-        """The caller's stream on a device."""
-        return self._outside.get(device) or current_stream(device)
-
-    def streams_of(self, device: torch.device) -> list[AbstractStream]:
-        """The streams that compute on a device."""
-        return [x.compute for x in [*self._stages.values()] if x.device == device]
+    def has_state(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether state of the model is among tensors, or views of it."""
+        # A tensor with a ``grad_fn`` was computed from state, and is no state.
+        tensors = [x for x in tensors if x.grad_fn is None and is_dense(x)]
+        if tensors and self._state is None:
+            model = self._model()
+            state = [] if model is None else [*model.parameters(), *model.buffers()]
+            # What is empty has no memory.
+            self._state = {_storage(x) for x in state if is_dense(x)} - {0}
+        return any(_storage(x) in (self._state or ()) for x in tensors)
 
     def body(
         self, stage: DeviceVisit, mapped: Mapped, module: nn.Module, inner: Callable[..., Any]
@@ -229,20 +238,15 @@ class MappedStep:
     def _new_body(
         self, stage: DeviceVisit, mapped: Mapped, module: nn.Module, inner: Callable[..., Any]
     ) -> MappedBody:
-        state = attributes = None
-        known = self._known.get(module)
+        state = None
         mode = self._modes.get(mapped.key, "never")
         count = checkpointed(recomputed_by(mode), self.m)
         others = [x.bodies[module] for x in [*self._stages.values()] if module in x.bodies]
         if count:
             state = LayersState(module, self.lasting.learned)
-        if count or (self._trains and (known is None or known.learns)):
-            attributes = self._known[module] = known or Attributes(module)
-            if not others:
-                attributes.begin_step()
         if mapped.lent is not None:
             inner = partial(self._lent(stage, mapped.lent).call, inner)
-        body = MappedBody(module, inner, self.lasting.lock, state, attributes)
+        body = MappedBody(module, inner, self.lasting.lock, state)
         body.checkpointed, body.omits = count, mode == "always"
         body.policy = policy_of(mode)
         body.foreign = len(self.devices) > 1 and may_meet(self.lasting.met, mapped)
@@ -256,7 +260,6 @@ class MappedStep:
 
     @property
     def _bodies(self) -> list[MappedBody]:
-        """All bodies of this step."""
         return [body for stage in self._stages.values() for body in stage.bodies.values()]
 
     def _offloading(self, stage: DeviceVisit, offload: Offload | None) -> Offloading | None:
@@ -315,33 +318,23 @@ class MappedStep:
 
     def end(self) -> None:
         """Take note that all micro-batches were computed."""
+        self.lasting.trained |= torch.is_grad_enabled()
         for body in self._bodies:
             body.settle()
-        # All bodies of a module share its attributes.
-        for attributes in dict.fromkeys(body.attributes for body in self._bodies):
-            if attributes is not None:
-                attributes.end_step(self.m)
         for context in self._contexts:
             context.over = True
-
-    def fail(self) -> None:
-        """Release the attributes of modules after a failure."""
-        for body in self._bodies:
-            if body.attributes is not None:
-                body.attributes.let_go()
 
     @property
     def is_divisible(self) -> bool:
         """Whether several threads would compute the same in such a step.
 
         Code that draws on another device than that of its cell would use the RNG state of another
-        micro-batch. And if several stages, or code between modules, change buffers, the order of
-        these changes would depend on the timing of the threads.
+        micro-batch. And if several stages change buffers, the order of these changes would depend
+        on the timing of the threads.
         """
-        return not (self.drawn_behind or self.changes.last or self._depends)
+        return not (self.drawn_behind or self._depends)
 
     def _own(self) -> list[DeviceVisit]:
-        """The stages that compute on streams of their own."""
         # A list, since another thread may add stages.
         return [stage for stage in [*self._stages.values()] if stage.visit]
 
@@ -364,3 +357,7 @@ def _record(module: nn.Module, stage: DeviceVisit) -> None:
     for x in (*module.buffers(), *module.parameters()):
         # guard: recording what a visit may replace
         record_stream(x, stage.compute)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -102,12 +102,7 @@ class TensorState(NamedTuple):
 
 
 class Tail:
-    """The code after a mapped module, for one micro-batch.
-
-    Args:
-        checkpoint: the checkpoint of the module.
-        output: what the module has returned.
-    """
+    """The code after a mapped module, for one micro-batch."""
 
     def __init__(self, checkpoint: Checkpoint, output: Batch) -> None:
         self._checkpoint = checkpoint

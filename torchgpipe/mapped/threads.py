@@ -43,11 +43,7 @@ class Abandoned(BaseException):
 
 
 class Turns:
-    """The turns of the courses of a step.
-
-    Args:
-        m: the number of micro-batches.
-    """
+    """The turns of the courses of a step."""
 
     def __init__(self, m: int) -> None:
         #: The stages that each micro-batch has left for good.
@@ -216,9 +212,6 @@ def unset(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
     A model that keeps something of a micro-batch in itself, such as an auxiliary loss, would find
     what another thread has put there.
 
-    Args:
-        modules: the modules by name.
-
     Raises:
         RuntimeError: an attribute was set.
     """
@@ -241,12 +234,10 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _buffers(model: nn.Module) -> dict[str, Any]:
-    """The buffers of a model by name."""
     return dict(model.named_buffers(remove_duplicate=False))
 
 
 def _differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """The names under which two tables hold different objects."""
     return sorted(
         key for key in before | after if before.get(key, MISSING) is not after.get(key, MISSING)
     )

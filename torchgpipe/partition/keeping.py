@@ -35,25 +35,19 @@ class Offload:
     Args:
         share: the part of the bytes of a cell that leaves, more than 0, and at most 1. What was
             saved first leaves, since backward needs it last.
-        ahead: how many cells before its own backward a cell comes back. More hide slower copies,
-            and each takes the memory of a cell.
 
     Raises:
         TypeError: share is no number.
-        ValueError: share or ahead is out of range.
+        ValueError: share is out of range.
     """
 
     share: float = 1.0
-    ahead: int = 1
 
     def __post_init__(self) -> None:
         rule = "share must be the part of a cell's bytes that leaves, above 0 and at most 1"
         remedy = "pass 0.5, for one, or checkpoint='never' if nothing shall leave"
         verify_number(self.share, rule, "share", remedy, above=0)
         verify(self.share <= 1, rule, "share", self.share, remedy)
-        valid = isinstance(self.ahead, int) and self.ahead > 0 and self.ahead is not True
-        rule = "ahead must be a positive integer, how many cells earlier a cell comes back"
-        verify(valid, rule, "ahead", self.ahead, "pass 1, or 2 where copies take longer")
 
 
 #: What the word 'offload' stands for.
@@ -167,10 +161,7 @@ def policy_of(mode: Keeping) -> Policy | None:
 
 def offload_of(mode: Keeping) -> Offload | None:
     """The way in which a mode sends tensors to the host; None if it sends none."""
-    if isinstance(mode, Offload):
-        return mode
-    # A policy may send some.
-    return None if mode in CHECKPOINT_MODES else ALL
+    return ALL if mode == "offload" else mode if isinstance(mode, Offload) else None
 
 
 def counted(mode: Keeping) -> Keeping:

@@ -63,7 +63,6 @@ class Figures:
         offloads = [offload_of(x) for x in modes]
         away = [float(x is not None and bool(each["out"][j])) for j, x in enumerate(offloads)]
         each |= {"activation": away, "away": away} if any(away) else {"out": 0, "back": 0}
-        each["ahead"] = [x.ahead if x else 1 for x in offloads] or 1
         copy = {
             (j, k): scale * time * self._bytes(balance, min(j, k))
             for (j, k), time in self.copies.items()

@@ -403,7 +403,7 @@ class Footprint:
             is_summed=False,
             loss=(INSIDE, ON_DEMAND)[found.fills_itself] if found.has_loss else CROSS_ENTROPY,
             away=away,
-            ahead=[0 if w or not leaves else leaves.ahead for w in placement],
+            ahead=[int(not w and leaves is not None) for w in placement],
             aside=range(1, 1 + len(stages)),
         )
         return sum(x.all + self.state * x.trainable for x in idle) + step.peaks()[0], sum(away)

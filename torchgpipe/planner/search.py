@@ -18,7 +18,6 @@ from operator import attrgetter
 
 from torchgpipe.partition.keeping import (
     Keeping,
-    Offload,
     keepings_of,
     offload_of,
     recomputed_by,
@@ -47,11 +46,6 @@ NEAR = 1.1
 #: sooner if they are short; where a worker waits at its ends anyway, long ones cost nothing.
 ENDS = 0.5, 1.5
 
-#: The ways to send what cells keep to the host, of which each is tried: what comes back earlier is
-#: last. What leaves if only a share does depends on how large each tensor is, so such a mode is
-#: planned only if it is given.
-SENDING: tuple[Keeping, ...] = ("offload", Offload(ahead=2))
-
 
 class Search(Trials):
     """The search for the best trials of a problem."""
@@ -67,7 +61,7 @@ class Search(Trials):
         count = len(balance)
         best = self.trial(setting, balance, self._given(count) or ("never",) * count)
         if best.excess and self.problem.modes is None:
-            sends = [x for x in SENDING if self.leaving(setting)]
+            sends = ["offload"] if self.leaving(setting) else []
             found = [self.lighter(best), self.lighter(best, sends=True)]
             found += [self.trial(setting, balance, (x,) * count) for x in (*sends, "always")]
             for trial in found:
@@ -163,11 +157,10 @@ class Search(Trials):
         m, placement = setting.schedule.chunks, setting.schedule.placement
         _, times = self.each(balance, setting)
         slow = self.problem.slowness[placement[j]]
-        for mode in SENDING:
-            sent = self.sent(balance, m, placement, ["never"] * j + [mode])[j]
-            # What takes longer delays a step by more than it takes to compute all again.
-            if sent.away and max(sent.out, sent.back) <= 2 * slow * times[j].F:
-                yield mode, sent
+        sent = self.sent(balance, m, placement, ["never"] * j + ["offload"])[j]
+        # What takes longer delays a step by more than it takes to compute all again.
+        if sent.away and max(sent.out, sent.back) <= 2 * slow * times[j].F:
+            yield "offload", sent
 
     def _leaving(self, setting: Setting) -> frozenset[int]:
         """The stages of which some cells can leave: enough lies between forward and backward."""

@@ -197,12 +197,11 @@ class Durations(NamedTuple):
 
 
 class Departure(NamedTuple):
-    """The bytes that leave of a cell for the host, the milliseconds of both copies, and when."""
+    """The bytes that leave of a cell for the host, and the milliseconds of both copies."""
 
     away: float = 0.0
     out: float = 0.0
     back: float = 0.0
-    ahead: int = 1
 
 
 class Trials:
@@ -336,7 +335,7 @@ class Trials:
             is_summed=problem.has_loss,
             loss=None if problem.has_loss else UNKNOWN,
             away=[x.away for x in sent],
-            ahead=[x.ahead if x.away else 0 for x in sent],
+            ahead=[int(x.away > 0) for x in sent],
         )
         return step.peaks(limits)
 
@@ -356,7 +355,7 @@ class Trials:
                 continue
             away = offload.share * self.movable(balance, m, placement)[j]
             out, back = (links[way].at(away) for way in ((w, HOST), (HOST, w)))
-            found.append(Departure(away, out, back, offload.ahead))
+            found.append(Departure(away, out, back))
         return found
 
     def _movable(self, balance: tuple[int, ...], m: int, placement: tuple[int, ...]) -> list[float]:
@@ -371,10 +370,10 @@ class Trials:
         stages, times = self.each(balance, setting)
         sent = self.sent(balance, setting.schedule.chunks, placement, modes)
         if any(x.away for x in sent):
-            away, out, back, ahead = map(list, zip(*sent))
+            away, out, back = map(list, zip(*sent))
             # Memory is counted elsewhere, but for that of the host.
             plain = self.table(setting, balance, ("never",) * len(modes))
-            return plain.leaving(away, out, back, ahead)
+            return plain.leaving(away, out, back, [1] * len(sent))
         copy = {way: 0.0 for j in range(1, len(stages)) for way in ((j - 1, j), (j, j - 1))}
         #: By stage, the time of the clones of what it sends: of values, and of gradients.
         there, back = ([0.0] * len(stages) for _ in range(2))

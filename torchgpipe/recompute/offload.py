@@ -31,7 +31,7 @@ Sources: Megatron-LM's fine-grained offloading; Wan et al., PipeOffload (arXiv 2
 from __future__ import annotations
 
 from collections.abc import Callable, Container
-from typing import Any, TypeAlias
+from typing import Any
 from weakref import ref
 
 from torch import Tensor
@@ -56,9 +56,6 @@ from torchgpipe.recompute.slots import explain, modified
 from torchgpipe.recompute.storage import Storage, View, is_held, key_of, sent, size_of
 
 __all__: list[str] = []
-
-#: Makes the cell that runs.
-NewCell: TypeAlias = Callable[[], "Offloaded"]
 
 
 class Window:
@@ -104,9 +101,7 @@ class Offloading:
     ) -> None:
         self.memory, self.j, self.recorder = memory, j, recorder
         self._share, self._leaving = offload.share, leaving
-        #: How many cells a cell brings back besides itself when backward comes to it.
-        self.ahead = offload.ahead if window is None else 0
-        self.window = window or Window()
+        self._is_scheduled, self.window = window is not None, window or Window()
         #: The cell that runs, if it has anything that may leave; and the one before it.
         self._present: Offloaded | None = None
         self._last: Offloaded | None = None
@@ -116,17 +111,12 @@ class Offloading:
         return i in self._leaving
 
     def cell(self, stream: AbstractStream, i: int) -> Offloaded:
-        """The cell that runs, which is made when somebody asks for it.
-
-        Args:
-            stream: the compute stream.
-            i: the number of the micro-batch.
-        """
+        """The cell that runs, which is made when somebody asks for it."""
         cell = self._present
         if cell is None:
             share = self._share if self.sends(i) else 0.0
             cell = self._present = Offloaded(self, stream, i, share, self._last)
-            if self.ahead:
+            if not self._is_scheduled:
                 self._last = cell
         return cell
 
@@ -140,7 +130,7 @@ class Offloading:
             cell.send()
             self.window.leaves(cell)
         # A schedule has other instructions besides.
-        if self.ahead:
+        if not self._is_scheduled:
             self.window.passed()
         return cell
 
@@ -154,13 +144,6 @@ class Offloaded:
     """One cell, whose saved tensors leave, come back, and are rebuilt when backward asks.
 
     It takes the place of a :class:`~torchgpipe.recompute.checkpoint.Checkpoint`.
-
-    Args:
-        offloading: the offloading of its partition.
-        stream: the compute stream.
-        i: the number of the micro-batch.
-        share: the part of its bytes that leaves.
-        before: the cell before it.
     """
 
     def __init__(
@@ -173,8 +156,8 @@ class Offloaded:
     ) -> None:
         self._is_over = False
         self.stream, self._share, self._before = stream, share, before
-        self._memory, self._ahead = offloading.memory, offloading.ahead
-        self._way, self._recorder = (offloading.j, i), offloading.recorder
+        self._memory, self._recorder = offloading.memory, offloading.recorder
+        self._way = offloading.j, i
         #: What was saved, by storage; 0 stands for all that stays.
         self._views: dict[int, list[ref[View]]] = {}
         #: What has left, and is not wanted yet; or has come, and nobody has waited for it.
@@ -191,14 +174,14 @@ class Offloaded:
             # The caller's hooks say where the tensors are.
             return run(value)
         try:
-            with saved_tensors_hooks(self.pack, self._unpack):
+            with saved_tensors_hooks(self._pack, self._unpack):
                 return run(value)
         except RuntimeError as error:
             explain(error)
             raise
 
     @uncompiled
-    def pack(self, tensor: Tensor) -> View:
+    def _pack(self, tensor: Tensor) -> View:
         view = View(tensor)
         if self._share:
             # The copy waits for this stream alone.
@@ -288,15 +271,12 @@ class Offloaded:
             storage.lane = None
 
     def begin(self) -> None:
-        """Take note that backward has come to this cell: bring it back, and those it comes to."""
+        """Take note that backward has come to this cell: bring it back, and the one before it."""
         self._begun = True
-        cell: Offloaded | None = self
-        for _ in range(self._ahead + 1):
-            if cell is None:
-                break
-            cell.fetch()
-            cell = cell._before
-        self._before = None
+        self.fetch()
+        if self._before is not None:
+            self._before.fetch()
+            self._before = None
         if self._storages:
             self._arrive()
             # From here on only the views hold them.

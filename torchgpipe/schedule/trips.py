@@ -17,7 +17,7 @@ leaving.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torchgpipe.schedule.program import Instruction, operations
@@ -49,17 +49,13 @@ class Trip(NamedTuple):
     end: int
 
 
-def trips(
-    line: Sequence[Instruction], ahead: Sequence[int], policies: Container[int] = ()
-) -> list[Trip]:
+def trips(line: Sequence[Instruction], ahead: Sequence[int]) -> list[Trip]:
     """The trips of a worker's cells, in the order in which they come back.
 
     Args:
         line: the instructions of the worker.
         ahead: for each stage, how many instructions before its backward a cell comes back; 0 if its
-            cells stay.
-        policies: the stages with a policy. There cells with an R leave, and come back for it, as
-            what the policy sends does. In other stages such a cell keeps nothing that could leave.
+            cells stay. A cell with an R keeps nothing that could leave.
     """
     if not any(ahead):
         return []
@@ -69,11 +65,9 @@ def trips(
     for (j, kind, i), end in place.items():
         if kind not in "BI" or not ahead[j]:
             continue
-        begin, again = place.get((j, "F", i)), place.get((j, "R", i))
-        if begin is None or (again is not None) != (j in policies):
+        begin = place.get((j, "F", i))
+        if begin is None or (j, "R", i) in place:
             continue
-        if again is not None:
-            end = again
         if end - begin - 1 >= BETWEEN:
             # One that has not left yet cannot come back.
             back = min(end, max(begin + 2, end - ahead[j]))

@@ -14,11 +14,11 @@ from torchgpipe.partition.keeping import (
 
 
 def test_offload_is_a_value():
-    assert Offload() == Offload(share=1.0, ahead=1) == offload_of("offload")
+    assert Offload() == Offload(share=1.0) == offload_of("offload")
     assert offload_of(Offload(0.5)) == Offload(share=0.5)
     assert offload_of("always") is None
-    assert repr(Offload(0.5)) == "Offload(share=0.5, ahead=1)"
-    assert len({Offload(), Offload(1.0, 1), Offload(ahead=2)}) == 2
+    assert repr(Offload(0.5)) == "Offload(share=0.5)"
+    assert len({Offload(), Offload(1.0), Offload(0.5)}) == 2
 
 
 @pytest.mark.parametrize(
@@ -28,9 +28,6 @@ def test_offload_is_a_value():
         ({"share": 1.5}, ValueError, r"share: 1.5"),
         ({"share": float("nan")}, ValueError, r"share: nan"),
         ({"share": "half"}, TypeError, r"share: 'half'"),
-        ({"ahead": 0}, ValueError, r"a positive integer.*\(ahead: 0\); pass 1"),
-        ({"ahead": 1.5}, ValueError, r"ahead: 1.5"),
-        ({"ahead": True}, ValueError, r"ahead: True"),
     ],
 )
 def test_bad_chooses(options, error, match):
@@ -41,7 +38,7 @@ def test_bad_chooses(options, error, match):
 def test_modes_of_partitions():
     modes = checked_keepings(["offload", Offload(0.5), "always"], 3)
     assert keepings_of(modes, 3) == ("offload", Offload(0.5), "always")
-    assert words_of(modes, 3) == ("offload", "Offload(share=0.5, ahead=1)", "always")
+    assert words_of(modes, 3) == ("offload", "Offload(share=0.5)", "always")
     assert [*map(recomputed_by, modes)] == ["never", "never", "always"]
     assert keepings_of(Offload(), 2) == (Offload(), Offload())
 
