@@ -10,7 +10,7 @@ from threading import get_ident
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient.generators import holding
@@ -18,6 +18,7 @@ from torchgpipe.autograd.nodes import drain_after_failure
 from torchgpipe.batchnorm import defer
 from torchgpipe.checks import checked_flag
 from torchgpipe.devices.streams import Device, has_streams
+from torchgpipe.engine.unchanged import unchanged
 from torchgpipe.engine.wrapper import MiniBatch, Wrapper, begin_mini_batch, compute
 from torchgpipe.mapped.calls import (
     Call,
@@ -29,7 +30,7 @@ from torchgpipe.mapped.calls import (
     verify_calls,
 )
 from torchgpipe.mapped.course import Course
-from torchgpipe.mapped.device_map import checked_map, mapped_modules, place, placed
+from torchgpipe.mapped.device_map import checked_map, mapped_modules, parts_of, place
 from torchgpipe.mapped.glue import Glue
 from torchgpipe.mapped.hugging_face import (
     bring_adapters_home,
@@ -41,16 +42,14 @@ from torchgpipe.mapped.hugging_face import (
 )
 from torchgpipe.mapped.inputs import Near, on_device, own_versions
 from torchgpipe.mapped.slice_lengths import Slices, checked_slices
-from torchgpipe.mapped.slices import Slicing
+from torchgpipe.mapped.sliced_call import Slicing
 from torchgpipe.mapped.step import Lasting, MappedStep
 from torchgpipe.mapped.threads import Threads, Turns
 from torchgpipe.partition.arguments import checked_device, checked_threads
 from torchgpipe.partition.keeping import Keeping, keepings_of, words_of
-from torchgpipe.partition.placement import tensors
-from torchgpipe.planner.blocks import unchanged
 from torchgpipe.planner.given import Memory
 from torchgpipe.planner.maps import chosen_map
-from torchgpipe.show.describe import DescribedPart, Description
+from torchgpipe.show.describe import Description
 from torchgpipe.values.microbatch import VALUE, Batch
 from torchgpipe.values.order import Order
 from torchgpipe.values.structure import Arguments, map_leaves
@@ -98,8 +97,7 @@ class MappedGPipe(Wrapper):
             ``.item()`` does. Such a model must not set attributes of its modules in forward.
         slices: for causal models of Transformers, how many slices to make of the sequence of a
             micro-batch, a list with the length of each, or ``"auto"``: two for each device, which
-            take equally long. Slices follow each other through the devices, so that one long
-            sequence fills all of them, and compute the same as the whole sequence.
+            take equally long. They fill the devices as micro-batches do, with equal gradients.
         deferred_batch_norm: whether batch normalisations update their running statistics once per
             mini-batch, as in :class:`GPipe`.
         output_device: where outputs go to, as in :class:`nn.DataParallel`; by default they stay on
@@ -255,21 +253,8 @@ class MappedGPipe(Wrapper):
         Returns:
             A table, to be printed, with a row for each device that has the figures.
         """
-        layers: dict[torch.device, list[str]] = {}
-        for mapped in (call.mapped for call in self._calls):
-            name = mapped.name or type(self.module).__name__
-            layers.setdefault(mapped.device, []).append(name)
-        held: dict[torch.device, list[Tensor]] = {device: [] for device in layers}
-        for _, module, device in placed(self.module, self._map):
-            held.setdefault(device, []).extend(x for _, x in tensors(module, recurse=False))
-        each = zip(self._map.values(), words_of(self.checkpoint, len(self._map)))
-        modes: dict[torch.device, list[str]] = {}
-        for device, mode in each:
-            modes[device] = [*dict.fromkeys([*modes.get(device, ()), mode])]
-        parts = [
-            DescribedPart(None, layers.get(x, ()), held[x], x, ", ".join(modes.get(x, ())))
-            for x in held
-        ]
+        modes = words_of(self.checkpoint, len(self._map))
+        parts = parts_of(self.module, self._map, [x.mapped for x in self._calls], modes)
         return Description.of(parts, self.chunks, figures=self._lasting.figures)
 
     def extra_repr(self) -> str:
@@ -348,12 +333,7 @@ class MappedGPipe(Wrapper):
                 has set an attribute of a module while several threads computed micro-batches.
         """
         if self.slices != 1:
-            if self.threads > 1:
-                raise ValueError(
-                    "slices of a sequence follow each other, so one thread computes them (threads: "
-                    f"{self.threads}, slices: {self.slices}); use threads=1"
-                )
-            return self._slicing.call(self, self.module, self._forward, Arguments(args, kwargs))
+            return self._slicing.call(self, self._forward, Arguments(args, kwargs))
         if self._takes_cache:
             kwargs = without_cache(kwargs)
         return self._forward(*args, **kwargs)
@@ -464,11 +444,6 @@ class MappedGPipe(Wrapper):
         verify_calls(self.module, self._calls, self._around, {*self._map.values()})
 
 
-def calls_of(model: MappedGPipe) -> list[Call]:
-    """The calls of the mapped modules of a wrapper, for what judges it from outside."""
-    return model._calls
-
-
-def workers_of(model: MappedGPipe) -> Threads:
-    """The threads of a wrapper, for what judges it from outside."""
-    return model._workers
+def judged(model: MappedGPipe) -> tuple[list[Call], Threads]:
+    """The calls of mapped modules, and the threads, for what judges a wrapper from outside."""
+    return model._calls, model._workers

@@ -18,7 +18,7 @@ from torchgpipe.engine.recorded import Recording, Traceable
 from torchgpipe.engine.stages import stages_of
 from torchgpipe.engine.step_plan import Choice
 from torchgpipe.gpipe import GPipe
-from torchgpipe.mapped_gpipe import MappedGPipe, calls_of, workers_of
+from torchgpipe.mapped_gpipe import MappedGPipe, judged
 from torchgpipe.partition.keeping import keepings_of
 from torchgpipe.planner.cuts import cut, others
 from torchgpipe.planner.figures import LATE, figures_of
@@ -126,8 +126,8 @@ class Watch:
                 assert isinstance(part, nn.Sequential)
                 found += [(layer, device) for layer in part]
         # Hooks, and modes, would have modules compiled anew.
-        elif isinstance(model, MappedGPipe) and not any(x.compiled for x in calls_of(model)):
-            found = [(x.mapped.module, x.mapped.device) for x in calls_of(model)]
+        elif isinstance(model, MappedGPipe) and not any(x.compiled for x in judged(model)[0]):
+            found = [(x.mapped.module, x.mapped.device) for x in judged(model)[0]]
         # On the CPU, which is the host, too, there is no advice to time layers for.
         if not found or not all(has_streams(device) for _, device in found):
             return
@@ -185,7 +185,7 @@ class Watch:
             return None
         devices = [torch.device(first[j].stream.place) for j in range(n)]
         order = layers.called
-        modules = Modules(model.device_map, [calls_of(model)[k].mapped for k in order])
+        modules = Modules(model.device_map, [judged(model)[0][k].mapped for k in order])
         is_cut = modules.devices == devices
         ways = {(x.stage, x.target) for x in last if x.kind == "copy"}
         setting = Wrapping(
@@ -202,7 +202,7 @@ class Watch:
             self._rows // chunks,
             waits.found({j: x.end for j, x in first.items() if j is not None}),
             modules=modules,
-            divisible=is_cut and workers_of(model).are_equal(True),
+            divisible=is_cut and judged(model)[1].are_equal(True),
         )
 
     def _advisor(

@@ -14,6 +14,7 @@ from torchgpipe._torch.dynamo import is_compiled
 from torchgpipe.devices.streams import Device
 from torchgpipe.partition.arguments import checked_devices
 from torchgpipe.partition.placement import Place, move, places_of, sharing, tables, tensors
+from torchgpipe.show.describe import DescribedPart
 
 __all__: list[str] = []
 
@@ -347,3 +348,32 @@ def _computed_as_a_whole(
             has_tensors or (is_list(module) and inner not in several)
         ):
             yield from _computed_as_a_whole(start + child, inner, device_map, several)
+
+
+def parts_of(
+    model: nn.Module,
+    device_map: Mapping[str, torch.device],
+    modules: Iterable[Mapped],
+    modes: Iterable[str],
+) -> list[DescribedPart]:
+    """Describe each device of a map.
+
+    Args:
+        model: the model.
+        device_map: the devices by the names of modules.
+        modules: the mapped modules.
+        modes: the checkpoint mode of each entry of the map, in words.
+    """
+    layers: dict[torch.device, list[str]] = {}
+    for mapped in modules:
+        layers.setdefault(mapped.device, []).append(mapped.name or type(model).__name__)
+    held: dict[torch.device, list[Tensor]] = {device: [] for device in layers}
+    for _, module, device in placed(model, device_map):
+        held.setdefault(device, []).extend(x for _, x in tensors(module, recurse=False))
+    words: dict[torch.device, dict[str, None]] = {}
+    for device, mode in zip(device_map.values(), modes):
+        words.setdefault(device, {})[mode] = None
+    return [
+        DescribedPart(None, layers.get(x, ()), held[x], x, ", ".join(words.get(x, ())))
+        for x in held
+    ]

@@ -29,7 +29,7 @@ __all__: list[str] = []
 
 
 class Extend(torch.autograd.Function):
-    """What a slice sees: ``what the slice before has seen, own → the end of both``."""
+    """Continue what the slice before has seen: ``seen before, own → the end of both``."""
 
     @staticmethod
     def forward(ctx: Any, before: Tensor | None, own: Tensor, seen: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class Past:
         return 0 if self.window is None else max(0, self._starts[k] - self.window)
 
     def seen(self, k: int, own: Tensor) -> Tensor:
-        """What slice ``k`` sees, its own part included: ``(..., positions, features)``."""
+        """Positions that slice ``k`` sees, its own included: ``(..., positions, features)``."""
         start, end = self._starts[k : k + 2]
         if self._buffer is None:
             self._buffer = own.new_empty(*own.shape[:-2], self._starts[-1], own.shape[-1])
@@ -92,7 +92,7 @@ class Past:
         self._latest = None
 
 
-class Layers:
+class KeptLayers:
     """The keys and values of all layers of a model, for one sequence or several of a length.
 
     Args:
@@ -155,7 +155,7 @@ def cache_class() -> Any:
     class SliceLayer(caches.DynamicLayer):  # type: ignore[misc]
         """The keys and values of one layer, as one slice finds them."""
 
-        def __init__(self, layers: Layers, k: int, number: int) -> None:
+        def __init__(self, layers: KeptLayers, k: int, number: int) -> None:
             super().__init__()
             self.is_initialized = True
             self._layers, self._k, self._number = layers, k, number
@@ -178,7 +178,7 @@ def cache_class() -> Any:
     class SliceCache(caches.Cache):  # type: ignore[misc]
         """A cache that one slice of a sequence is computed with."""
 
-        def __init__(self, layers: Layers, k: int) -> None:
+        def __init__(self, layers: KeptLayers, k: int) -> None:
             super().__init__(layers=[SliceLayer(layers, k, x) for x in range(max(1, len(layers)))])
             self._slice = layers, k
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.engine.unchanged import unchanged
 from torchgpipe.mapped.on_demand import there
-from torchgpipe.planner.blocks import unchanged
 from torchgpipe.values.structure import leaves_of
 
 __all__: list[str] = []

@@ -7,7 +7,7 @@ model's own forward runs on a sample, and each of its blocks is measured there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import chain, cycle
 from typing import Any, NamedTuple
 
@@ -15,17 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from torchgpipe.ambient.generators import generator_of, get_state, set_state
 from torchgpipe.autograd.nodes import next_number
 from torchgpipe.devices.recorder import Stopwatch
 from torchgpipe.devices.streams import CPU, has_streams, use_device
 from torchgpipe.engine.body import starts_in_place
+from torchgpipe.engine.unchanged import unchanged
 from torchgpipe.mapped.device_map import Wholes
 from torchgpipe.mapped.on_demand import can_fill_itself
 from torchgpipe.planner.memory_tracker import Run, memory_of, size_of, strided
 from torchgpipe.planner.record import GIVEN, Record, Section, Value
 from torchgpipe.planner.sandbox import copied, pooled, rounds, spread, undisturbed, verify_timed
-from torchgpipe.recompute.once import updated_in, updates
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import map_leaves
 
@@ -130,35 +129,6 @@ def hooked(
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Run a model in train mode; leave its buffers, its mode and random numbers as they were."""
-    buffers = {x: x.clone() for x in model.buffers()}
-    # A forward may also put other tensors in the place of its buffers.
-    tables = [(module._buffers, {**module._buffers}) for module in model.modules()]
-    modes = {module: module.training for module in model.modules()}
-    generators = {generator_of(x.device) for x in model.parameters()} | {CPU}
-    states = {generator: get_state(generator) for generator in generators}
-    try:
-        model.train()
-        with updates(updated_in(model)):
-            yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
-        for table, before in tables:
-            table.update(before)
-        with torch.no_grad():
-            for x, values in buffers.items():
-                # Tensors without values cannot be compared, and are copied at no cost.
-                with suppress(RuntimeError):
-                    if x.equal(values):
-                        continue
-                x.copy_(values)
-        for generator, state in states.items():
-            set_state(generator, state)
 
 
 def recorded(

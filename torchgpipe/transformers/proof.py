@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe._torch.dynamo import is_compiled
+from torchgpipe.engine.unchanged import unchanged
 from torchgpipe.mapped_gpipe import MappedGPipe
-from torchgpipe.planner.blocks import unchanged
 from torchgpipe.transformers.children import ByRows, recorded, repeated, rows_of_calls
 from torchgpipe.transformers.collating import KEY, random_state, restore_random_state
 from torchgpipe.transformers.counting import (

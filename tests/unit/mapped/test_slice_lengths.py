@@ -11,7 +11,7 @@ from torchgpipe.mapped.slice_lengths import count_of, equal_times, lengths_of
 
 
 class Config:
-    """What a model of Transformers says of its sizes."""
+    """The sizes of a model, as one of Transformers has them."""
 
     num_hidden_layers = 2
     hidden_size = 8

@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.engine.wrapper import Wrapper
 from torchgpipe.mapped.on_demand import can_fill_itself, on_reading, there
-from torchgpipe.mapped.slice_cache import Layers
+from torchgpipe.mapped.slice_cache import KeptLayers
 from torchgpipe.mapped.slice_lengths import Slices, checked_slices, lengths_of
 from torchgpipe.mapped.slice_proof import TOKENS, prove
 from torchgpipe.values.division import division_of, split
@@ -58,17 +57,20 @@ class Slicing:
         #: Whether a few tokens have shown that the model can be computed in slices.
         self._is_proven = False
 
-    def call(
-        self, wrapper: Wrapper, model: nn.Module, forward: Callable[..., Any], given: Arguments
-    ) -> Any:
+    def call(self, wrapper: Any, forward: Callable[..., Any], given: Arguments) -> Any:
         """Compute a call of a wrapper in slices.
 
         Args:
             wrapper: the wrapper.
-            model: its model.
             forward: computes keyword arguments of the model, micro-batch by micro-batch.
             given: the arguments of the call.
         """
+        if wrapper.threads > 1:
+            raise ValueError(
+                "slices of a sequence follow each other, so one thread computes them (threads: "
+                f"{wrapper.threads}, slices: {self.slices}); use threads=1"
+            )
+        model = wrapper.module
         call = SlicedCall(model, self.slices, wrapper._width, wrapper.chunks, given)
         if torch.is_grad_enabled() and wrapper.training and not self._is_proven:
             few = call.few(TOKENS)
@@ -118,13 +120,13 @@ class SlicedCall:
         self._first = parts[0]
         #: Of each micro-batch, the number of rows and the lengths of its slices.
         self._sizes: list[tuple[int, list[int]]] = []
-        self._layers: list[Layers] = []
+        self._layers: list[KeptLayers] = []
         calls: list[dict[str, Any]] = []
         for part in parts:
             rows, length = part[self._name].shape[:2]
             lengths = lengths_of(slices, length, devices, model)
             self._sizes.append((rows, lengths))
-            self._layers.append(Layers(model, lengths))
+            self._layers.append(KeptLayers(model, lengths))
             calls += self._slices(part, lengths, self._layers[-1])
         #: The arguments of all slices.
         self.kwargs = Chunks.of(calls)
@@ -176,7 +178,7 @@ class SlicedCall:
         return cache
 
     def _slices(
-        self, given: Mapping[str, Any], lengths: Sequence[int], layers: Layers
+        self, given: Mapping[str, Any], lengths: Sequence[int], layers: KeptLayers
     ) -> Iterator[dict[str, Any]]:
         """The arguments of each slice of a micro-batch."""
         rows, length = given[self._name].shape[:2]
@@ -315,7 +317,7 @@ def _joined_slices(parts: list[Tensor], rows: int, lengths: Sequence[int]) -> Te
 
 
 def _slice(name: str, value: Any, start: int, end: int, sizes: tuple[int, int]) -> Any:
-    """What a slice gets of an argument.
+    """Take the part of an argument that a slice gets.
 
     Args:
         name: the name of the argument.
