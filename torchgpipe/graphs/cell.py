@@ -297,11 +297,7 @@ class PartCall:
 
 
 class GraphCells(Cells):
-    """Cells that are graphs, and eager cells for stages that cannot be traced.
-
-    Args:
-        graphs: the graphs of each stage.
-    """
+    """Cells that are graphs, and eager cells for stages that cannot be traced."""
 
     def __init__(self, graphs: Sequence[StageGraphs]) -> None:
         self.graphs = graphs

@@ -184,11 +184,7 @@ class Snapshot:
 
 
 class Elements:
-    """The elements of an array of objects, as a dict that can be copied, cleared and updated.
-
-    Args:
-        array: the array.
-    """
+    """The elements of an array of objects, as a dict that can be copied, cleared and updated."""
 
     def __init__(self, array: Any) -> None:
         self._array = array
