@@ -13,15 +13,18 @@ from tests.support import fresh, sources
 from tests.support.sources import FILES, PACKAGE, nodes
 from torchgpipe._torch.names import ATTRIBUTES, NAMES
 
+MAP = (PACKAGE.parent / "CONTRIBUTING.rst").read_text("utf-8")
+ROWS = re.findall(r"^(\d+) +(\w+) +([\d,]+) ", MAP, re.MULTILINE)
 #: The map of ``CONTRIBUTING.rst``: each room with the number of its layer.
-ROOMS = {
-    room: int(layer)
-    for layer, room in re.findall(
-        r"^(\d+) +(\w+) ", (PACKAGE.parent / "CONTRIBUTING.rst").read_text("utf-8"), re.MULTILINE
-    )
+ROOMS = {room: int(layer) for layer, room, _ in ROWS}
+#: By the same map, how many lines each room may have.
+BUDGETS = {room: int(lines.replace(",", "")) for _, room, lines in ROWS}
+BUDGETS |= {
+    room: int(lines.replace(",", ""))
+    for room, lines in re.findall(r"``(\w+)`` \(at most ([\d,]+) lines\)", MAP)
 }
 #: The module that users import has no name of its own within the package.
-ROOMS[""] = ROOMS.pop("torchgpipe")
+ROOMS[""], BUDGETS[""] = ROOMS.pop("torchgpipe"), BUDGETS.pop("torchgpipe")
 
 #: Rooms that stand apart: what each of them imports besides itself.
 APART = {"testing": {"_torch", "checks", "show", "ambient"}}
@@ -89,6 +92,14 @@ def test_files_are_short():
     files = [x for folder in folders for x in (PACKAGE.parent / folder).rglob("*.py")]
     lengths = {str(file): len(file.read_text(encoding="utf-8").splitlines()) for file in files}
     assert {file: lines for file, lines in lengths.items() if lines >= 450} == {}
+
+
+def test_rooms_keep_their_budgets():
+    """A room that shrinks lowers its budget, so that nobody takes the room that it has won."""
+    lines = Counter()
+    for file in FILES:
+        lines[room(name_of(file))] += len(file.read_text("utf-8").splitlines())
+    assert {x: n for x, n in lines.items() if not n <= BUDGETS[x] < n + 50} == {}
 
 
 def test_every_room_has_a_layer():
