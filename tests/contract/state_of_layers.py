@@ -15,7 +15,6 @@ from tests.contract.comparing import (
 from tests.contract.promises import GRAPHS, promise
 from tests.contract.wrapped import assert_same_grads, plain_step
 from tests.support.changing_buffers import LAYERS
-from tests.support.changing_parameters import CHANGES, Scaled, SpectralNorm
 from tests.support.helpers import Apply
 from tests.support.once import Centre, Contrast
 from tests.support.structures import rows
@@ -263,35 +262,30 @@ def saved_buffers(make):
 # Parameters.
 
 
+class Moving(nn.Module):
+    """A layer that gives a parameter other memory in its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x):
+        self.scale.data = 0.5 * self.scale.data + 0.5 * x.detach().abs().mean(0)
+        return (x / self.scale.clone()).tanh()
+
+
 @promise(
-    "Parameters that layers change in their forward are those of micro-batches one after another, "
-    "and so are the gradients.",
-    modes=True,
+    "Under checkpointing, a layer that changes a parameter in its forward is an error that names "
+    "both.",
+    fails=True,
     eager=True,
 )
 def changing_parameters(make):
-    made = [lambda how=how: Scaled(how) for how in CHANGES] + [lambda: Scaled("in place", True)]
-    for layer in make.some(made):
-        layers = between(layer(), nn.Sequential(nn.Linear(4, 4), layer()))
-        model = assert_as_plain(make, layers, torch.randn(7, 4), chunks=3, steps=3)
-        assert_same_parameters(model, layers)
-
-
-@promise(
-    "Gradients are the same in all modes where parameters get new memory in forward, as in the "
-    "spectral norm of many GANs.",
-    modes=True,
-    eager=True,
-)
-def spectral_norm_of_gans(make):
-    layers = between(*[SpectralNorm(nn.Linear(4, 4)) for _ in range(2)])
-    x, found = torch.randn(7, 4), []
-    for mode in ("never", make.mode):
-        model = make(layers, loss=mean_of_squares, chunks=3, mode=mode)
-        for _ in range(3):
-            model.step(x)
-        found.append((model.grads, model.parameters))
-    torch.testing.assert_close(*found)
+    layers = between(Moving(), nn.Tanh())
+    model = make(layers, loss=mean_of_squares, chunks=2, mode="always")
+    error = model.raised(model.step, torch.randn(4, 4))
+    assert error.kind == "RuntimeError"
+    assert "(layer: Moving, parameter: scale)" in error.text
 
 
 @promise("Statistics and gradients are those of the mode that layers are in, from step to step.")

@@ -15,7 +15,7 @@ from torchgpipe.ambient.notes import Visit, is_worth_a_visit
 from torchgpipe.autograd.versions import counter_of, version_of
 from torchgpipe.devices.streams import AbstractStream
 from torchgpipe.partition.keeping import Policy
-from torchgpipe.recompute.buffers import Copy
+from torchgpipe.recompute.buffers import Copied
 from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.recompute.layer_state import LayersState
 from torchgpipe.recompute.offload import NewCell, Offloading
@@ -77,7 +77,7 @@ class Body:
     def run(
         self,
         batch: Batch,
-        copies: list[Copy] | None = None,
+        copies: list[Copied] | None = None,
         note: str = "",
         after: Callable[[Batch], Batch] | None = None,
         contexts: Contexts | None = None,
@@ -87,8 +87,8 @@ class Body:
 
         Args:
             batch: the micro-batch.
-            copies: where buffers may change under checkpointing, an empty list for the first run,
-                which puts copies of buffers there; the same list for the recomputation.
+            copies: under checkpointing, an empty list for the first run, which puts copies of
+                buffers there; the same list for the recomputation.
             note: what to say of the cell if a function of the layers raises in backward; nothing
                 for layers that have none.
             after: what runs after the layers, as a part of them.
@@ -194,7 +194,7 @@ class Body:
             return None
         return Visit(self.layers, batch, tracker.values.values, note)
 
-    def _around(self, copies: list[Copy] | None) -> AbstractContextManager[None]:
+    def _around(self, copies: list[Copied] | None) -> AbstractContextManager[None]:
         """A context manager for the state of the layers, in this run."""
         if self.state:
             if is_recomputing():
