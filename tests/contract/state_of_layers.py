@@ -223,6 +223,36 @@ def counters(make):
         assert_as_plain(make, layers, torch.rand(6, 4), chunks=3, steps=3)
 
 
+class Seldom(nn.Module):
+    """A layer that changes its buffer when it is switched on."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+        self.on = False
+
+    def forward(self, x):
+        if self.on:
+            self.scale += 1
+        return (x / self.scale.clone()).exp()
+
+
+@promise(
+    "A layer may begin to change a buffer in a later step, under checkpointing one of up to 64 KiB."
+)
+def buffers_that_change_late(make):
+    layers = nn.Sequential(nn.Linear(3, 3), Seldom(), nn.Tanh(), nn.Linear(3, 3))
+    models = [make(layers, loss=mean_of_squares, mode=mode) for mode in ("always", "never")]
+    x = rows(8, requires_grad=False)
+    for on in (False, False, True, True):
+        for model in models:
+            model.layers[1].on = on
+            model.zero_grad()
+            model.step(x)
+        torch.testing.assert_close(models[0].buffers, models[1].buffers)
+        torch.testing.assert_close(models[0].grads, models[1].grads)
+
+
 class Memory(nn.Module):
     """A buffer that carries its gradient from micro-batch to micro-batch."""
 
