@@ -15,7 +15,6 @@ from tests.contract.comparing import (
 from tests.contract.promises import GRAPHS, promise
 from tests.contract.wrapped import assert_same_grads, plain_step
 from tests.support.changing_buffers import LAYERS
-from tests.support.changing_parameters import CHANGES, Scaled, SpectralNorm
 from tests.support.helpers import Apply
 from tests.support.once import Centre, Contrast
 from tests.support.structures import rows
@@ -224,6 +223,36 @@ def counters(make):
         assert_as_plain(make, layers, torch.rand(6, 4), chunks=3, steps=3)
 
 
+class Seldom(nn.Module):
+    """A layer that changes its buffer when it is switched on."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+        self.on = False
+
+    def forward(self, x):
+        if self.on:
+            self.scale += 1
+        return (x / self.scale.clone()).exp()
+
+
+@promise(
+    "A layer may begin to change a buffer in a later step, under checkpointing one of up to 64 KiB."
+)
+def buffers_that_change_late(make):
+    layers = nn.Sequential(nn.Linear(3, 3), Seldom(), nn.Tanh(), nn.Linear(3, 3))
+    models = [make(layers, loss=mean_of_squares, mode=mode) for mode in ("always", "never")]
+    x = rows(8, requires_grad=False)
+    for on in (False, False, True, True):
+        for model in models:
+            model.layers[1].on = on
+            model.zero_grad()
+            model.step(x)
+        torch.testing.assert_close(models[0].buffers, models[1].buffers)
+        torch.testing.assert_close(models[0].grads, models[1].grads)
+
+
 class Memory(nn.Module):
     """A buffer that carries its gradient from micro-batch to micro-batch."""
 
@@ -263,35 +292,30 @@ def saved_buffers(make):
 # Parameters.
 
 
+class Moving(nn.Module):
+    """A layer that gives a parameter other memory in its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x):
+        self.scale.data = 0.5 * self.scale.data + 0.5 * x.detach().abs().mean(0)
+        return (x / self.scale.clone()).tanh()
+
+
 @promise(
-    "Parameters that layers change in their forward are those of micro-batches one after another, "
-    "and so are the gradients.",
-    modes=True,
+    "Under checkpointing, a layer that changes a parameter in its forward is an error that names "
+    "both.",
+    fails=True,
     eager=True,
 )
 def changing_parameters(make):
-    made = [lambda how=how: Scaled(how) for how in CHANGES] + [lambda: Scaled("in place", True)]
-    for layer in make.some(made):
-        layers = between(layer(), nn.Sequential(nn.Linear(4, 4), layer()))
-        model = assert_as_plain(make, layers, torch.randn(7, 4), chunks=3, steps=3)
-        assert_same_parameters(model, layers)
-
-
-@promise(
-    "Gradients are the same in all modes where parameters get new memory in forward, as in the "
-    "spectral norm of many GANs.",
-    modes=True,
-    eager=True,
-)
-def spectral_norm_of_gans(make):
-    layers = between(*[SpectralNorm(nn.Linear(4, 4)) for _ in range(2)])
-    x, found = torch.randn(7, 4), []
-    for mode in ("never", make.mode):
-        model = make(layers, loss=mean_of_squares, chunks=3, mode=mode)
-        for _ in range(3):
-            model.step(x)
-        found.append((model.grads, model.parameters))
-    torch.testing.assert_close(*found)
+    layers = between(Moving(), nn.Tanh())
+    model = make(layers, loss=mean_of_squares, chunks=2, mode="always")
+    error = model.raised(model.step, torch.randn(4, 4))
+    assert error.kind == "RuntimeError"
+    assert "(layer: Moving, parameter: scale)" in error.text
 
 
 @promise("Statistics and gradients are those of the mode that layers are in, from step to step.")

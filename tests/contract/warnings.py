@@ -129,39 +129,6 @@ def state_of_micro_batches(make):
     assert warned(evaluate) == []
 
 
-class Seldom(nn.Module):
-    """A layer that changes its buffer in its third step, and from then on."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("scale", torch.ones(()))
-        self.on = False
-
-    def forward(self, x):
-        if self.on:
-            self.scale += 1
-        return (x * self.scale.clone()).exp()
-
-
-@promise(
-    "A layer that changes a buffer under checkpointing for the first time in a later step is a "
-    "warning that names both; the buffer is right, and so is the next step.",
-)
-def buffers_that_change_late(make):
-    layers = nn.Sequential(nn.Linear(3, 3), Seldom(), nn.Tanh(), nn.Linear(3, 3))
-    models = [make(layers, loss=mean_of_squares, mode=mode) for mode in ("always", "never")]
-    x = rows(8, requires_grad=False)
-    for on in (False, False, True, True):
-        for k, model in enumerate(models):
-            model.layers[1].on = on
-            model.zero_grad()
-            found = warned(lambda model=model: [model.step(x), model][1])
-            found = [text for text in found if "layer: Seldom, buffer: scale" in text]
-            assert len(found) == (k == 0 and on and models[0].buffers["1.scale"] == 5), found
-        torch.testing.assert_close(models[0].buffers, models[1].buffers)
-    torch.testing.assert_close(models[0].grads, models[1].grads)
-
-
 @promise("A model that does what it should gets no warning.")
 def none_without_need(make):
     layer, x = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), torch.rand(4, 5, 4)

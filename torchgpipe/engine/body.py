@@ -13,7 +13,7 @@ from torchgpipe.ambient.context import Context
 from torchgpipe.autograd.versions import counter_of, version_of
 from torchgpipe.devices.streams import AbstractStream
 from torchgpipe.partition.keeping import Policy
-from torchgpipe.recompute.buffers import Copy
+from torchgpipe.recompute.buffers import Copied
 from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.recompute.layer_state import LayersState
 from torchgpipe.recompute.offload import Offloading
@@ -73,7 +73,7 @@ class Body:
     def run(
         self,
         batch: Batch,
-        copies: list[Copy] | None = None,
+        copies: list[Copied] | None = None,
         after: Callable[[Batch], Batch] | None = None,
         contexts: Contexts | None = None,
         call: Callable[..., Any] | None = None,
@@ -82,8 +82,8 @@ class Body:
 
         Args:
             batch: the micro-batch.
-            copies: where buffers may change under checkpointing, an empty list for the first run,
-                which puts copies of buffers there; the same list for the recomputation.
+            copies: under checkpointing, an empty list for the first run, which puts copies of
+                buffers there; the same list for the recomputation.
             after: what runs after the layers, as a part of them.
             contexts: the context managers of a policy, for the first run and the recomputation.
             call: calls the layers; by default :attr:`call`.
@@ -173,7 +173,7 @@ class Body:
         order.end(value.parts[VALUE], output.parts[VALUE])
         return output
 
-    def _around(self, copies: list[Copy] | None) -> AbstractContextManager[None]:
+    def _around(self, copies: list[Copied] | None) -> AbstractContextManager[None]:
         """A context manager for the state of the layers, in this run."""
         if self.state:
             if is_recomputing():

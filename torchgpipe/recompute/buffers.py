@@ -1,4 +1,4 @@
-"""The tensors that layers change in their forward: a recomputation finds what the first run found.
+"""The buffers that layers change in their forward: a recomputation finds what the first run found.
 
 Spectral normalisation improves its vectors in each forward, a codebook moves, an average goes on.
 So a recomputation must see the values of before the first run of its cell, and leave alone what
@@ -6,278 +6,202 @@ other cells have made of them since. Each first run copies the buffers that chan
 recomputation works on a copy of this copy, which takes the buffer's place in the layer for that
 time.
 
-Copying all buffers would cost a model with large masks or tables their memory once per micro-batch.
-So the first step copies each buffer once, and learns from it which buffers the layers change.
-Comparing values finds changes that PyTorch does not count, such as those through ``.data``. Nor
-does PyTorch count what norms change in training, so each first run copies their statistics,
-whatever was learned: a step on zeros leaves a mean of zero as it is.
-
-Some layers have parameters instead of buffers for that, as the spectral normalisation that many
-GANs come with, which assigns ``parameter.data`` anew. The first step copies those that are small.
-Of large ones it keeps the memory, which serves as long as a layer assigns other memory. Whether
-parameters have changed without being counted, their values tell, and of large ones sums of their
-bits. On an accelerator the host would have to wait for that, and no longer be ahead in the first
-step. So there the parameters of a layer are compared if its code names ``.data``.
+Copying all buffers in each cell would cost a model with large masks or tables their memory once per
+micro-batch. So cells have one copy in common of a buffer that none of them has changed so far. The
+first step learns which buffers the layers change, and compares values for that: PyTorch does not
+count a change through ``.data``. In later steps there is no copy of a large buffer that layers only
+read, and to change it between a forward and its backward is an error. Nor does PyTorch count what
+norms change in training, so each first run copies their statistics, whatever was learned: a step on
+zeros leaves a mean of zero as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
-from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from operator import is_, is_not
+from typing import NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torchgpipe.ambient.notes import warn
-from torchgpipe.autograd.versions import address_of, version_of
-from torchgpipe.devices.streams import has_streams
-from torchgpipe.recompute.read_only import UNCOUNTED, Place, ReadOnly
+from torchgpipe.autograd.versions import identities
+from torchgpipe.recompute.once import OncePerMiniBatch
 
 __all__: list[str] = []
 
-#: Up to how many bytes parameters are copied. Of larger ones the memory is kept.
-SMALL = 1 << 20
+#: Up to how many bytes each step copies a buffer that no layer has changed so far.
+SMALL = 1 << 16
 
-#: A buffer and its copy; None for a buffer without a tensor.
-Copy: TypeAlias = tuple[Place, Tensor | None]
+#: The statistics of norms, whose changes PyTorch does not count.
+UNCOUNTED = ("running_mean", "running_var")
+
+#: A layer and the name of its buffer.
+Place: TypeAlias = tuple[nn.Module, str]
 
 #: For each layer whether it changes its buffers, by their names and the layer's training flag.
 Learned: TypeAlias = WeakKeyDictionary[nn.Module, dict[tuple[str, bool], bool]]
 
 
-class Seen(NamedTuple):
-    """A buffer as it was at one time."""
-
-    place: Place
-    tensor: Tensor | None
-    version: int
-    #: A copy, for a buffer of which nothing is known yet.
-    copy: Tensor | None = None
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether somebody has replaced the buffer, or changed it in place, since then."""
-        now = _buffer(self.place)
-        if now is not self.tensor or (now is not None and version_of(now) != self.version):
-            return True
-        if now is not None and now is self.copy:
-            # Its lazy layer has made it meanwhile.
-            return True
-        return self.copy is not None and now is not None and not _equal(self.copy, now)
-
-
-class SeenParameter(NamedTuple):
-    """A parameter as it was before a first run."""
-
-    place: Place
-    tensor: nn.Parameter
-    version: int
-    address: int
-    copy: nn.Parameter
-    #: Whether its values are compared.
-    compares: bool
-    #: Of a large one, which nobody copies, what :func:`_sums` has returned.
-    sums: Tensor | None
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether somebody has replaced the parameter or its memory, or changed it in place."""
-        now = self.tensor
-        if _buffer(self.place) is not now or version_of(now) != self.version:
-            return True
-        return address_of(now) != self.address
-
-    def differing(self) -> Tensor | None:
-        """Tell where it has other values than before, on its device; None if nobody knows."""
-        with suppress(RuntimeError, NotImplementedError):
-            if self.sums is not None:
-                now = _sums(self.tensor)
-                return None if now is None else now != self.sums
-            if self.compares and not self.is_alone:
-                return _bits(_numbers(self.tensor)) != _bits(_numbers(self.copy))
-        return None
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether nobody has a copy of what it was, or other memory."""
-        return self.address == address_of(self.tensor) == address_of(self.copy) > 0
-
-
-class Lost(NamedTuple):
-    """A parameter that its layers change, and whose value before the change nobody has.
+class Common:
+    """Buffers that no layer has changed so far, and the copies that the cells of a step share.
 
     Args:
-        place: where it is.
-        late: whether its layer had not changed it before; otherwise it is too large to be copied.
-    """
-
-    place: Place
-    late: bool
-
-
-class Buffers:
-    """The buffers of a partition that its layers change, or may change, in one step.
-
-    Args:
-        places: the buffers that a layer may change, and the parameters that it does change.
-        learned: what earlier steps have learned about them; this step adds to it.
-        parameters: parameters of which nothing is known.
-        key: where it is learned whether any of them changes.
-        suspects: the layers whose parameters are compared, even if the host has to wait.
+        places: where they are.
+        tensors: the buffers.
+        copies: a copy of each; None for a large one that layers only read.
     """
 
     def __init__(
-        self,
-        places: Iterable[Place],
-        learned: Learned,
-        parameters: Sequence[Place] = (),
-        key: Place | None = None,
-        suspects: Container[nn.Module] = (),
+        self, places: list[Place], tensors: list[Tensor], copies: list[Tensor | None]
     ) -> None:
+        self.places, self.tensors, self.copies = places, tensors, copies
+        self.found = identities(tensors)
+        #: The statistics that norms in eval mode read. Others may change them in training mode.
+        self.read = [pair for pair in zip(places, copies) if pair[0][1] in UNCOUNTED]
+        #: The indices of buffers that layers have changed, and nobody has counted that.
+        self.uncounted: set[int] = set()
+
+    def changed(self) -> list[int]:
+        """The indices of buffers that are other tensors now, or have changed in place."""
+        now = [module._buffers.get(name) for module, name in self.places]
+        if all(map(is_, now, self.tensors)) and identities(self.tensors) == self.found:
+            return [*self.uncounted]
+        both = zip(zip(*self.found), zip(*identities(self.tensors)))
+        pairs = enumerate(zip(map(is_not, now, self.tensors), both))
+        return [*self.uncounted, *[k for k, (other, (then, x)) in pairs if other or then != x]]
+
+
+class Copied(NamedTuple):
+    """The buffers as the first run of a cell has found them.
+
+    Args:
+        own: the copies of those that cells change; None for a buffer without a tensor.
+        common: the others.
+    """
+
+    own: list[tuple[Place, Tensor | None]]
+    common: Common
+
+    def put(self) -> None:
+        """Give layers the copies, for a recomputation.
+
+        Raises:
+            RuntimeError: a large buffer has changed, of which there is no copy.
+        """
+        common, changed = self.common, self.common.changed()
+        for (module, name), copy in common.read:
+            module._buffers[name] = copy
+        for k in changed:
+            if common.copies[k] is None:
+                raise _changed(common.places[k], common.tensors[k])
+        found = [(common.places[k], common.copies[k]) for k in changed]
+        once: dict[int, Tensor] = {}
+        # guard: buffers that layers read
+        for (module, name), tensor in found + self.own:
+            # A copy once more, since this or another cell may be computed from it again.
+            module._buffers[name] = _copy(tensor, once)
+
+
+class Buffers:
+    """The buffers of a partition in one step.
+
+    Args:
+        places: where they are.
+        learned: what earlier steps have learned about them; this step adds to it.
+    """
+
+    def __init__(self, places: Iterable[Place], learned: Learned) -> None:
         self._learned = learned
-        self._key, self._suspects = key, suspects
-        #: Parameters of which nothing is known, and what the first of these cells found there.
-        self._parameters = parameters
-        self._watched_parameters: list[SeenParameter] = []
-        #: The copies of all cells, while there are such parameters.
-        self._lists: list[list[Copy]] = []
-        #: Whether this step learns of parameters.
-        self.watches = False
-        #: The parameter that makes recomputations impossible, if there is one.
-        self.lost: Lost | None = None
+        #: The buffers that cells change.
         self._changing: list[Place] = []
-        #: Buffers of which nothing is known, and what the first of these cells found there.
-        self._unknown: list[Place] = []
-        self._watched: list[Seen] | None = None
-        quiet: list[Place] = []
+        #: The others, and those among them of which nothing is known.
+        self._others: list[Place] = []
+        self._unknown: set[Place] = set()
         for place in places:
             module, name = place
             changes = learned.get(module, {}).get((name, module.training))
             # guard: statistics of norms
-            if name in UNCOUNTED and module.training and module._buffers.get(name) is not None:
+            if changes or module._buffers[name] is None or (name in UNCOUNTED and module.training):
                 self._changing.append(place)
-            elif changes is None:
-                self._unknown.append(place)
-            elif changes:
-                self._changing.append(place)
-            else:
-                quiet.append(place)
-        self.read_only = ReadOnly(quiet)
-        #: The buffers of which nothing is known, as the step finds them.
-        self._begun = [_seen(place) for place in self._unknown]
-        #: Whether first runs have anything to copy, or to learn.
-        self.any = bool(self._changing or self._unknown or parameters)
-        self._large = [
-            _seen(place)
-            for place in self._changing
-            if isinstance(x := _buffer(place), nn.Parameter) and x.nbytes > SMALL
-        ]
-
-    @property
-    def changing(self) -> set[int]:
-        """The identities of what the layers are known to change."""
-        return {id(_buffer(place)) for place in self._changing}
+                continue
+            self._others.append(place)
+            if changes is None:
+                self._unknown.add(place)
+        #: Whether there is any.
+        self.any = bool(self._changing or self._others)
+        #: The others as the first cell has found them, and the indices of those changed since.
+        self._common: Common | None = None
+        self._begun: set[int] = set()
 
     def not_lasting(self) -> set[int]:
-        """The identities of buffers that are not the same tensors in a recomputation.
-
-        Autograd saves a parameter itself, and not what it holds, so parameters last.
-        """
+        """The identities of buffers that are not the same tensors in a recomputation."""
         # Unknown statistics are those of norms in eval mode, which only read them.
         places = self._changing + [place for place in self._unknown if place[1] not in UNCOUNTED]
-        return {
-            id(x)
-            for x in map(_buffer, places)
-            if x is not None and not is_lazy(x) and not isinstance(x, nn.Parameter)
-        }
+        found = [module._buffers[name] for module, name in places]
+        return {id(x) for x in found if x is not None and not is_lazy(x)}
 
-    def copied(self) -> list[Copy]:
-        """Copy the buffers that change, before a first run."""
-        once: dict[int, Tensor] = {}
-        if self._watched is None:
-            # Not when the step began: this stream will free the copies.
-            self._watched = [_seen(place, once) for place in self._unknown]
-            self._watched_parameters = [
-                _seen_parameter(x, once, x[0] in self._suspects) for x in self._parameters
-            ]
-            self.watches = bool(self._parameters)
-        else:
-            # A layer of another partition may share a buffer, and have changed it since.
-            self.learn()
-        copies = [(place, _copy(_buffer(place), once)) for place in self._changing]
-        return copies + [(seen.place, seen.copy) for seen in self._watched]
-
-    def learn(self) -> None:
-        """Find out, after a first run, which buffers it has changed."""
-        watched, self._watched = self._watched or [], []
-        for seen in watched:
-            if seen.is_changed:
-                self._changing.append(seen.place)
-                self._note(seen.place, True)
-            else:
-                self._watched.append(seen)
-        if self.watches:
-            self.learn_parameters(values=True)
-        for seen in self._large:
-            if seen.tensor is not None and version_of(seen.tensor) != seen.version:
-                self.lost = Lost(seen.place, late=False)
-
-    def learn_parameters(self, *, values: bool = False) -> None:
-        """Find out which parameters the layers have changed.
-
-        Args:
-            values: whether to compare values, on the stream of the partition.
-        """
-        parameters, self._watched_parameters = self._watched_parameters, []
-        others = _with_other_values(parameters) if values else set()
-        for seen in parameters:
-            if not seen.is_changed and seen.place not in others:
-                if values and (seen.tensor.requires_grad or seen.sums is not None):
-                    # A model has many of these, and one that changes does so in the first run.
-                    seen = seen._replace(copy=_alias(seen.tensor), sums=None)
-                self._watched_parameters.append(seen)
-                continue
-            self._changing.append(seen.place)
-            if seen.is_alone and (seen.place in others or version_of(seen.tensor) != seen.version):
-                # Nothing is learned, so that the next step finds it, too.
-                self.lost = Lost(seen.place, late=seen.tensor.nbytes <= SMALL)
-                continue
-            self._note(seen.place, True)
-            # Earlier cells have found it as it was in the beginning, too.
-            for copies in self._lists:
-                copies.append((seen.place, seen.copy))
-
-    def first_run(self, copies: list[Copy]) -> FirstRun:
+    def first_run(self, copies: list[Copied]) -> FirstRun:
         """Copy buffers before a first run, and learn from it, in a ``with`` block around it.
 
         Args:
-            copies: where to put them, for the recomputation.
+            copies: where to put the copies, for the recomputation.
         """
         return FirstRun(self, copies)
 
+    def copied(self) -> Copied:
+        """Copy the buffers that change, before a first run."""
+        once: dict[int, Tensor] = {}
+        if self._common is None:
+            # Not when the step began: this stream will free the copies.
+            pairs = [(place, place[0]._buffers.get(place[1])) for place in self._others]
+            found = [(place, x) for place, x in pairs if x is not None]
+            copies = [_copy(x, once) if self._is_copied(place, x) else None for place, x in found]
+            self._common = Common([place for place, _ in found], [x for _, x in found], copies)
+        else:
+            # A layer may begin to change a buffer, or one of another partition that shares it.
+            self._look(self._common)
+        own = [(place, _copy(place[0]._buffers.get(place[1]), once)) for place in self._changing]
+        return Copied(own, self._common)
+
+    def _is_copied(self, place: Place, x: Tensor) -> bool:
+        module, name = place
+        return (
+            place in self._unknown
+            or x.nbytes <= SMALL
+            or name in UNCOUNTED
+            # It updates its state when all micro-batches were computed.
+            or isinstance(module, OncePerMiniBatch)
+        )
+
+    def learn(self) -> None:
+        """Find out, after a first run, which buffers it has changed."""
+        common = self._common
+        if not self._unknown or common is None:
+            return
+        self._look(common)
+        for k, (place, x, copy) in enumerate(zip(common.places, common.tensors, common.copies)):
+            if place in self._unknown and copy is not None and not _equal(x, copy):
+                common.uncounted.add(k)
+        self._look(common)
+
     def settle(self) -> None:
-        """Take note, after a forward, of the buffers that checkpointed cells have not changed."""
-        for seen in self._watched or ():
-            # Without the values, which belong to the stream of the partition.
-            self._note(seen.place, seen._replace(copy=None).is_changed)
-        for seen in self._begun if self._watched is not None else ():
-            # A layer of an earlier partition may share the buffer, and have changed it.
-            if seen.is_changed:
-                self._note(seen.place, True)
-        self._watched = []
-        if self.watches:
-            self.learn_parameters()
-            if self._key is not None and self.lost is None:
-                self._note(self._key, any(x in self._changing for x in self._parameters))
-        self.watches, self._watched_parameters, self._lists = False, [], []
-        for place, _ in self.read_only.changed():
-            self._note(place, True)
-            _warn(place)
-        self.read_only.settle()
+        """Take note, when all cells have run, of what they have changed."""
+        if self._common is not None:
+            self._look(self._common)
+            for place in self._unknown:
+                self._note(place, False)
+
+    def _look(self, common: Common) -> None:
+        """Have each cell copy buffers that have changed, from now on."""
+        for k in common.changed():
+            if k not in self._begun:
+                self._begun.add(k)
+                self._changing.append(common.places[k])
+                self._unknown.discard(common.places[k])
+                self._note(common.places[k], True)
 
     def _note(self, place: Place, changes: bool) -> None:
         module, name = place
@@ -287,73 +211,15 @@ class Buffers:
 class FirstRun:
     """A first run, within a ``with`` block."""
 
-    def __init__(self, buffers: Buffers, copies: list[Copy]) -> None:
+    def __init__(self, buffers: Buffers, copies: list[Copied]) -> None:
         self.buffers, self.copies = buffers, copies
 
     def __enter__(self) -> None:
-        self.copies += self.buffers.copied()
-        if self.buffers.watches:
-            self.buffers._lists.append(self.copies)
+        self.copies.append(self.buffers.copied())
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.buffers.learn()
-
-
-def put(copies: Iterable[Copy]) -> None:
-    """Give layers the copies, which have been made before a first run, for a recomputation."""
-    once: dict[int, Tensor] = {}
-    for (module, name), tensor in copies:
-        table: dict[str, Any] = module._buffers
-        if isinstance(tensor, nn.Parameter):
-            table = module._parameters
-        # A copy once more, since other cells may share this one.
-        table[name] = _copy(tensor, once)
-
-
-def lost(found: Lost) -> RuntimeError:
-    """The error for a parameter of which no recomputation finds what it was."""
-    (module, name), late = found
-    where = f"layer: {type(module).__name__}, parameter: {name}"
-    if late:
-        return RuntimeError(
-            "under checkpointing, a layer that changes a parameter in its forward must do so from "
-            "the first micro-batch of its first step on, which shows what has to be copied for the "
-            f"recomputation ({where}); have the layer change it in each forward, if only by "
-            "`parameter.mul_(1)`, or use checkpoint='never'"
-        )
-    return RuntimeError(
-        "under checkpointing, a layer must not change a large parameter in place in its forward, "
-        "since nobody copies what it was for the recomputation "
-        f"({where}, bytes: {getattr(_buffer(found.place), 'nbytes', 0)}, large: more than {SMALL})"
-        "; have the layer give it other memory, as by `parameter.data = parameter.data * 0.9`, or "
-        "use checkpoint='never'"
-    )
-
-
-def _buffer(place: Place) -> Tensor | None:
-    module, name = place
-    found = module._parameters.get(name)
-    return module._buffers.get(name) if found is None else found
-
-
-def _seen_parameter(place: Place, once: dict[int, Tensor], suspect: bool) -> SeenParameter:
-    tensor = _buffer(place)
-    assert isinstance(tensor, nn.Parameter)
-    copy = _copy(tensor, once)
-    assert isinstance(copy, nn.Parameter)
-    free = suspect or not has_streams(tensor.device)
-    sums = _sums(tensor) if free and tensor.nbytes > SMALL else None
-    compares = free or not tensor.requires_grad
-    return SeenParameter(
-        place, tensor, version_of(tensor), address_of(tensor), copy, compares, sums
-    )
-
-
-def _seen(place: Place, once: dict[int, Tensor] | None = None) -> Seen:
-    tensor = _buffer(place)
-    version = -1 if tensor is None else version_of(tensor)
-    return Seen(place, tensor, version, None if once is None else _copy(tensor, once))
 
 
 def _copy(tensor: Tensor | None, once: dict[int, Tensor]) -> Tensor | None:
@@ -361,24 +227,14 @@ def _copy(tensor: Tensor | None, once: dict[int, Tensor]) -> Tensor | None:
     if tensor is None or is_lazy(tensor):
         # Its layer makes it in the first run. Recomputations get copies of what it holds by then.
         return tensor
-    if id(tensor) not in once and isinstance(tensor, nn.Parameter):
-        once[id(tensor)] = _alias(tensor, copies=tensor.nbytes <= SMALL)
     if id(tensor) not in once:
-        copy = tensor.detach().clone()
         if tensor.requires_grad:
             with torch.enable_grad():
                 # No leaf, since layers may change it in place.
-                copy = copy.requires_grad_().clone()
-        once[id(tensor)] = copy
+                once[id(tensor)] = tensor.detach().requires_grad_().clone()
+        else:
+            once[id(tensor)] = tensor.clone()
     return once[id(tensor)]
-
-
-def _alias(parameter: nn.Parameter, *, copies: bool = False) -> nn.Parameter:
-    """Another parameter with the same memory, or with a copy of it."""
-    data = parameter.detach().clone() if copies else parameter.data
-    found = nn.Parameter(data, parameter.requires_grad)
-    vars(found).update(vars(parameter))
-    return found
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
@@ -388,62 +244,11 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return True
 
 
-def _with_other_values(parameters: Sequence[SeenParameter]) -> set[Place]:
-    """The places of parameters whose values are not those of before.
-
-    The host waits for each device once.
-    """
-    asked: dict[torch.device, list[tuple[Place, Tensor]]] = {}
-    for seen in parameters:
-        differing = None if seen.is_changed else seen.differing()
-        if differing is not None:
-            asked.setdefault(differing.device, []).append((seen.place, differing.any()))
-    found = set()
-    for pairs in asked.values():
-        # Meta tensors have no values. In a dry run a read of values may give any number, and the
-        # number of them that are not zero raises.
-        with suppress(RuntimeError, NotImplementedError):
-            answers = torch.stack([answer for _, answer in pairs]).nonzero()
-            found |= {pairs[k][0] for k in answers.flatten().tolist()}
-    return found
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """The bits of numbers as integers, which are equal for a NaN, too."""
-    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.view(kinds[tensor.element_size()])
-
-
-def _numbers(tensor: Tensor) -> Tensor:
-    """The numbers that a tensor consists of."""
-    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-
-
-def _sums(tensor: Tensor) -> Tensor | None:
-    """Sums of about 64 parts of a tensor, or more: of bits, and of numbers; None if it has none.
-
-    The sums of bits change with any one number. If all signs change, they may not, since they are
-    in the type of their numbers: in a longer one they would take twenty times as long on the CPU.
-    """
-    with suppress(RuntimeError, NotImplementedError):
-        numbers = _numbers(tensor)
-        return torch.stack([_by_parts(_bits(numbers)), _bits(_by_parts(numbers))])
-    return None
-
-
-def _by_parts(x: Tensor) -> Tensor:
-    for k in range(1, x.dim()):
-        if prod(x.shape[:k]) >= 64:
-            return x.sum([*range(k, x.dim())], dtype=x.dtype)
-    return torch.stack([part.sum(dtype=x.dtype) for part in x.reshape(-1).chunk(64)])
-
-
-def _warn(place: Place) -> None:
+def _changed(place: Place, tensor: Tensor) -> RuntimeError:
     module, name = place
-    warn(
-        "under checkpointing, a layer that changes a buffer in its forward must do so from its "
-        f"first step on (layer: {type(module).__name__}, buffer: {name}); do without the gradients "
-        "of this step, which come from other values of the buffer than its outputs, or use "
-        "checkpoint='never'. Later steps are right",
-        RuntimeWarning,
+    return RuntimeError(
+        "under checkpointing, a large buffer must not be changed between a forward and its "
+        "backward, which computes the forward again, nor may a layer begin to change it after its "
+        f"first step (layer: {type(module).__name__}, buffer: {name}, bytes: {tensor.nbytes}, "
+        f"large: more than {SMALL}); change it after backward, or use checkpoint='never'"
     )

@@ -163,7 +163,6 @@ class Checkpoint:
             after_layer.then = outer
         stored.verify()
         self.inputs.clear()
-        self.kept.close()
         for slot in self._compared(self.places):
             slot.close()
         if goes_on or self._has_dropped():
@@ -257,12 +256,10 @@ class Checkpoint:
         # Layers after the last dropped tensor need not run again, unless all that the first run
         # did has to be compared. The run is cut short only where that spares computing with
         # weights, since raising an exception takes time, too.
-        kept, compared = self.kept, self._compared(places)
-        # guard: to the end after a change
+        compared = self._compared(places)
         # guard: to the end for hooks
-        whole = self.whole or kept.changed or numbers.drawn or bool(compared)
-        filling = Filling(places, kept, whole or isinstance(places[-1], Slot))
-        kept.open()
+        whole = self.whole or numbers.drawn or bool(compared)
+        filling = Filling(places, self.kept, whole or isinstance(places[-1], Slot))
         hooks = saved_tensors_hooks(filling.next, _not_saved)
         function = filling_memory(self.function) if compared else self.function
         try:

@@ -1,18 +1,17 @@
 """The state of layers: a recomputation finds what the first run found, and leaves no trace.
 
 Between a forward and its backward a user can switch a layer to eval mode, remove its hooks, and
-freeze its parameters, replace them (``torch.func.functional_call`` puts the old ones back as soon
-as the forward is over) or change them in place. And a recomputation must not update buffers again,
-of which :mod:`torchgpipe.recompute.buffers` has copies.
+freeze its parameters or replace them (``torch.func.functional_call`` puts the old ones back as soon
+as the forward is over). And a recomputation must not update buffers again, of which
+:mod:`torchgpipe.recompute.buffers` has copies. Of parameters there are no copies: nobody changes
+them before backward, neither in place nor by other memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from inspect import unwrap
+from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter, is_
-from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from torchgpipe.autograd.versions import Identities, identities
 from torchgpipe.partition.placement import exchanged, is_shard
-from torchgpipe.recompute.buffers import Buffers, Copy, Learned, Lost, lost, put
-from torchgpipe.recompute.read_only import Place
+from torchgpipe.recompute.buffers import Buffers, Copied, Learned, Place
 from torchgpipe.values.structure import MISSING
 
 __all__: list[str] = []
@@ -78,9 +76,6 @@ class LayersState:
         self.lasting: dict[int, Tensor] = {}
         self._exchanged = others = exchanged(self._modules)
         places: list[Place] = []
-        # Of all parameters of a partition at once: looking each of them up would take time.
-        known = learned.get(layers, {}).get(("", layers.training))
-        unknown: list[Place] = []
         for module in self._modules:
             if not isinstance(module._parameters, dict):
                 raise TypeError(
@@ -97,20 +92,13 @@ class LayersState:
                 self._parameters += parameters
                 # Buffers are tensors or None, as parameters are.
                 tables = [module._parameters, module._buffers]  # type: ignore[list-item]
-                if known is not False and parameters:
-                    own_places = [(module, name) for name in module._parameters]
-                    if known is None:
-                        unknown += [x for x in own_places if self._may_change(*x)]
-                    else:
-                        flags = learned.get(module, {})
-                        places += [x for x in own_places if flags.get((x[1], module.training))]
             for table in tables:
                 if table:
                     self._tables.append(table)
                     self._places += [(table, name) for name in table]
             self.always_calls |= bool(module._forward_hooks_always_called)
             places += [(module, name) for name in module._buffers]
-        self.buffers = Buffers(places, learned, unknown, (layers, ""), self._suspects(unknown))
+        self.buffers = Buffers(places, learned)
         changing = self.buffers.not_lasting()
         for x in chain.from_iterable(map(dict.values, self._tables)):
             if x is not None and id(x) not in changing:
@@ -125,19 +113,15 @@ class LayersState:
             [*map(_needs_grad, self._parameters)],
             [*chain.from_iterable(map(dict.values, self._tables))],
         )
-        self._identities: Identities | None = None
-        #: Whether the layers have changed no parameter in place. Then recomputations change none.
-        self._steady = False
-        #: The parameters that have to be as they were.
-        self._fixed = self._parameters
-        if known:
-            learnt = self.buffers.changing
-            self._fixed = [x for x in self._parameters if id(x) not in learnt]
-        self._before = identities(self._fixed)
+        self._before = identities(self._parameters)
+        #: The parameters as they were when the layers had run.
+        self._after: Identities | None = None
+        #: What the layers have changed in their forward, if they have.
+        self._own_change: Place | None = None
 
     def settle(self) -> None:
         """Take note of the parameters: from now on only recomputations change them in place."""
-        if self._identities is None:
+        if self._after is None:
             # Now that the layers have run, lazy modules have removed their hooks.
             for module in self._modules:
                 self._main_hook_tables += [module._forward_pre_hooks, module._forward_hooks]
@@ -145,98 +129,67 @@ class LayersState:
             self._has_hooks = any(self._main_hook_tables)
             # In place, since self._found refers to this list.
             self._hooks[:] = map(dict, self._hook_tables)
-        if not self._steady:
-            if self._identities is None:
-                self._look_at_own_changes()
-            self._identities = identities(self._fixed)
-            self._steady = self._identities == self._before
+            self._own_change = self._changed_by_layers(self._read())
+        if self._after is not self._before:
+            now = identities(self._parameters)
+            # Most layers change no parameter, and nobody asks them again.
+            self._after = self._before if now == self._before else now
 
-    def restored(self, copies: Iterable[Copy] = ()) -> RestoredLayers:
+    def restored(self, copies: Sequence[Copied] = ()) -> RestoredLayers:
         """Restore the state within a ``with`` block, and after it what there was before the block.
 
         Within the block layers change copies of their buffers.
 
         Args:
             copies: what :meth:`Buffers.copied` returned before the first run.
-
-        Raises:
-            RuntimeError: somebody other than the layers has changed a parameter in place.
         """
-        if (self._identities or self._before) != identities(self._fixed):
-            self._look_at_own_changes()
-            if self._identities is not None and self._identities != identities(self._fixed):
-                raise self._changed()
-        if self.buffers.lost is not None:
-            raise lost(self.buffers.lost)
         return RestoredLayers(self, copies)
 
-    def _look_at_own_changes(self) -> None:
-        """Tell parameters that the layers themselves have changed from all others."""
-        expected = self._identities or self._before
-        if expected == (now := identities(self._fixed)):
-            return
-        if self.buffers.watches:
-            self.buffers.learn_parameters()
-            learnt = self.buffers.changing
-            kept = [k for k, x in enumerate(self._fixed) if id(x) not in learnt]
-            self._fixed, self._before, self._identities, now = (
-                [self._fixed[k] for k in kept],
-                _chosen(self._before, kept),
-                None if self._identities is None else _chosen(self._identities, kept),
-                _chosen(now, kept),
-            )
-        if self._identities is None:
-            # The optimizer, or whoever else, cannot have come in between.
-            changed = {
-                id(x)
-                for x, *both in zip(self._fixed, *self._before, *now)
-                if both[:2] != both[2:] and both[1] != -1
-            }
-            for module in self._modules if changed else ():
-                for name, x in module._parameters.items():
-                    if id(x) in changed and self._may_change(module, name):
-                        self.buffers.lost = Lost((module, name), late=True)
+    def put_back(self, copies: Sequence[Copied] = ()) -> Found:
+        """Restore the state, and what was in buffers; return what there is now.
 
-    def _suspects(self, unknown: Sequence[Place]) -> set[nn.Module]:
-        """Layers that may change parameters through ``.data``, which nobody counts, by their code.
-
-        It may be that of a layer around, or of a hook.
+        Raises:
+            RuntimeError: parameters have changed, or a large buffer.
         """
-        if not unknown:
-            return set()
-        known: dict[type, bool] = {}
-        found: set[nn.Module] = set()
-        for module in self._modules:
-            kind = type(module)
-            if kind not in known:
-                known[kind] = _name_data(_functions_of(kind))
-            hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-            if known[kind] or any(_name_data(_functions_of(hook)) for hook in hooks):
-                found |= {*module.modules()}
-        return found
-
-    def _may_change(self, module: nn.Module, name: str) -> bool:
-        """Whether a recomputation finds another value than the first if the layer has a new one."""
-        x = module._parameters[name]
-        if type(x) is not nn.Parameter or module in self._exchanged:
-            return False
-        # A norm that is limited already stays as it is, and so do weights that move.
-        return getattr(module, "max_norm", None) is None and not isinstance(module, nn.RNNBase)
-
-    def put_back(self, copies: Iterable[Copy] = ()) -> Found:
-        """Restore the state, and what was in buffers; return what there is now."""
         now = self._read()
+        own = self._own_change if self._after is not None else self._changed_by_layers(now)
+        if own is not None:
+            raise _changed_in_forward(*own)
+        if self._after is not None and self._after != identities(self._parameters):
+            raise self._changed(self._after)
         try:
             self._write(self._found, now)
-            # guard: buffers of before the first run
-            put(copies)
-            for (module, name), buffer in self.buffers.read_only.as_they_were():
-                # guard: buffers that layers read
-                module._buffers[name] = buffer
+            for found in copies:
+                # guard: buffers of before the first run
+                found.put()
         except BaseException:
             self._write(now, self._read())
             raise
         return now
+
+    def _changed_by_layers(self, now: Found) -> Place | None:
+        """A parameter that the layers have changed or replaced, by its module and name.
+
+        Nobody else can have changed it as long as cells run.
+        """
+        if now.tensors is self._found.tensors and identities(self._parameters) == self._before:
+            return None
+        both = zip(zip(*self._before), zip(*identities(self._parameters)))
+        # Without memory of its own it was lazy.
+        changed = {
+            id(x) for x, (then, now) in zip(self._parameters, both) if then != now and then[1] != -1
+        }
+        owners = {id(module._parameters): module for module in self._modules}
+        for (table, name), then, x in zip(self._places, self._found.tensors, now.tensors):
+            module = owners.get(id(table))
+            if module is None or type(then) is not nn.Parameter:
+                continue
+            # A norm that is limited already stays as it is, and so do weights that move.
+            limited = getattr(module, "max_norm", None) is not None
+            is_other = then is not x or id(then) in changed
+            if is_other and not limited and not isinstance(module, nn.RNNBase):
+                return module, name
+        return None
 
     def leave(self, found: Found) -> None:
         """Settle, and restore what :meth:`put_back` returned."""
@@ -289,25 +242,24 @@ class LayersState:
                 else:
                     place.pop(name, None)
 
-    def _changed(self) -> RuntimeError:
-        assert self._identities is not None
-        for parameter, *expected in zip(self._fixed, *self._identities):
-            ((version,), (address,)) = identities([parameter])
-            if [version, address] != expected:
-                break
+    def _changed(self, expected: Identities) -> RuntimeError:
+        pairs = zip(self._parameters, zip(*expected), zip(*identities(self._parameters)))
+        x, then, now = next(found for found in pairs if found[1] != found[2])
+        places = [(y, name) for y in self._modules for name, z in y._parameters.items() if z is x]
+        layer, name = next(((type(y).__name__, name) for y, name in places), ("", ""))
         rule = (
             "under checkpointing, parameters must not be changed in place between a forward and "
-            f"its backward, which computes the forward again (shape: {tuple(parameter.shape)}, "
+            "its backward, which computes the forward again "
+            f"(layer: {layer}, parameter: {name}, shape: {tuple(x.shape)}, "
         )
-        if version == expected[0]:
+        if then[0] == now[0]:
             return RuntimeError(
                 f"{rule}now in other memory); replace no parameter's data before backward, and "
                 "leave fully_shard's reshard_after_forward as it is by default"
             )
         return RuntimeError(
-            f"{rule}version: {version}, expected version: {expected[0]}); run backward before "
-            "optimizer.step(), and before the next forward of layers that change their parameters "
-            "themselves"
+            f"{rule}version: {now[0]}, expected version: {then[0]}); run backward before "
+            "optimizer.step(), and before the next forward of an nn.Embedding with max_norm"
         )
 
 
@@ -317,7 +269,7 @@ class RestoredLayers:
     A class, as all context managers that are entered for each cell: @contextmanager takes longer.
     """
 
-    def __init__(self, state: LayersState, copies: Iterable[Copy]) -> None:
+    def __init__(self, state: LayersState, copies: Sequence[Copied]) -> None:
         self.state, self.copies = state, copies
 
     def __enter__(self) -> None:
@@ -327,37 +279,13 @@ class RestoredLayers:
         self.state.leave(self.found)
 
 
-def _functions_of(called: Any) -> list[FunctionType]:
-    """The functions of a class but for PyTorch's own; a function; or those of an object's class."""
-    if not isinstance(called, type):
-        called = getattr(called, "__func__", called)
-        if isinstance(called, FunctionType):
-            return [called]
-        called = type(called)
-    owners = [x for x in called.__mro__ if not x.__module__.startswith("torch.")]
-    own = [x for owner in owners for x in vars(owner).values()]
-    own = [x.__func__ if isinstance(x, staticmethod | classmethod) else x for x in own]
-    return [x for x in own if isinstance(x, FunctionType)]
-
-
-def _name_data(functions: Sequence[FunctionType], helpers: bool = True) -> bool:
-    """Whether the code of functions, or of functions that it names, names ``data``."""
-    for function in map(unwrap, functions):
-        codes = [getattr(function, "__code__", None)]
-        while codes:
-            code = codes.pop()
-            if code is not None:
-                named = [function.__globals__.get(name) for name in code.co_names if helpers]
-                own = [x for x in named if isinstance(x, FunctionType)]
-                if "data" in code.co_names or (own and _name_data(own, helpers=False)):
-                    return True
-                codes += [x for x in code.co_consts if isinstance(x, CodeType)]
-    return False
-
-
-def _chosen(found: Identities, kept: Sequence[int]) -> Identities:
-    versions, addresses = found
-    return [versions[k] for k in kept], [addresses[k] for k in kept]
+def _changed_in_forward(module: nn.Module, name: str) -> RuntimeError:
+    return RuntimeError(
+        "under checkpointing, a layer must not change a parameter in its forward, which is "
+        f"computed again (layer: {type(module).__name__}, parameter: {name}); make the parameter "
+        "a buffer, change it in before_mini_batch() of a torchgpipe.OncePerMiniBatch, or use "
+        "checkpoint='never'"
+    )
 
 
 def _forward_hooks(module: nn.Module) -> list[dict[int, Any]]:

@@ -3,7 +3,7 @@
 The update before the first micro-batch comes before a step takes note of any parameter, so that
 recomputations find the parameters as they are. That after the last one comes when the step is over.
 Recomputations find the buffers as they were, of which there are copies: see
-:mod:`torchgpipe.recompute.read_only`. Both run on the caller's streams, for which the streams of
+:mod:`torchgpipe.recompute.buffers`. Both run on the caller's streams, for which the streams of
 the partitions wait, and which wait for these.
 """
 

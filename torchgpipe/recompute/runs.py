@@ -64,11 +64,7 @@ def is_recomputing() -> bool:
 
 
 class checkpointing:
-    """Mark the first run of a checkpointed cell within a ``with`` block.
-
-    Args:
-        values: takes what layers keep.
-    """
+    """Mark the first run of a checkpointed cell within a ``with`` block."""
 
     def __init__(self, values: Any = None) -> None:
         self.values = values
@@ -82,11 +78,7 @@ class checkpointing:
 
 
 class recomputing:
-    """Mark the recomputation of a checkpointed cell within a ``with`` block.
-
-    Args:
-        values: has what layers have kept.
-    """
+    """Mark the recomputation of a checkpointed cell within a ``with`` block."""
 
     def __init__(self, values: Any = None) -> None:
         self.values = values
@@ -106,12 +98,7 @@ class recomputing:
 
 
 class StoredInput:
-    """The input of a cell, as it was before the cell was computed.
-
-    Args:
-        batch: the input.
-        hooks: the caller's hooks for saved tensors.
-    """
+    """The input of a cell, as it was before the cell was computed."""
 
     __slots__ = ("_batch", "_changed_by", "_packed", "_tensors", "_versions", "hooks")
 

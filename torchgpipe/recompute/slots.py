@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,10 +23,6 @@ class Slot:
 
     Each tensor that a layer saves has a slot, which is most of the host time of checkpointing. So
     this class does nothing that can be done elsewhere.
-
-    Args:
-        tensor: the tensor that a layer saves.
-        shapes: the shapes of other slots.
     """
 
     __slots__ = ("dtype", "layer", "shape", "tensor", "version")
@@ -61,17 +56,11 @@ class Slot:
         self.version = tensor._version
 
     def empty(self) -> None:
-        """Let go of the tensor."""
         self.tensor = None
 
 
 def verify_like(tensor: Tensor, saved: Tensor | Slot, by: str | None) -> None:
     """Check that a tensor has the shape and dtype of the one that was saved in forward.
-
-    Args:
-        tensor: the tensor of the recomputation.
-        saved: the one that was saved in forward, or its place.
-        by: the layer that saved it.
 
     Raises:
         RuntimeError: its shape or dtype differs, or another layer saves it.
@@ -84,7 +73,6 @@ def verify_like(tensor: Tensor, saved: Tensor | Slot, by: str | None) -> None:
 
 
 def described(saved: Tensor | Slot, layer: str | None) -> str:
-    """Describe a saved tensor in words."""
     by = f" by layer {layer}" if layer else ""
     return f"shape {_shape(saved)} of {saved.dtype}{by}"
 
@@ -112,13 +100,7 @@ def mismatch(actual: str, expected: str) -> RuntimeError:
 
 
 def modified(tensor: Tensor, expected: int, layer: str | None) -> RuntimeError:
-    """The error for a tensor that was changed in place, in autograd's words.
-
-    Args:
-        tensor: the tensor.
-        expected: its version when it was saved.
-        layer: the layer that saved it.
-    """
+    """The error for a tensor that was changed in place, in autograd's words."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an "
         f"inplace operation (saved by layer: {layer}, shape: {tuple(tensor.shape)}, "
@@ -143,16 +125,11 @@ def explain(error: RuntimeError) -> None:
 
 # Tensors that layers save for backward and that exist anyway: weights, buffers and the input.
 #
-# They are neither dropped nor recomputed. What has to be known of them is how often each had been
-# changed in place when a layer saved it: after a change, its gradients would be wrong without a
-# word.
-#
-# Weights and buffers are almost half of what layers save. So each is its own place in the list of
-# slots, and its version is a number in a table. Objects for them would take time in each cell,
-# and in Python's garbage collector even more.
+# They are neither dropped nor recomputed. Each is its own place in the list of slots, and its
+# version when a layer saved it is a number in a table: after a change in place its gradients would
+# be wrong without a word. Objects for them would take time in each cell, and in Python's garbage
+# collector even more.
 
-
-_version = attrgetter("_version")
 
 _NONE: frozenset[int] = frozenset()
 
@@ -160,61 +137,25 @@ _NONE: frozenset[int] = frozenset()
 class Kept:
     """The tensors that the layers of one cell save, and that exist anyway."""
 
-    __slots__ = (
-        "_after",
-        "_changed_by_others",
-        "_opened",
-        "_several",
-        "layers",
-        "tensors",
-        "versions",
-    )
+    __slots__ = ("_several", "layers", "tensors", "versions")
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
-        #: The version that backward shall find, by the identity of the tensor.
+        #: The version of each tensor when a layer saved it first, and that layer, by identity.
         self.versions: dict[int, int] = {}
-        #: The layer that saved the tensor first, by the identity of the tensor.
         self.layers: dict[int, str | None] = {}
         #: The tensors that several layers have saved.
         self._several = _NONE
-        #: The versions when the layers had run.
-        self._after: tuple[int, ...] = ()
-        self._changed_by_others = _NONE
-        #: The versions when the recomputation began.
-        self._opened: tuple[int, ...] = ()
 
     def add(self, tensor: Tensor) -> Tensor:
         """Take note of a tensor that a layer saves; return what autograd shall hold instead."""
-        version = tensor._version
         # One number for both tables: a pipeline keeps very many.
         own = id(tensor)
-        if self.versions.setdefault(own, version) != version:
-            # The layers have changed it since another one saved it, so it needs a second number.
-            tensor = tensor.detach()
-            own = id(tensor)
-            self.versions[own] = version
+        self.versions.setdefault(own, tensor._version)
         if self.layers.setdefault(own, current.name) != current.name:
             self._several |= {own}
         self.tensors.append(tensor)
         return tensor
-
-    def close(self) -> None:
-        """Take note of the versions when the layers have run."""
-        self._after = tuple(map(_version, self.tensors))
-
-    @property
-    def changed(self) -> bool:
-        """Whether the layers changed a tensor in place after they had saved it."""
-        return self._after != tuple(map(self.versions.get, map(id, self.tensors)))
-
-    def open(self) -> None:
-        """Prepare for the recomputation, in which the layers may change their own tensors again."""
-        self._opened = now = tuple(map(_version, self.tensors))
-        if now != self._after:
-            pairs = zip(self.tensors, now, self._after)
-            changed = [id(x) for x, found, after in pairs if found != after]
-            self._changed_by_others = frozenset(changed)
 
     def verify_like(self, kept: Tensor, tensor: Tensor) -> None:
         """Check that a tensor that a recomputation saves is like the one that is kept.
@@ -224,33 +165,6 @@ class Kept:
         """
         by = current.name if id(kept) in self._several else self.layers[id(kept)]
         verify_like(tensor, kept, by)
-
-    def accept(self, tensor: Tensor, before: Sequence[Any]) -> None:
-        """Accept a change in a recomputation before it saves the tensor, as in the first run.
-
-        Args:
-            tensor: the tensor.
-            before: what the recomputation has saved so far. If the tensor is among it, its change
-                came too late, and backward raises an error.
-        """
-        if id(tensor) in self._changed_by_others or any(x is tensor for x in before):
-            return
-        # A recomputation may change a copy instead. Then a change of the tensor itself is of the
-        # first run, after it had been saved.
-        # guard: changes of the first run
-        if dict(zip(map(id, self.tensors), self._opened))[id(tensor)] != tensor._version:
-            self.versions[id(tensor)] = tensor._version
-
-    def settle(self, before: Sequence[Any], after: Sequence[Any]) -> None:
-        """Accept changes of tensors that a recomputation did not save, since it ended before.
-
-        Args:
-            before: what the recomputation has saved.
-            after: what it has not saved.
-        """
-        for tensor in after:
-            if tensor._version != self.versions[id(tensor)]:
-                self.accept(tensor, before)
 
     def let_go(self) -> None:
         """Let go of the tensors; only autograd holds them from here on."""
@@ -334,8 +248,6 @@ class Filling:
                     or current.name != self.kept.layers[id(place)]
                 ):
                     self.kept.verify_like(place, tensor)
-                if place._version != self.kept.versions[id(place)]:
-                    self.kept.accept(place, self.places[:count])
             self.count = count = count + 1
         elif self.whole:
             raise mismatch(described(tensor, current.name), "nothing more")
@@ -348,10 +260,6 @@ class Filling:
         Raises:
             RuntimeError: it has saved less than the first run.
         """
-        if self.count == len(self.places):
-            return
         for place in self.missing:
             by = place.layer if isinstance(place, Slot) else self.kept.layers[id(place)]
             raise mismatch("nothing more", described(place, by))
-        before, after = self.places[: self.count], self.places[self.count :]
-        self.kept.settle(before, [x for x in after if isinstance(x, Tensor)])

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer
 
-from torchgpipe.recompute.buffers import Buffers, put
+from torchgpipe.recompute import buffers
+from torchgpipe.recompute.buffers import Buffers
 
 
 class Holder(nn.Module):
@@ -18,51 +19,104 @@ class Holder(nn.Module):
             self.register_buffer(f"b{k}", tensor)
 
 
+def own(copies):
+    """The copies that a cell has for itself, by name."""
+    return {name: tensor for (_, name), tensor in copies.own}
+
+
+def common(copies):
+    """The copies that a cell shares with others, by name."""
+    pairs = zip(copies.common.places, copies.common.copies)
+    return {name: tensor for (_, name), tensor in pairs if tensor is not None}
+
+
+def begin(holder, learned):
+    return Buffers([(holder, name) for name in holder._buffers], learned)
+
+
 def step(holder, learned, *changes):
     """Run a step of a cell for each change, and return the copies that each cell has made."""
-    buffers = Buffers([(holder, name) for name in holder._buffers], learned)
-    made = []
+    found, made = begin(holder, learned), []
     for change in changes:
-        made.append([])
-        if buffers.any:
-            with buffers.first_run(made[-1]):
-                change(holder)
-        else:
+        with found.first_run(made):
             change(holder)
-    buffers.settle()
-    return [{name: tensor for (_, name), tensor in copies} for copies in made]
+    found.settle()
+    return made
 
 
 def nothing(_):
     pass
 
 
-def test_first_step_copies_all_once_and_later_ones_what_changes():
+def grow(holder):
+    holder.b0 += 1
+
+
+def test_first_step_copies_all_once_and_later_ones_what_changes(monkeypatch):
+    monkeypatch.setattr(buffers, "SMALL", 0)
     holder, learned = Holder(torch.zeros(2), torch.ones(2)), {}
-
-    def grow(holder):
-        holder.b0 += 1
-
     first = step(holder, learned, grow, grow, grow)
-    assert [copies["b0"].tolist() for copies in first] == [[0, 0], [1, 1], [2, 2]]
-    assert len({id(copies["b1"]) for copies in first}) == 1
+    assert common(first[0])["b0"].tolist() == [0, 0]
+    assert [own(copies)["b0"].tolist() for copies in first[1:]] == [[1, 1], [2, 2]]
+    assert len({id(common(copies)["b1"]) for copies in first}) == 1
     second = step(holder, learned, grow, grow)
-    assert [[*copies] for copies in second] == [["b0"], ["b0"]]
-    assert second[1]["b0"].tolist() == [4, 4]
+    assert [[*own(copies)] for copies in second] == [["b0"], ["b0"]]
+    assert own(second[1])["b0"].tolist() == [4, 4]
+    assert common(second[0]) == {}
 
 
-def test_nothing_is_copied_where_nothing_changes():
+@pytest.mark.parametrize(
+    "change", [grow, lambda x: setattr(x, "b0", x.b0 + 1), lambda x: x.b0.data.add_(1)]
+)
+def test_cells_find_the_value_that_each_first_run_has_found(change):
+    holder = Holder(torch.zeros(2))
+    original = holder.b0
+    copies = step(holder, {}, nothing, change, nothing, change)
+    for k, value in enumerate([0, 0, 1, 1]):
+        holder.b0 = original
+        copies[k].put()
+        assert holder.b0.tolist() == [value, value]
+
+
+@pytest.mark.parametrize("change", [grow, lambda x: setattr(x.b0, "data", x.b0 + 1)])
+def test_change_of_a_small_one_that_begins_later(change):
     holder, learned = Holder(torch.zeros(2)), {}
     step(holder, learned, nothing)
-    assert step(holder, learned, nothing, nothing) == [{}, {}]
+    copies = step(holder, learned, nothing, change, change)
+    assert learned[holder] == {("b0", True): True}
+    for k, value in enumerate([0, 0, 1]):
+        copies[k].put()
+        assert holder.b0.tolist() == [value, value]
 
 
-def test_training_flag_is_learned_apart():
+@pytest.mark.parametrize("by", ["layer", "others"])
+def test_change_of_a_large_one_that_begins_later(by, monkeypatch):
+    monkeypatch.setattr(buffers, "SMALL", 4)
+    holder, learned = Holder(torch.zeros(2)), {}
+    step(holder, learned, nothing)
+    (copies,) = step(holder, learned, grow if by == "layer" else nothing)
+    if by == "others":
+        grow(holder)
+    with pytest.raises(RuntimeError, match="Holder, buffer: b0, bytes: 8, large: more than 4"):
+        copies.put()
+    assert learned[holder] == {("b0", True): by == "layer"}
+
+
+def test_nothing_is_put_where_nothing_changes():
+    holder, learned = Holder(torch.zeros(2)), {}
+    before = holder.b0
+    for copies in (*step(holder, learned, nothing), *step(holder, learned, nothing, nothing)):
+        copies.put()
+        assert holder.b0 is before
+
+
+def test_training_flag_is_learned_apart(monkeypatch):
+    monkeypatch.setattr(buffers, "SMALL", 0)
     holder, learned = Holder(torch.zeros(2)), {}
     step(holder, learned, nothing)
     holder.eval()
-    assert "b0" in step(holder, learned, nothing)[0]
-    assert step(holder.train(), learned, nothing) == [{}]
+    assert "b0" in common(step(holder, learned, nothing)[0])
+    assert not common(step(holder.train(), learned, nothing)[0])
 
 
 def test_failed_run_teaches_nothing():
@@ -85,72 +139,69 @@ def test_tensors_that_cannot_be_compared(tensor):
     """PyTorch counts their changes. NaN seems to change always, which costs copies only."""
     holder, learned = Holder(tensor), {}
     step(holder, learned, nothing, lambda holder: holder.b0.mul_(2))
-    assert "b0" in step(holder, learned, nothing)[0]
+    assert "b0" in own(step(holder, learned, nothing)[0])
 
 
 def test_layers_get_copies_of_copies():
     holder = Holder(torch.zeros(2))
-    copies = []
-    with Buffers([(holder, "b0")], {}).first_run(copies):
-        pass
-    put(copies)
+    (copies,) = step(holder, {holder: {("b0", True): True}}, nothing)
+    copies.put()
     holder.b0 += 1
-    put(copies)
+    copies.put()
     assert holder.b0.tolist() == [0, 0]
 
 
 def test_buffer_in_two_places_stays_one():
     shared = torch.zeros(2)
     holder = Holder(shared, shared)
-    copies = []
-    with Buffers([(holder, "b0"), (holder, "b1")], {}).first_run(copies):
-        pass
-    put(copies)
-    assert holder.b0 is holder.b1 is not shared
+    for copies in step(holder, {}, grow, grow):
+        holder.b0 = holder.b1 = shared
+        copies.put()
+        assert holder.b0 is holder.b1 is not shared
 
 
 def test_change_between_two_cells_is_seen_by_the_second():
     """A layer of another partition may share the buffer."""
-    buffers = Buffers([(holder := Holder(torch.zeros(2)), "b0")], {})
-    with buffers.first_run([]):
+    found = begin(holder := Holder(torch.zeros(2)), {})
+    copies = []
+    with found.first_run(copies):
         pass
     holder.b0 += 1
-    copies = []
-    with buffers.first_run(copies):
+    with found.first_run(copies):
         pass
-    assert [tensor.tolist() for _, tensor in copies] == [[1, 1]]
+    assert own(copies[1])["b0"].tolist() == [1, 1]
 
 
 def test_change_after_the_last_checkpointed_cell_is_learned():
-    learned, holder = {}, Holder(torch.zeros(2))
-    buffers = Buffers([(holder, "b0")], learned)
-    with buffers.first_run([]):
+    found = begin(holder := Holder(torch.zeros(2)), learned := {})
+    with found.first_run([]):
         pass
     holder.b0 += 1
-    buffers.settle()
+    found.settle()
     assert learned[holder] == {("b0", True): True}
 
 
 def test_lazy_buffers_count_as_changing():
     """Nobody knows what they hold before the layer that makes them has run."""
     holder, learned = Holder(UninitializedBuffer()), {}
+    lazy = holder.b0
 
     def make(holder):
         holder.b0.materialize((2,))
         holder.b0.zero_()
 
     (copies,) = step(holder, learned, make)
-    assert copies["b0"] is holder.b0
-    put([((holder, "b0"), copies["b0"])])
-    assert holder.b0 is not copies["b0"]
-    assert "b0" in step(holder, learned, nothing)[0]
+    copies.put()
+    assert holder.b0 is not lazy
+    assert holder.b0.tolist() == [0, 0]
+    assert "b0" in own(step(holder, learned, nothing)[0])
 
 
 def test_copies_with_a_gradient_may_be_changed_in_place():
     holder = Holder(torch.zeros(2, requires_grad=True).clone())
-    copies = []
-    with torch.no_grad(), Buffers([(holder, "b0")], {}).first_run(copies):
-        put(copies)
+    with torch.no_grad():
+        (copies,) = step(holder, {holder: {("b0", True): True}}, nothing)
+        copies.put()
     holder.b0 += 1
     assert holder.b0.requires_grad
 
