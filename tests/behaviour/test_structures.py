@@ -181,7 +181,8 @@ def test_lists_alone_that_could_be_containers():
     torch.testing.assert_close(pipe((images, images)), layers((images, images)))
     layers = nn.Sequential(Partial(lambda both: torch.stack(both[0])), nn.Linear(2, 2))
     pipe = GPipe(layers, [2], devices=["cpu"], chunks=2)
-    torch.testing.assert_close(pipe((images, [*"abcd"])), layers((images, None)))
+    with pytest.warns(UserWarning, match=r"\[0\], entries: 4.*pass a tuple"):
+        torch.testing.assert_close(pipe((images, [*"abcd"])), layers((images, None)))
 
 
 def test_lists_with_an_entry_for_each_row_do_not_come_out():
@@ -213,6 +214,7 @@ def cases(draw):
     return value, layers, balance
 
 
+@pytest.mark.filterwarnings("ignore:GPipe splits tensors")
 @settings(max_examples=some(50, 20))
 @given(cases(), st.integers(1, 4), st.sampled_from(MODES))
 def test_any_structure(case, chunks, mode):

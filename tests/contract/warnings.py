@@ -2,14 +2,17 @@
 
 import re
 import warnings
+from array import array
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
 from tests.contract.comparing import layers_of, mean_of_squares
 from tests.contract.promises import Otherwise, promise
-from tests.support.structures import rows
+from tests.support.structures import Partial, rows
+from torchgpipe import NoChunk, arguments
 
 
 def warned(run):
@@ -53,6 +56,42 @@ def sequence_first(make):
     layers = nn.Sequential(nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 2, 8), nn.Linear(4, 4))
     run = steps(make, layers, torch.rand(8, 3, 4))
     checked_warning(run, r"1 \(TransformerEncoderLayer\)", "chunks: 4", "batch_first=True")
+
+
+def first(x, *others, **named):
+    return x
+
+
+def calls(entries):
+    """Inputs of two steps with an entry for each row somewhere, and how it is called there."""
+    x = rows(4)
+    return {
+        "": (x, entries),
+        "args": arguments(x, entries),
+        "kwargs": arguments(x, y=entries),
+        "deep": arguments(x, {"a": [entries, x]}),
+    }
+
+
+@promise(
+    "A list or an array with an entry for each row, which is not split, is a warning that says "
+    "where it is; so is a list with a tensor for each row, which is split, where its tensors have "
+    "as many rows.",
+)
+def entries_for_each_row(make):
+    kinds = [["a", "b", "c", "d"], [[1], [2], [3, 4], []], array("d", [1, 2, 3, 4]), range(4)]
+    kinds += [pytest.importorskip("numpy").zeros((4, 2)), [rows(4) for _ in range(4)]]
+    kinds += [[{"x": rows(4)} for _ in range(4)]]
+    mean = "entries: 4, micro-batches: 2", "torchgpipe.NoChunk"
+    places = {"": r"\[1\]", "args": r"args\[1\]", "kwargs": r"kwargs\['y'\]", "deep": r"\[0\]"}
+    for k, entries in enumerate(make.some(kinds)):
+        name = [*places][k % 4]
+        value = calls(entries)[name]
+        layers = layers_of(Partial(lambda v: v[0]) if not name else first, nn.Linear(3, 3))
+
+        run = steps(make, layers, value, chunks=2)
+        either = isinstance(entries, list) and isinstance(entries[0], torch.Tensor | dict)
+        checked_warning(run, places[name], *(["entries: 4", "a tuple"] if either else mean))
 
 
 @promise("Training with fewer micro-batches than devices is a warning.", devices=True)
@@ -131,12 +170,23 @@ def state_of_micro_batches(make):
 
 @promise("A model that does what it should gets no warning.")
 def none_without_need(make):
-    layer, x = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), torch.rand(4, 5, 4)
-    run = steps(make, layers_of(layer, nn.Identity()), x, chunks=2)
-    assert (found := warned(run)) == [], found
+    x = rows(4)
+    quiet = [
+        (nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), torch.rand(4, 5, 4)),
+        (first, arguments(x, NoChunk(["a", "b", "c", "d"]), (1, 2, 3, 4)[:2])),
+        (first, arguments(x, {"a": 1, "b": 2, "c": 3, "d": 4}, torch.Size([4, 1]), "text")),
+        (first, arguments(x, [None] * 4, (x, x, x, x))),
+    ]
+
+    def loss(output):
+        return mean_of_squares(output[0] if isinstance(output, tuple) else output)
+
+    for layer, value in make.some(quiet):
+        run = steps(make, layers_of(layer, nn.Identity()), value, loss, chunks=2)
+        assert (found := warned(run)) == [], found
 
     def evaluate():
-        model = make(layers_of(nn.Tanh(), nn.Identity()), loss=mean_of_squares, chunks=1)
+        model = make(layers_of(first, nn.Identity()), loss=loss, chunks=1)
         with torch.no_grad():
             model.step(x)
         model.train(False).step(x)

@@ -265,6 +265,8 @@ class MiniBatch:
         #: The micro-batches to check: all, or one that stands for all.
         different = batches if division.is_varied else batches[:1]
         verify_call(wrapper, chain.from_iterable(different))
+        if not batches[0].atomic:
+            wrapper._traps.lists(input, self.m)
         if entrance := wrapper._entrance:
             device, what, name = entrance
             for x in chain.from_iterable(different):

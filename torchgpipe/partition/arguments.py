@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -13,8 +13,15 @@ from torch import Tensor, nn
 from torchgpipe.ambient.notes import warn
 from torchgpipe.checks import has_entries, verify, verify_function, verify_kind, verify_number
 from torchgpipe.devices.streams import CPU, Device, accelerators, canonical_device
-from torchgpipe.values.division import Division
-from torchgpipe.values.structure import MISSING
+from torchgpipe.values.division import (
+    Division,
+    is_list_of_rows,
+    leaves_in,
+    row_count,
+    rows_in,
+    tensors_of_row,
+)
+from torchgpipe.values.structure import MISSING, Arguments, is_of_input, leaves_of, names
 
 __all__ = ["MISSING"]
 
@@ -276,6 +283,51 @@ class Traps:
             )
             self._known.add("sequence")
 
+    def lists(self, input: Any, micro_batches: int) -> None:
+        """Warn of lists and arrays with an entry for each row: most are not split."""
+        if micro_batches == 1:
+            return
+        rows, is_leaf = row_count(input), leaves_in(input)
+        found = [path for path, length in lists(input, "", is_leaf) if length == rows > 0]
+        if found and "lists" not in self._known:
+            warn(
+                f"{self._wrapper} splits tensors, and gives lists and arrays whole to every "
+                f"micro-batch (input: {', '.join(found)}, entries: {rows}, micro-batches: "
+                f"{micro_batches}); pass a tensor to have it split, such as the indices of the "
+                "entries, what is divided already as torchgpipe.Chunks(values), and what every "
+                "micro-batch shall get whole as torchgpipe.NoChunk(value)"
+                f"{self._silenced('splits tensors, and gives lists')}"
+            )
+            self._known.add("lists")
+        # With other numbers of rows the tensors in such a list would be split.
+        leaves = dict(names(input, is_leaf))
+        sizes = {
+            name: {len(x) for entry in leaf for x in tensors_of_row(entry)}
+            for name, leaf in leaves.items()
+            if is_list_of_rows(leaf)
+        }
+        common = {rows}
+        if sizes and not any(rows_in(x) for x in leaves.values() if type(x) is not list):
+            # Nobody passes mappings to have all tensors in them split.
+            mapped = any(isinstance(x, Mapping) for name in sizes for x in leaves[name])
+            common = set() if mapped else set.union(*sizes.values())
+        either = [name for name, found in sizes.items() if len(common) == 1 and found == common]
+        if either and "either" not in self._known:
+            warn(
+                f"{self._wrapper} splits a list with an entry for each row as a list, and not the "
+                f"tensors in it (input: {', '.join(either)}, entries: {rows}, rows: {rows}); pass "
+                "a tuple to have the tensors in it split"
+                f"{self._silenced('splits a list')}"
+            )
+            self._known.add("either")
+
+    def _silenced(self, words: str) -> str:
+        """The end of a message, which says how to silence it."""
+        return (
+            ". If all is as you mean it, silence this by warnings.filterwarnings('ignore', "
+            f"'{self._wrapper} {words}')"
+        )
+
     def idle(self, devices: int, division: Division) -> None:
         """Warn if the first mini-batch has fewer micro-batches than devices, which then wait.
 
@@ -348,3 +400,51 @@ def _sequence_first(module: nn.Module, path: str = "") -> Iterator[str]:
         return
     for name, child in module.named_children():
         yield from _sequence_first(child, f"{path}.{name}" if path else name)
+
+
+def lists(value: Any, path: str, is_leaf: Callable[[Any], bool]) -> Iterator[tuple[str, int]]:
+    """The lists and arrays without tensors in a value: the path and the length of each.
+
+    Those in leaves, such as a list with a mapping of tensors for each row, come with their rows.
+    """
+    if is_leaf(value):
+        return
+    if isinstance(value, Arguments):
+        # The arguments of a call are no list, however many they are.
+        entries = [(f"args[{k}]", x) for k, x in enumerate(value.args)]
+        entries.append(("kwargs", value.kwargs))
+    elif isinstance(value, Mapping):
+        entries = [(f"{path}[{key!r}]", x) for key, x in value.items()]
+    elif isinstance(value, list | tuple) and _is_container(value):
+        entries = [(f"{path}[{k}]", x) for k, x in enumerate(value)]
+    else:
+        entries = []
+        length = _length(value) if _is_list(value) else None
+        if length is not None:
+            yield path, length
+    for name, entry in entries:
+        yield from lists(entry, name, is_leaf)
+
+
+def _is_container(value: Any) -> bool:
+    """Whether there are tensors, or marked values, in a list or tuple."""
+    return any(isinstance(x, Tensor) or is_of_input(x) for x in leaves_of(value))
+
+
+def _is_list(value: Any) -> bool:
+    """Whether the entries of a value may be rows: no text, set or shape has such entries."""
+    if isinstance(value, tuple | list):
+        # Named tuples have fields, and a few integers are a shape.
+        is_shape = len(value) < 4 and all(isinstance(x, int) for x in value)
+        return type(value) in (tuple, list) and not is_shape and any(x is not None for x in value)
+    return not (
+        is_of_input(value) or isinstance(value, Tensor | nn.Module | str | bytes | set | frozenset)
+    )
+
+
+def _length(value: Any) -> int | None:
+    try:
+        return len(value)
+    except Exception:
+        # Most objects have no length, and arrays without a dimension have one that raises.
+        return None

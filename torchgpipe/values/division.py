@@ -216,13 +216,13 @@ def is_list_of_rows(value: Any) -> bool:
 
     A list of numbers, as of learned scales, has none.
     """
-    return is_flat(value) and all(map(_has_tensor, value))
+    return is_flat(value) and all(map(tensors_of_row, value))
 
 
-def _has_tensor(entry: Any) -> bool:
-    """Whether one entry of such a list is a tensor with a dimension, or a mapping with one."""
+def tensors_of_row(entry: Any) -> list[Tensor]:
+    """The tensors of one entry of such a list."""
     values = entry.values() if isinstance(entry, Mapping) else [entry]
-    return any(isinstance(x, Tensor) and x.dim() > 0 for x in values)
+    return [x for x in values if isinstance(x, Tensor) and x.dim() > 0]
 
 
 def rows_in(leaf: Any) -> int | None:

@@ -20,6 +20,7 @@ from torchgpipe.values.division import Division, division_of, is_list_of_rows, r
 from torchgpipe.values.marks import is_marked, unmarked
 from torchgpipe.values.order import verify_rows
 from torchgpipe.values.structure import (
+    ALONE,
     Arguments,
     Structure,
     Tensors,
@@ -81,6 +82,11 @@ class Batch:
         batch.parts, batch.structures, batch.shared = dict(parts), dict(structures), shared
         batch._single = len(parts) == len(batch.parts[VALUE]) == 1
         return batch
+
+    @property
+    def atomic(self) -> bool:
+        """Whether the value is a single tensor."""
+        return self.structures[VALUE] is ALONE
 
     @property
     def value(self) -> Any:

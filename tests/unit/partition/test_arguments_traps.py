@@ -2,6 +2,8 @@
 
 import copy
 import warnings
+from collections import UserDict
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import nn
 
 from tests.support import helpers
 from tests.support.helpers import wrap
-from torchgpipe import Chunks, GPipe
+from torchgpipe import Chunks, GPipe, NoChunk
 
 
 def messages(function):
@@ -86,6 +88,60 @@ def test_sequence_first_matters_with_several_micro_batches():
     assert len(messages(change)) == 1
 
 
+# Lists and arrays.
+
+
+class First(nn.Module):
+    def forward(self, x, *others, **named):
+        return x
+
+
+X = torch.rand(4, 2)
+
+
+class Options(NamedTuple):
+    a: int
+    b: int
+    c: int
+    d: int
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [1, 2, 3],
+        "text",
+        b"byte",
+        {"a": 1, "b": 2, "c": 3, "d": 4},
+        {1, 2, 3, 4},
+        torch.Size([1, 2, 3, 4]),
+        (X, X, X, X),
+        [X, X, X],
+        # It is divided, and a list in it comes with its row.
+        [UserDict(boxes=torch.ones(k)) for k in range(4)],
+        [{"boxes": torch.ones(k), "names": [*"abcd"]} for k in range(4)],
+        [NoChunk(X), 1, 2, 3],
+        NoChunk([1, 2, 3, 4]),
+        Options(1, 2, 3, 4),
+        [None] * 4,
+        (None,) * 4,
+        None,
+        0.5,
+    ],
+    ids=str,
+)
+def test_what_is_no_list_of_rows(value):
+    assert messages(lambda: wrap([First()], chunks=2)(X, value)) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "value"),
+    [(2, (3, 4)), (3, [3, 4, 5]), (4, nn.ModuleList(nn.Identity() for _ in range(4)))],
+)
+def test_shapes_and_modules_are_no_rows(rows, value):
+    assert messages(lambda: wrap([First()], chunks=2)(X[:rows], value)) == []
+
+
 # Rows that are compared with each other.
 
 
@@ -117,9 +173,6 @@ def test_what_compares_no_rows_or_may_have_its_size_from_elsewhere(case):
 
 
 # Fewer micro-batches than devices.
-
-
-X = torch.rand(4, 2)
 
 
 def linears(partitions=2):
