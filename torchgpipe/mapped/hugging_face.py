@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from torchgpipe.ambient.notes import warn
 from torchgpipe.devices.streams import CPU, Device, accelerators
+from torchgpipe.mapped.containers import PassedOver
 
 __all__: list[str] = []
 
@@ -55,6 +56,8 @@ def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def without_cache_of(output: Any) -> Any:
     """An output without a cache, which a model returns if it was given one, as by prefix tuning."""
+    if type(output) is tuple:
+        return tuple(x for x in output if not isinstance(x, PassedOver))
     if not isinstance(output, dict) or output.get("past_key_values") is None:
         return output
     return type(output)(**{key: x for key, x in output.items() if key != "past_key_values"})

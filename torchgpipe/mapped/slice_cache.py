@@ -121,8 +121,15 @@ class Layers:
                 f"else (model: {type(model).__name__}, a layer keeps: {type(others[0]).__name__}); "
                 "use slices=1"
             )
-        windows = [x.sliding_window - 1 if x.is_sliding else None for x in layers]
+        windows = [
+            x.sliding_window - 1 if getattr(x, "is_sliding", False) else None for x in layers
+        ]
         self._pasts = [(Past(self.starts, x), Past(self.starts, x)) for x in windows]
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether a layer keeps a sliding window alone."""
+        return any(keys.window is not None for keys, _ in self._pasts)
 
     def of_slice(self, k: int) -> Any:
         """The cache that slice ``k`` is computed with."""
@@ -145,7 +152,9 @@ class Layers:
 
 def known(caches: Any) -> tuple[type, ...]:
     """The classes of layers of Transformers' caches that keep nothing but keys and values."""
-    return caches.DynamicLayer, caches.DynamicSlidingWindowLayer
+    # A dummy is of a layer that keeps nothing, as those with the keys of an earlier one.
+    own = "DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"
+    return tuple(getattr(caches, name) for name in own if hasattr(caches, name))
 
 
 @cache
