@@ -11,6 +11,8 @@ from torchgpipe.testing import observe
 
 transformers = pytest.importorskip("transformers", exc_type=MISSING)
 
+pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
+
 SIZES = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -66,8 +68,6 @@ def assert_same(make, given, devices, **own):
     assert_no_races(seen)
 
 
-# Its graph has a cycle, with slices or without.
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad")
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_shared_keys(checkpoint, devices):
     """Layers that have the keys of an earlier one, as those of Gemma 3n, keep nothing."""
