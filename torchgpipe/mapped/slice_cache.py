@@ -120,6 +120,11 @@ class KeptLayers:
         ]
         self._pasts = [(Past(self.starts, x), Past(self.starts, x)) for x in windows]
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether a layer keeps a sliding window alone."""
+        return any(keys.window is not None for keys, _ in self._pasts)
+
     def of_slice(self, k: int) -> Any:
         """The cache that slice ``k`` is computed with."""
         return cache_class()(self, k)
@@ -142,9 +147,9 @@ class KeptLayers:
 
 def known(caches: Any) -> tuple[type, ...]:
     """The classes of layers of Transformers' caches that keep nothing but keys and values."""
-    # A layer that has the keys and values of another one is a dummy.
-    dummy = getattr(caches, "DummyLayer", caches.DynamicLayer)
-    return caches.DynamicLayer, caches.DynamicSlidingWindowLayer, dummy
+    # A dummy is of a layer that keeps nothing, as those with the keys of an earlier one.
+    own = "DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"
+    return tuple(getattr(caches, name) for name in own if hasattr(caches, name))
 
 
 @cache

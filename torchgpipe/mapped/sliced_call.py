@@ -16,18 +16,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe.mapped.on_demand import can_fill_itself, on_reading, there
-from torchgpipe.mapped.slice_cache import KeptLayers
+from torchgpipe.mapped.slice_cache import KeptLayers, cache_class
 from torchgpipe.mapped.slice_lengths import Slices, checked_slices, lengths_of
 from torchgpipe.mapped.slice_proof import TOKENS, prove
 from torchgpipe.values.division import division_of, split
-from torchgpipe.values.marks import Chunks
+from torchgpipe.values.marks import Chunks, NoChunk
 from torchgpipe.values.structure import Arguments, flatten_tree
 
 __all__: list[str] = []
@@ -37,6 +37,15 @@ SEQUENCES = ("input_ids", "inputs_embeds")
 
 #: The names of the argument for the cache.
 CACHES = ("cache", "past_key_values", "layer_past")
+
+#: What the names of arguments with images and sounds begin with.
+MEDIA = ("pixel_values", "image_", "video_", "audio_", "input_features", "input_values")
+
+#: The names of arguments that say where packed sequences begin.
+PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+
+#: Of a micro-batch, the number of rows and the lengths of its slices.
+Size: TypeAlias = tuple[int, Sequence[int]]
 
 #: The label that counts for nothing.
 IGNORED = -100
@@ -72,14 +81,14 @@ class Slicing:
             )
         model = wrapper.module
         call = SlicedCall(model, self.slices, wrapper._width, wrapper.chunks, given)
-        if torch.is_grad_enabled() and wrapper.training and not self._is_proven:
+        if torch.is_grad_enabled() and wrapper.training and not self._is_proven and call.is_divided:
             few = call.few(TOKENS)
             # What warns of few micro-batches looks at whether the wrapper trains.
             wrapper.training = False
             try:
                 prove(
                     model,
-                    lambda: forward(**few, use_cache=False),
+                    lambda: forward(**{**few, "use_cache": False}),
                     lambda: SlicedCall(model, 2, 1, 1, Arguments((), few)).computed(forward),
                 )
             finally:
@@ -119,10 +128,11 @@ class SlicedCall:
         parts = [*split(bound, division)]
         self._first = parts[0]
         #: Of each micro-batch, the number of rows and the lengths of its slices.
-        self._sizes: list[tuple[int, list[int]]] = []
+        self._sizes: list[Size] = []
         self._layers: list[KeptLayers] = []
         calls: list[dict[str, Any]] = []
         for part in parts:
+            self._verify_part(part)
             rows, length = part[self._name].shape[:2]
             lengths = lengths_of(slices, length, devices, model)
             self._sizes.append((rows, lengths))
@@ -130,6 +140,11 @@ class SlicedCall:
             calls += self._slices(part, lengths, self._layers[-1])
         #: The arguments of all slices.
         self.kwargs = Chunks.of(calls)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether sequences have more than one token."""
+        return sum(self._sizes[0][1]) > 1
 
     def _verified(self, given: Mapping[str, Any]) -> str:
         """The name of the argument for the cache."""
@@ -154,11 +169,6 @@ class SlicedCall:
                 "slices divide the sequence that a model is called with by name "
                 f"(names: {[*SEQUENCES]}, arguments: {[*given]}); pass it by name, or use slices=1"
             )
-        if given.get(cache) is not None or given.get("use_cache"):
-            raise ValueError(
-                "a model that computes slices gets its cache from the wrapper "
-                f"(arguments: {cache}, use_cache); leave them away, or set slices = 1 to write text"
-            )
         if given.get("labels") is not None and all(x.kind != x.VAR_KEYWORD for x in takes.values()):
             raise ValueError(
                 "the loss of a slice needs the label behind its last token, as shift_labels, which "
@@ -172,10 +182,39 @@ class SlicedCall:
         if dropping:
             raise ValueError(
                 "gradient checkpoints of Transformers drop the cache that slices need "
-                f"(modules: {dropping[:3]}); call model.gradient_checkpointing_disable(), and use "
+                f"(modules: {dropping[:3]}); call model.gradient_checkpointing_disable(), or pass "
+                "gradient_checkpointing=False to a Trainer's arguments, and use "
                 "checkpoint='always' of the wrapper"
             )
         return cache
+
+    def _verify_part(self, given: Mapping[str, Any]) -> None:
+        """Check the arguments of a micro-batch."""
+        kind, cache = type(self._model).__name__, self._cache
+        sequence = given[self._name]
+        if not isinstance(sequence, Tensor) or sequence.dim() < 2 or not sequence.shape[1]:
+            raise ValueError(
+                "slices divide a tensor of rows and positions, one at least "
+                f"({self._name}: {type(sequence).__name__}, shape: "
+                f"{[*getattr(sequence, 'shape', ())]}); pass such a tensor"
+            )
+        if given.get(cache) is not None or given.get("use_cache"):
+            raise ValueError(
+                "a model that computes slices gets its cache from the wrapper "
+                f"(arguments: {cache}, use_cache); leave them away, or set slices = 1 to write text"
+            )
+        if isinstance(given.get("labels"), Tensor) and given["labels"].dim() < 2:
+            raise ValueError(
+                "a loss of whole sequences cannot be computed in slices (model: "
+                f"{kind}, shape of labels: {tuple(given['labels'].shape)}); use slices=1"
+            )
+        media = [x for x in given if x.startswith(MEDIA) and given[x] is not None]
+        if media:
+            raise ValueError(
+                "slices are for text, since a slice does not know which of its tokens belong to "
+                f"which image or sound (model: {kind}, arguments: {media}); pass inputs_embeds "
+                "that have them, or use slices=1"
+            )
 
     def _slices(
         self, given: Mapping[str, Any], lengths: Sequence[int], layers: KeptLayers
@@ -198,6 +237,16 @@ class SlicedCall:
             if mask.all():
                 # Attention is faster without it, and experts count the tokens of a mask.
                 whole["attention_mask"] = None
+        elif isinstance(mask, Tensor) and mask.dim() == 4:
+            self._verify_mask(mask, lengths, layers)
+        elif mask is not None:
+            raise ValueError(
+                "slices divide a mask of padding, or one of four dimensions (attention_mask: "
+                f"{type(mask).__name__}, shape: {[*getattr(mask, 'shape', ())]}, sequence: "
+                f"{(rows, length)}); pass such a mask, or use slices=1"
+            )
+        if mask is None:
+            self._verify_unpacked(whole)
         for k, (start, size) in enumerate(zip(accumulate(lengths, initial=0), lengths)):
             yield {
                 name: _slice(name, x, start, start + size, (rows, length))
@@ -218,8 +267,40 @@ class SlicedCall:
                 "attention_mask: with padding); pass rows of one length, or use slices=1"
             )
 
+    def _verify_mask(self, mask: Tensor, lengths: Sequence[int], layers: KeptLayers) -> None:
+        if layers.has_windows:
+            raise ValueError(
+                "layers with a sliding window keep the keys of it alone, which a mask of four "
+                f"dimensions does not know (shape of attention_mask: {tuple(mask.shape)}); pass a "
+                "mask of padding, or use slices=1"
+            )
+        least = torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else 0
+        for start, end in pairwise(accumulate(lengths, initial=0)):
+            if (mask[..., start:end, end:] > least).any():
+                raise ValueError(
+                    "slices are for causal models, in which no token looks at later ones "
+                    f"(attention_mask: tokens {start} to {end - 1} look at those after {end - 1}); "
+                    "pass a causal mask, or use slices=1"
+                )
+
+    def _verify_unpacked(self, given: Mapping[str, Any]) -> None:
+        positions, starts = given.get("position_ids"), []
+        if isinstance(positions, Tensor) and positions.dim() == 2:
+            starts = (positions.diff() != 1).any(0).nonzero().flatten().add(1).tolist()
+        named = [x for x in PACKED if given.get(x) is not None]
+        if starts or named:
+            raise ValueError(
+                "a row that is divided into slices has one text, since where positions begin again "
+                "another text begins, which sees nothing of the one before, and slices do not know "
+                f"that (positions that do not follow the one before: {starts[:3]}, arguments: "
+                f"{named}, attention_mask: None); pass a row for each text, a mask of four "
+                "dimensions, or slices=1"
+            )
+
     def few(self, count: int) -> dict[str, Any]:
-        """The arguments for the first tokens of one sequence, all of them with a label.
+        """The arguments for the first tokens of one sequence, of which the second half has labels.
+
+        So one label is that of the first slice, and what this has in the cache counts.
 
         Args:
             count: the number of tokens.
@@ -230,15 +311,14 @@ class SlicedCall:
             for name, x in self._first.items()
             if name not in ("shift_labels", "num_items_in_batch")
         }
-        found = {
-            name: x[:1] if isinstance(x, Tensor) and x.shape[:1] == sizes[:1] else x
-            for name, x in found.items()
-        }
-        if found.get("labels") is not None:
-            found["labels"] = found.get("input_ids", found["labels"].clamp(min=0))
+        found = {name: _first_row(name, x, sizes[0]) for name, x in found.items()}
         if getattr(self._model.config, "output_router_logits", False):
-            # How evenly a slice uses experts is another number than for the sequence.
+            # The balance of experts is that of each slice.
             found["output_router_logits"] = False
+        if found.get("labels") is not None:
+            labels = found.get("input_ids", found["labels"].clamp(min=0)).clone()
+            labels[:, : labels.shape[1] // 2] = IGNORED
+            found["labels"] = labels
         return found
 
     def computed(self, forward: Callable[..., Any]) -> Any:
@@ -248,6 +328,9 @@ class SlicedCall:
         finally:
             for layers in self._layers:
                 layers.let_go()
+        if type(outputs[0]) is tuple:
+            kind = cache_class()
+            outputs = [tuple(x for x in output if not isinstance(x, kind)) for output in outputs]
         return self.joined(outputs)
 
     def joined(self, outputs: Sequence[Any]) -> Any:
@@ -259,15 +342,15 @@ class SlicedCall:
         if not self._is_ready:
             return joined(outputs, self._sizes)
         rest = iter(outputs)
-        return [joined([next(rest) for _ in x[1]], [x]) for x in self._sizes]
+        return [joined([next(rest) for _ in x[1]], x) for x in self._sizes]
 
 
-def joined(outputs: Sequence[Any], sizes: Sequence[tuple[int, Sequence[int]]]) -> Any:
+def joined(outputs: Sequence[Any], sizes: Sequence[Size] | Size) -> Any:
     """Join outputs of slices.
 
     Args:
         outputs: the outputs, micro-batch by micro-batch.
-        sizes: of each micro-batch, the number of rows and the lengths of its slices.
+        sizes: the sizes of the micro-batches, whose losses are stacked; or that of the only one.
     """
     if not can_fill_itself(outputs[0]):
         return _joined([*outputs], sizes)
@@ -285,35 +368,35 @@ def joined(outputs: Sequence[Any], sizes: Sequence[tuple[int, Sequence[int]]]) -
     return on_reading(outputs[0], found, make)
 
 
-def _joined(values: list[Any], sizes: Sequence[tuple[int, Sequence[int]]]) -> Any:
+def _joined(values: list[Any], sizes: Sequence[Size] | Size) -> Any:
     columns = [flatten_tree(x) for x in values]
     leaves = [_joined_leaf(column, sizes) for column in zip(*[x for x, _ in columns])]
     return columns[0][1].unflatten(leaves)
 
 
-def _joined_leaf(column: Sequence[Any], sizes: Sequence[tuple[int, Sequence[int]]]) -> Any:
+def _joined_leaf(column: Sequence[Any], sizes: Sequence[Size] | Size) -> Any:
     if not isinstance(column[0], Tensor):
         return column[0]
+    if isinstance(sizes, tuple):
+        return _joined_slices([*column], *sizes)
     rest = iter(column)
     parts = [_joined_slices([next(rest) for _ in x[1]], *x) for x in sizes]
-    if parts[0].dim():
-        return torch.cat(parts)
-    return torch.stack(parts) if len(parts) > 1 else parts[0]
+    return torch.cat(parts) if parts[0].dim() else torch.stack(parts)
 
 
 def _joined_slices(parts: list[Tensor], rows: int, lengths: Sequence[int]) -> Tensor:
     if not parts[0].dim():
         return torch.stack(parts).mean(0)
-    if all(x.dim() == 2 and len(x) == rows * size for x, size in zip(parts, lengths)):
+    if all(x.shape[:2] == (rows, size) for x, size in zip(parts, lengths)):
+        return torch.cat(parts, 1)
+    if all(x.shape[0] == rows * size for x, size in zip(parts, lengths)):
         # As routers have them.
         return torch.cat([x.unflatten(0, (rows, -1)) for x in parts], 1).flatten(0, 1)
-    if any(x.shape[:2] != (rows, size) for x, size in zip(parts, lengths)):
-        raise ValueError(
-            "outputs of slices have rows in dimension 0 and positions in dimension 1, by which "
-            f"they are joined (shapes: {[tuple(x.shape) for x in parts]}, rows: {rows}, "
-            f"lengths of slices: {[*lengths]}); use slices=1 to get this output"
-        )
-    return torch.cat(parts, 1)
+    raise ValueError(
+        "outputs of slices have rows in dimension 0 and positions in dimension 1, by which "
+        f"they are joined (shapes: {[tuple(x.shape) for x in parts]}, rows: {rows}, "
+        f"lengths of slices: {[*lengths]}); use slices=1 to get this output"
+    )
 
 
 def _slice(name: str, value: Any, start: int, end: int, sizes: tuple[int, int]) -> Any:
@@ -328,10 +411,27 @@ def _slice(name: str, value: Any, start: int, end: int, sizes: tuple[int, int]) 
     """
     if not isinstance(value, Tensor) or value.dim() < 2:
         return value
+    if name.startswith("encoder_"):
+        # Every token looks at all of them.
+        return value
     if name == "attention_mask" and value.shape == sizes:
         return value[:, :end]
     if name == "attention_mask" and value.dim() == 4:
         return value[..., start:end, :end]
+    if name == "position_ids":
+        # Some have a row for each kind of position, in front of those of the sequences.
+        return value[..., start:end]
     if value.shape[1] == sizes[1] and value.shape[0] in (1, sizes[0]):
-        return value[:, start:end]
+        # Models look at it as one row.
+        return value[:, start:end].contiguous()
     return value
+
+
+def _first_row(name: str, value: Any, rows: int) -> Any:
+    if not isinstance(value, Tensor) or not value.dim():
+        return value
+    if name == "position_ids" and value.dim() > 1:
+        found = value[..., :1, :]
+    else:
+        found = value[:1] if value.shape[0] == rows else value
+    return found if found.shape[0] == 1 else NoChunk(found)
