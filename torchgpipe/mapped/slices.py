@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,9 @@ SEQUENCES = ("input_ids", "inputs_embeds")
 
 #: The names of the argument for the cache.
 CACHES = ("cache", "past_key_values", "layer_past")
+
+#: The names of arguments that say where packed sequences begin.
+PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
 #: The label that counts for nothing.
 IGNORED = -100
@@ -196,6 +199,8 @@ class SlicedCall:
             if mask.all():
                 # Attention is faster without it, and experts count the tokens of a mask.
                 whole["attention_mask"] = None
+        elif mask is None:
+            self._verify_unpacked(whole)
         for k, (start, size) in enumerate(zip(accumulate(lengths, initial=0), lengths)):
             yield {
                 name: _slice(name, x, start, start + size, (rows, length))
@@ -214,6 +219,19 @@ class SlicedCall:
                 "the balance of experts counts tokens, of which a slice knows its own, and its "
                 "mask those before it, too (config.output_router_logits: True, "
                 "attention_mask: with padding); pass rows of one length, or use slices=1"
+            )
+
+    def _verify_unpacked(self, given: Mapping[str, Any]) -> None:
+        """Check that a row has one sequence: beside a cache, models look for no others in it."""
+        positions, starts = given.get("position_ids"), []
+        if isinstance(positions, Tensor) and positions.dim() == 2:
+            starts = (positions.diff() != 1).any(0).nonzero().flatten().add(1).tolist()
+        named = [x for x in PACKED if given.get(x) is not None]
+        if starts or named:
+            raise ValueError(
+                "a row that is divided into slices has one sequence, and none that are packed "
+                f"(positions that do not follow the one before: {starts[:3]}, arguments: {named}); "
+                "use slices=1, or rows of their own"
             )
 
     def few(self, count: int) -> dict[str, Any]:
@@ -254,15 +272,19 @@ class SlicedCall:
         if not self._is_ready:
             return joined(outputs, self._sizes)
         rest = iter(outputs)
-        return [joined([next(rest) for _ in x[1]], [x]) for x in self._sizes]
+        return [joined([next(rest) for _ in x[1]], x) for x in self._sizes]
 
 
-def joined(outputs: Sequence[Any], sizes: Sequence[tuple[int, Sequence[int]]]) -> Any:
+#: Of a micro-batch, the number of rows and the lengths of its slices.
+Size: TypeAlias = tuple[int, Sequence[int]]
+
+
+def joined(outputs: Sequence[Any], sizes: Sequence[Size] | Size) -> Any:
     """Join outputs of slices.
 
     Args:
         outputs: the outputs, micro-batch by micro-batch.
-        sizes: of each micro-batch, the number of rows and the lengths of its slices.
+        sizes: the sizes of the micro-batches, whose losses are stacked; or that of the only one.
     """
     if not can_fill_itself(outputs[0]):
         return _joined([*outputs], sizes)
@@ -280,20 +302,22 @@ def joined(outputs: Sequence[Any], sizes: Sequence[tuple[int, Sequence[int]]]) -
     return on_reading(outputs[0], found, make)
 
 
-def _joined(values: list[Any], sizes: Sequence[tuple[int, Sequence[int]]]) -> Any:
+def _joined(values: list[Any], sizes: Sequence[Size] | Size) -> Any:
     columns = [flatten_tree(x) for x in values]
     leaves = [_joined_leaf(column, sizes) for column in zip(*[x for x, _ in columns])]
     return columns[0][1].unflatten(leaves)
 
 
-def _joined_leaf(column: Sequence[Any], sizes: Sequence[tuple[int, Sequence[int]]]) -> Any:
+def _joined_leaf(column: Sequence[Any], sizes: Sequence[Size] | Size) -> Any:
     if not isinstance(column[0], Tensor):
         return column[0]
+    if isinstance(sizes, tuple):
+        return _joined_slices([*column], *sizes)
     rest = iter(column)
     parts = [_joined_slices([next(rest) for _ in x[1]], *x) for x in sizes]
     if parts[0].dim():
         return torch.cat(parts)
-    return torch.stack(parts) if len(parts) > 1 else parts[0]
+    return torch.stack(parts)
 
 
 def _joined_slices(parts: list[Tensor], rows: int, lengths: Sequence[int]) -> Tensor:
@@ -328,5 +352,6 @@ def _slice(name: str, value: Any, start: int, end: int, sizes: tuple[int, int]) 
     if name == "attention_mask" and value.dim() == 4:
         return value[..., start:end, :end]
     if value.shape[1] == sizes[1] and value.shape[0] in (1, sizes[0]):
-        return value[:, start:end]
+        # Models look at it as one row.
+        return value[:, start:end].contiguous()
     return value
