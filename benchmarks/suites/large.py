@@ -284,7 +284,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def ratios(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
-    """How many times as fast as the whole sequence slices are, and as a causal kernel for it."""
+    """The time of the whole sequence over that of slices, and that with a causal kernel."""
     same = [x for x in rows if (x["length"], x["mode"]) == (row["length"], row["mode"])]
     whole = next(x for x in same if x["causal"])
     return [f"{whole[key] / row['seconds']:.2f}" for key in ("seconds", "causal")]

@@ -185,6 +185,11 @@ class SlicedCall:
         rows, length = given[self._name].shape[:2]
         whole = {**given, "use_cache": True}
         if whole.get("labels") is not None:
+            if whole["labels"].shape != (rows, length):
+                raise ValueError(
+                    "the loss of a slice needs a label for each token (labels: "
+                    f"{tuple(whole['labels'].shape)}, tokens: {(rows, length)}); use slices=1"
+                )
             whole.setdefault(
                 "shift_labels", nn.functional.pad(whole["labels"][:, 1:], (0, 1), value=IGNORED)
             )
