@@ -4,6 +4,8 @@ Two are Transformers' own Llama, in full size and bfloat16, over four devices by
 
     lora-70b    adapters of rank 16 on all linear layers (PEFT), on a100-80gb
     full-8b     all weights, with AdamW, on rtx4090-24gb
+    lora-8b     adapters of rank 16 where PEFT puts them (queries and values), on h100-80gb: one
+                long sequence, whole and in slices
 
 And one is a GPT-3 of 175 billion parameters in bfloat16, over 64 a100-80gb by ScheduledLoss, under
 several schedules. A row is a mini-batch with one sequence in each micro-batch. Each row runs in a
@@ -14,12 +16,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import command
@@ -31,6 +33,7 @@ from benchmarks.report.summary import Summary, Table
 from torchgpipe import GPipe, MappedGPipe, ScheduledLoss
 from torchgpipe.balance.blockpartition import solve
 from torchgpipe.testing import Prediction, dry_run
+from torchgpipe.testing.hardware import NAMED
 
 __all__ = ["main", "summarise"]
 
@@ -40,6 +43,7 @@ GIB = 2**30
 LLAMA = {
     "lora-70b": (8192, 28672, 80, 64),
     "full-8b": (4096, 14336, 32, 32),
+    "lora-8b": (4096, 14336, 32, 32),
 }
 VOCABULARY = 128256
 
@@ -62,6 +66,8 @@ class Setting:
         length: tokens of a sequence.
         balance: layers of each device of a Llama.
         schedule: of the GPT.
+        slices: of each sequence, or ``"auto"``; 0 where nobody asks for them.
+        attention: of a Llama, ``"sdpa"``, or ``"maskless"`` as FlashAttention's kernels are.
     """
 
     model: str
@@ -72,9 +78,14 @@ class Setting:
     length: int
     balance: tuple[int, ...] = ()
     schedule: str = ""
+    slices: int | str = 0
+    attention: str = "sdpa"
 
 
 MODES = ("never", "except_last", "always", "own")
+
+#: The tokens of long sequences, and modes in which some of them fit.
+LONG = (16384, "never"), (16384, "always"), (32768, "always"), (131072, "always")
 
 SETTINGS = [
     *[
@@ -92,6 +103,12 @@ SETTINGS = [
         Setting("gpt-175b", "a100-80gb", WORKERS, 2 * WORKERS, "always", 2048, schedule=schedule)
         for schedule in ("1f1b", "zbh1", "zbv", "dualpipev")
     ],
+    *[
+        Setting("lora-8b", "h100-80gb", 4, 1, mode, length, (8, 8, 8, 8), "", slices, attention)
+        for length, mode in LONG
+        for attention, counts in (("sdpa", (1, 4, 8, 16, "auto")), ("maskless", (8, 16)))
+        for slices in counts
+    ],
 ]
 
 Maker = Callable[[list[torch.device]], Callable[[], None]]
@@ -99,7 +116,12 @@ Maker = Callable[[list[torch.device]], Callable[[], None]]
 
 def llama(setting: Setting) -> Maker:
     """A function that makes a step of a Llama by MappedGPipe."""
+    import transformers
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.masking_utils import flash_attention_mask
+
+    transformers.AttentionInterface.register("maskless", maskless)
+    transformers.AttentionMaskInterface.register("maskless", flash_attention_mask)
 
     def make(devices: list[torch.device]) -> Callable[[], None]:
         width, hidden, layers, heads = LLAMA[setting.model]
@@ -113,12 +135,14 @@ def llama(setting: Setting) -> Maker:
             max_position_embeddings=8192,
             use_cache=False,
         )
+        config._attn_implementation = setting.attention
         model: Any = narrow(lambda: LlamaForCausalLM(config))
         before = ""
-        if setting.model == "lora-70b":
+        if setting.model.startswith("lora"):
             from peft import LoraConfig, get_peft_model
 
-            adapters = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
+            targets = "all-linear" if setting.model == "lora-70b" else None
+            adapters = LoraConfig(r=16, lora_alpha=32, target_modules=targets)
             model, before = get_peft_model(model, adapters), "base_model.model."
         mode = setting.mode
         if mode == "own":
@@ -131,7 +155,8 @@ def llama(setting: Setting) -> Maker:
         places = [device for device, count in zip(devices, setting.balance) for _ in range(count)]
         ends |= {f"model.layers.{k}": device for k, device in enumerate(places)}
         device_map = {before + name: device for name, device in ends.items()}
-        pipe = MappedGPipe(model, device_map, chunks=setting.m, checkpoint=mode).train()
+        options: Any = {"chunks": setting.m, "checkpoint": mode, "slices": setting.slices or 1}
+        pipe = MappedGPipe(model, device_map, **options).train()
         optimizer = torch.optim.AdamW([x for x in pipe.parameters() if x.requires_grad])
         tokens = torch.randint(VOCABULARY, (setting.m, setting.length), device=first)
 
@@ -144,6 +169,14 @@ def llama(setting: Setting) -> Maker:
         return warmed(step, setting.m)
 
     return make
+
+
+def maskless(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attention that is right in its shapes alone, for dry runs: FlashAttention needs a GPU."""
+    found = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    return found.transpose(1, 2), None
 
 
 def gpt3(setting: Setting) -> Maker:
@@ -209,11 +242,19 @@ def row_of(setting: Setting) -> dict[str, Any]:
     make = gpt3(setting) if setting.schedule else llama(setting)
     # Transformers asks whether all tokens are of one sequence, and they are.
     found: Prediction = dry_run(make, setting.n, setting.hardware, value_read=1.0)
+    causal = None
+    if setting.slices == 1:
+        # The clock counts all pairs of queries and keys, of which a causal kernel computes half.
+        fast = replace(NAMED[setting.hardware], efficiency={"attention": 2.0})
+        causal = dry_run(make, setting.n, fast, value_read=1.0).time
     shares = found.timeline.shares
     return {
         **{key: getattr(setting, key) for key in ("model", "hardware", "n", "m", "mode", "length")},
         "schedule": setting.schedule,
+        "slices": setting.slices,
+        "attention": setting.attention,
         "seconds": found.time,
+        "causal": causal,
         "bubble": fmean(x.bubble for x in shares),
         "reserved": [*found.reserved],
         "allocated": [*found.allocated],
@@ -242,16 +283,25 @@ def main(argv: Sequence[str]) -> None:
     publish(command.output(options, "large"), head("large", argv), rows, summarise)
 
 
+def ratios(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The time of the whole sequence over that of slices, and that with a causal kernel."""
+    same = [x for x in rows if (x["length"], x["mode"]) == (row["length"], row["mode"])]
+    whole = next(x for x in same if x["causal"])
+    return [f"{whole[key] / row['seconds']:.2f}" for key in ("seconds", "causal")]
+
+
 def summarise(result: Result) -> Summary:
     """A table for each model."""
     tables = []
     for model in dict.fromkeys(row["model"] for row in result["rows"]):
         rows = [row for row in result["rows"] if row["model"] == model]
         first = rows[0]
+        sliced = bool(first.get("slices"))
         lines = [
             [
                 *([row["schedule"]] if row["schedule"] else [row["length"]]),
-                *(row["m"], row["mode"], f"{row['seconds']:.3g}"),
+                *(row["slices" if sliced else "m"], row["mode"], f"{row['seconds']:.3g}"),
+                *([row["attention"], *ratios(row, rows)] if sliced else ()),
                 f"{row['m'] * row['length'] / row['seconds']:.3g}",
                 *(f"{row['bubble']:.1%}", f"{max(row['before']) / GIB:.1f}"),
                 *(f"{max(row[key]) / GIB:.1f}" for key in ("allocated", "reserved")),
@@ -260,7 +310,9 @@ def summarise(result: Result) -> Summary:
             ]
             for row in rows
         ]
-        columns = ["schedule" if first["schedule"] else "tokens", "m", "mode", "s a step"]
+        columns = ["schedule" if first["schedule"] else "tokens", "slices" if sliced else "m"]
+        columns += ["mode", "s a step"]
+        columns += ["attention", "times", "causal"] if sliced else []
         columns += ["tokens a s", "bubble", "stays", "allocated", "reserved", "fits"]
         title = f"{model}: {first['n']} x {first['hardware']}, GiB of the fullest device"
         tables.append(Table([*columns, "CPU s", "laptop GiB"], lines, title))
@@ -270,5 +322,7 @@ def summarise(result: Result) -> Summary:
         "Predicted and not measured, by data sheets: no kernel reaches these rates. `stays` is "
         "what a device has between steps. The mode `own` is the model's own gradient "
         "checkpointing, layer by layer. The first two steps of a row take two micro-batches, and "
-        "the third one, which counts, all. The last columns are what a row took of this machine.",
+        "the third one, which counts, all. The last columns are what a row took of this machine. "
+        "`times` is how many times as fast as one slice, the whole sequence, and `causal` as the "
+        "whole with a kernel that skips masked pairs, since the clock counts them.",
     )

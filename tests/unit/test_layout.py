@@ -30,6 +30,7 @@ ELSEWHERE = {
     "mapped/glue": "virtual/test_mapped_code.py",
     "mapped/inputs": "unit/test_mapped_gpipe.py",
     "mapped/slice_cache": "virtual/test_slices.py",
+    "mapped/slice_outputs": "virtual/test_slices.py",
     "mapped/slice_proof": "virtual/test_slices.py",
     "mapped/sliced_call": "virtual/test_slices.py",
     "planner/figures": "virtual/test_advice.py",

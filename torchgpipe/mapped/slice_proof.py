@@ -96,8 +96,9 @@ def gradient(call: Callable[[], Any], parameters: list[nn.Parameter]) -> Tensor:
         found = output.get("loss") if isinstance(output, Mapping) else None
         if found is None:
             values = there(output) if isinstance(output, dict) else output
+            # Squares of what a norm returns add up to the same number whatever goes in.
             found = next(
-                x[:, x.shape[1] // 2 :].float().square()
+                x[:, x.shape[1] // 2 :].float().sin()
                 for x in leaves_of(values)
                 if isinstance(x, Tensor) and x.requires_grad and x.dim() > 1
             )

@@ -17,18 +17,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.mapped.on_demand import can_fill_itself, on_reading, there
 from torchgpipe.mapped.slice_cache import KeptLayers, cache_class
 from torchgpipe.mapped.slice_lengths import Slices, checked_slices, lengths_of
+from torchgpipe.mapped.slice_outputs import Size, joined
 from torchgpipe.mapped.slice_proof import TOKENS, prove
 from torchgpipe.values.division import division_of, split
 from torchgpipe.values.marks import Chunks, NoChunk
-from torchgpipe.values.structure import Arguments, flatten_tree
+from torchgpipe.values.structure import Arguments
 
 __all__: list[str] = []
 
@@ -43,9 +43,6 @@ MEDIA = ("pixel_values", "image_", "video_", "audio_", "input_features", "input_
 
 #: The names of arguments that say where packed sequences begin.
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
-
-#: Of a micro-batch, the number of rows and the lengths of its slices.
-Size: TypeAlias = tuple[int, Sequence[int]]
 
 #: The label that counts for nothing.
 IGNORED = -100
@@ -343,60 +340,6 @@ class SlicedCall:
             return joined(outputs, self._sizes)
         rest = iter(outputs)
         return [joined([next(rest) for _ in x[1]], x) for x in self._sizes]
-
-
-def joined(outputs: Sequence[Any], sizes: Sequence[Size] | Size) -> Any:
-    """Join outputs of slices.
-
-    Args:
-        outputs: the outputs, micro-batch by micro-batch.
-        sizes: the sizes of the micro-batches, whose losses are stacked; or that of the only one.
-    """
-    if not can_fill_itself(outputs[0]):
-        return _joined([*outputs], sizes)
-    values = [there(x) for x in outputs]
-    found = {
-        name: _joined([x[name] for x in values], sizes)
-        for name, x in values[0].items()
-        if not (isinstance(x, Tensor) and x.dim())
-    }
-
-    def make() -> dict[str, Any]:
-        names = [name for name in outputs[0] if name not in found]
-        return {name: _joined([x[name] for x in outputs], sizes) for name in names}
-
-    return on_reading(outputs[0], found, make)
-
-
-def _joined(values: list[Any], sizes: Sequence[Size] | Size) -> Any:
-    columns = [flatten_tree(x) for x in values]
-    leaves = [_joined_leaf(column, sizes) for column in zip(*[x for x, _ in columns])]
-    return columns[0][1].unflatten(leaves)
-
-
-def _joined_leaf(column: Sequence[Any], sizes: Sequence[Size] | Size) -> Any:
-    if not isinstance(column[0], Tensor):
-        return column[0]
-    if isinstance(sizes, tuple):
-        return _joined_slices([*column], *sizes)
-    rest = iter(column)
-    parts = [_joined_slices([next(rest) for _ in x[1]], *x) for x in sizes]
-    return torch.cat(parts) if parts[0].dim() else torch.stack(parts)
-
-
-def _joined_slices(parts: list[Tensor], rows: int, lengths: Sequence[int]) -> Tensor:
-    if not parts[0].dim():
-        return torch.stack(parts).mean(0)
-    if all(x.shape[:2] == (rows, size) for x, size in zip(parts, lengths)):
-        return torch.cat(parts, 1)
-    if all(x.shape[0] == rows * size for x, size in zip(parts, lengths)):
-        # As routers have them.
-        return torch.cat([x.unflatten(0, (rows, -1)) for x in parts], 1).flatten(0, 1)
-    raise ValueError(
-        "outputs of slices have rows in dimension 0 and positions in dimension 1, by which "
-        f"they are joined (shapes: {[tuple(x.shape) for x in parts]}, rows: {rows}, "
-        f"lengths of slices: {[*lengths]}); use slices=1 to get this output"
-    )
 
 
 def _slice(name: str, value: Any, start: int, end: int, sizes: tuple[int, int]) -> Any:
