@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -323,10 +324,8 @@ class Traps:
 
     def _silenced(self, words: str) -> str:
         """The end of a message, which says how to silence it."""
-        return (
-            ". If all is as you mean it, silence this by warnings.filterwarnings('ignore', "
-            f"'{self._wrapper} {words}')"
-        )
+        wrapper, by = self._wrapper, "warnings.filterwarnings('ignore', "
+        return f". If all is as you mean it, silence this by {by}'{wrapper} {words}')"
 
     def idle(self, devices: int, division: Division) -> None:
         """Warn if the first mini-batch has fewer micro-batches than devices, which then wait.
@@ -443,8 +442,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _length(value: Any) -> int | None:
-    try:
+    # Most objects have no length, and arrays without a dimension have one that raises.
+    with suppress(Exception):
         return len(value)
-    except Exception:
-        # Most objects have no length, and arrays without a dimension have one that raises.
-        return None
+    return None

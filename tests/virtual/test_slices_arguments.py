@@ -1,4 +1,4 @@
-"""Slices of sequences: what a review has found."""
+"""The arguments and outputs of calls in slices, and models that cannot be computed so."""
 
 import pytest
 import torch
@@ -76,12 +76,12 @@ def test_shared_keys(checkpoint, devices):
 
 
 def test_use_cache_is_given(devices):
-    """As TRL's trainers give it."""
+    """The argument that TRL's trainers give."""
     assert_same(made, {**batch(), "use_cache": False}, devices, slices=3)
 
 
 def test_everything_is_divided(devices):
-    """As a pipelined Trainer passes mini-batches that it joins."""
+    """Mini-batches as a pipelined Trainer passes those that it joins."""
     model = made()
     pipe = MappedGPipe(model, spread(model, devices[:4]), slices=3)
     rows = [{**batch(1), "use_cache": False, "pixel_values": None} for _ in range(2)]
