@@ -96,7 +96,7 @@ def test_slices_of_one_token(rows, devices):
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_router_logits_are_joined(rows, devices):
-    """They have rows and positions in one dimension, also if there is one row."""
+    """Outputs of routers have rows and positions in one dimension, also if there is one row."""
     model = made("Mixtral", num_local_experts=4, output_router_logits=True)
     expected = model(**batch(rows), use_cache=False).router_logits
     out = MappedGPipe(model, spread(model, devices[:4]), slices=3)(**batch(rows))

@@ -74,7 +74,7 @@ def prove(model: nn.Module, whole: Callable[[], Any], slices: Callable[[], Any])
 
 
 def furthest(found: Tensor, expected: Tensor, sizes: Sequence[int]) -> float:
-    """How far the gradient of a parameter is off, per unit of its norm.
+    """Compare the gradients of parameters: the most that one is off, per unit of its norm.
 
     Args:
         found: the samples of all parameters.
