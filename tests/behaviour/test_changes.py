@@ -235,7 +235,7 @@ def test_a_layer_that_changes_a_parameter_in_its_forward(mode, how, trains, wrap
     if wrapper == "1f1b":
         model = ScheduledLoss(model, lambda y: y.square().mean(), "1f1b")
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"Changing, parameter: scale(?s:.*)OncePerMini"):
+        with pytest.raises(RuntimeError, match="Changing, parameter: scale"):
             model(torch.rand(8, 2)).square().mean().backward()
 
 
