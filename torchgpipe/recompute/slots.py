@@ -101,11 +101,12 @@ def mismatch(actual: str, expected: str) -> RuntimeError:
 
 def modified(tensor: Tensor, expected: int, layer: str | None) -> RuntimeError:
     """The error for a tensor that was changed in place, in autograd's words."""
+    # Within a module of a device map the note of the error names the module.
+    by = f"saved by layer: {layer}, " if layer else ""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an "
-        f"inplace operation (saved by layer: {layer}, shape: {tuple(tensor.shape)}, "
-        f"version: {tensor._version}, expected version: {expected}); use the layer "
-        "that changes it out of place"
+        f"inplace operation ({by}shape: {tuple(tensor.shape)}, version: {tensor._version}, "
+        f"expected version: {expected}); use the layer that changes it out of place"
     )
 
 

@@ -5,6 +5,7 @@ import torch
 
 from tests.support.recomputation import forked
 from torchgpipe import is_recomputing
+from torchgpipe.recompute.slots import modified
 
 
 def twice(scale, first, second):
@@ -54,3 +55,8 @@ def test_changed_between(by, device):
         scale.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
+
+
+def test_error_of_change_in_place_names_no_layer_that_is_unknown():
+    assert "(shape: (2,), version: 0, expected" in str(modified(torch.ones(2), 1, None))
+    assert "(saved by layer: 3, shape: (2,), version" in str(modified(torch.ones(2), 1, "3"))
