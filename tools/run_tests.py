@@ -23,7 +23,7 @@ from pathlib import Path
 #: more, since each imports torch, its compiler and Transformers: 15 seconds of the CPU.
 PROCESSES = {
     "virtual": ["tests/virtual"],
-    "promises": ["tests/contract", "tests/behaviour", "tests/schedule"],
+    "contract": ["tests/contract", "tests/schedule"],
     "others": [],
 }
 
