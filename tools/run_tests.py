@@ -18,13 +18,13 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
-#: The paths that each process tests. The last one tests all that the others do not. The first one
-#: is the longest, and bounds the whole: it has the processor before the others. More processes take
-#: more, since each imports torch, its compiler and Transformers: 15 seconds of the CPU.
+#: The paths that each process tests; without any, all that the others do not. The last one is the
+#: shortest, and takes what the others leave of the processor. More processes take more, since each
+#: imports torch, its compiler and Transformers: 15 seconds of the CPU.
 PROCESSES = {
     "virtual": ["tests/virtual"],
-    "contract": ["tests/contract", "tests/schedule"],
     "others": [],
+    "contract": ["tests/contract", "tests/schedule"],
 }
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,7 +55,7 @@ class Tests:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=partial(os.nice, 0 if name == next(iter(PROCESSES)) else 5),
+                preexec_fn=partial(os.nice, 10 if name == [*PROCESSES][-1] else 0),
             )
 
     def running(self) -> bool:
