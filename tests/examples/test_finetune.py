@@ -19,7 +19,9 @@ def test_all_weights(tmp_path, capsys):
 
 def test_adapters_and_packed_rows(tmp_path):
     pytest.importorskip("peft", exc_type=MISSING)
-    assert finetune.main([*TINY, "--lora", "2", "--packed", "--out", str(tmp_path)]) == 0
+    # Adapters learn slowly, and of what README says today.
+    more = ["--steps", "8", "--rate", "0.05", "--lora", "2", "--packed"]
+    assert finetune.main([*TINY, *more, "--out", str(tmp_path)]) == 0
     assert not (tmp_path / "model.safetensors").exists()
 
 
