@@ -53,7 +53,7 @@ _C, _AUTOGRAD = "torch._C:", "torch._C._autograd:"
 _STREAMS = "streams of accelerators"
 _FUNCTIONS, _DISPATCH = "torch-function modes", "dispatch modes"
 _HOOKS, _TREES = "hooks for saved tensors", "nested structures of tensors"
-_SELECTIVE = "policies that send to the CPU"
+_SELECTIVE = "selective checkpoints"
 _COMPILER, _VIRTUAL = "compiled layers", "virtual accelerators"
 
 #: What this package calls each, and the name itself.
@@ -141,7 +141,7 @@ NAMES: dict[str, Name] = {
     "checkpoint_of": Name(
         "torch.utils.checkpoint:_checkpoint_without_reentrant_generator", "checkpoints of PyTorch"
     ),
-    # Selective checkpoints. Without it, what a policy sends to the CPU is computed again.
+    # Selective checkpoints. Without these, policies count what one of the two runs alone does.
     "KeepingMode": Name("torch.utils.checkpoint:_CachingTorchDispatchMode", _SELECTIVE, ()),
     "GivingMode": Name("torch.utils.checkpoint:_CachedTorchDispatchMode", _SELECTIVE, ()),
     # Structures.

@@ -22,6 +22,15 @@ from torchgpipe.devices.streams import CPU, Device, accelerators
 __all__: list[str] = []
 
 
+#: The label that counts nowhere, for PyTorch's losses and so for those of Transformers.
+IGNORED = -100
+
+
+def base_of(model: nn.Module) -> Any:
+    """The model itself, if it has adapters."""
+    return getattr(model, "get_base_model", lambda: model)()
+
+
 def takes_cache(model: nn.Module) -> bool:
     """Whether a model has a keyword ``use_cache``, as models of Transformers do."""
     forward = inspect.signature(model.forward)

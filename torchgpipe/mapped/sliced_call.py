@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.mapped.hugging_face import IGNORED, base_of
 from torchgpipe.mapped.slice_cache import KeptLayers, cache_class
 from torchgpipe.mapped.slice_lengths import Slices, checked_slices, lengths_of
 from torchgpipe.mapped.slice_outputs import Size, joined
@@ -43,9 +44,6 @@ MEDIA = ("pixel_values", "image_", "video_", "audio_", "input_features", "input_
 
 #: The names of arguments that say where packed sequences begin.
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
-
-#: The label that counts for nothing.
-IGNORED = -100
 
 
 class Slicing:
@@ -146,8 +144,7 @@ class SlicedCall:
     def _verified(self, given: Mapping[str, Any]) -> str:
         """The name of the argument for the cache."""
         kind, config = type(self._model).__name__, getattr(self._model, "config", None)
-        base: Any = getattr(self._model, "get_base_model", lambda: self._model)()
-        takes = inspect.signature(base.forward).parameters
+        takes = inspect.signature(base_of(self._model).forward).parameters
         cache = next((x for x in CACHES if x in takes), None)
         adapters: Any = getattr(self._model, "peft_config", {})
         if (

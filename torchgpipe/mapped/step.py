@@ -238,12 +238,10 @@ class MappedStep:
     def _new_body(
         self, stage: DeviceVisit, mapped: Mapped, module: nn.Module, inner: Callable[..., Any]
     ) -> MappedBody:
-        state = None
         mode = self._modes.get(mapped.key, "never")
         count = checkpointed(recomputed_by(mode), self.m)
         others = [x.bodies[module] for x in [*self._stages.values()] if module in x.bodies]
-        if count:
-            state = LayersState(module, self.lasting.learned)
+        state = LayersState(module, self.lasting.learned) if count else None
         if mapped.lent is not None:
             inner = partial(self._lent(stage, mapped.lent).call, inner)
         body = MappedBody(module, inner, self.lasting.lock, state)

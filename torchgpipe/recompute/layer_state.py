@@ -74,7 +74,7 @@ class LayersState:
         #: Buffers are detached: ``buffer.data = ...`` leaves such an alias as it is, and a buffer
         #: that gets a graph would be kept alive by it.
         self.lasting: dict[int, Tensor] = {}
-        self._exchanged = others = exchanged(self._modules)
+        others = exchanged(self._modules)
         places: list[Place] = []
         for module in self._modules:
             if not isinstance(module._parameters, dict):

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
+from torchgpipe.mapped.hugging_face import base_of
 from torchgpipe.mapped_gpipe import MappedGPipe
 from torchgpipe.recompute.runs import is_recomputing
-from torchgpipe.transformers.counting import base_of
 from torchgpipe.values.marks import Chunks
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import map_leaves

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from torchgpipe.ambient.notes import warn
 from torchgpipe.autograd.versions import version_of
-from torchgpipe.transformers.counting import IGNORED
+from torchgpipe.mapped.hugging_face import IGNORED
 from torchgpipe.values.division import divided, division_of, has_chunks, row_count, split
 
 __all__: list[str] = []

@@ -24,12 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.mapped.hugging_face import IGNORED, base_of
 from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
-
-#: The label that counts nowhere, for PyTorch's losses and so for those of Transformers.
-IGNORED = -100
 
 #: The adapters whose virtual tokens are in a cache, as PEFT names them.
 CACHED = "PREFIX_TUNING", "CARTRIDGE"
@@ -73,11 +71,6 @@ def ignored_pixels(model: nn.Module) -> int:
         return IGNORED
     names = ("semantic_loss_ignore_index", "loss_ignore_index")
     return next((getattr(config, name) for name in names if hasattr(config, name)), IGNORED)
-
-
-def base_of(model: nn.Module) -> Any:
-    """The model itself, if it has adapters."""
-    return getattr(model, "get_base_model", lambda: model)()
 
 
 #: The ways in which losses of models weigh their rows.

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.mapped.hugging_face import base_of
 from torchgpipe.mapped.on_demand import can_fill_itself, on_reading, there
 from torchgpipe.mapped_gpipe import MappedGPipe
 from torchgpipe.transformers.children import recorded, repeated
 from torchgpipe.transformers.collating import as_one_batch, in_one
-from torchgpipe.transformers.counting import base_of, counts_by, shares_of, told, whole
+from torchgpipe.transformers.counting import counts_by, shares_of, told, whole
 from torchgpipe.transformers.proof import ONCE, compared, rows_in, run, weighing_of
 from torchgpipe.values.division import Division, division_of, row_count, split
 from torchgpipe.values.marks import Chunks

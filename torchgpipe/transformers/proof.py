@@ -14,18 +14,11 @@ from torch import Tensor, nn
 
 from torchgpipe._torch.dynamo import is_compiled
 from torchgpipe.engine.unchanged import unchanged
+from torchgpipe.mapped.hugging_face import IGNORED, base_of
 from torchgpipe.mapped_gpipe import MappedGPipe
 from torchgpipe.transformers.children import ByRows, recorded, repeated, rows_of_calls
 from torchgpipe.transformers.collating import KEY, random_state, restore_random_state
-from torchgpipe.transformers.counting import (
-    IGNORED,
-    WAYS,
-    base_of,
-    counts_by,
-    shares_of,
-    usual_way,
-    whole,
-)
+from torchgpipe.transformers.counting import WAYS, counts_by, shares_of, usual_way, whole
 from torchgpipe.values.division import Division, row_count, split
 from torchgpipe.values.marks import Chunks
 from torchgpipe.values.microbatch import Batch, joined

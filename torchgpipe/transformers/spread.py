@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchgpipe.devices.streams import CPU, Device, accelerators
 from torchgpipe.mapped.device_map import Wholes
-from torchgpipe.mapped.hugging_face import on_cpu
+from torchgpipe.mapped.hugging_face import base_of, on_cpu
 from torchgpipe.mapped.slice_lengths import Slices
 from torchgpipe.mapped_gpipe import MappedGPipe
 from torchgpipe.partition.arguments import checked_count
@@ -18,7 +18,6 @@ from torchgpipe.partition.keeping import Keeping
 from torchgpipe.planner.blocks import Times, refined
 from torchgpipe.planner.given import places_of
 from torchgpipe.planner.maps import proposed
-from torchgpipe.transformers.counting import base_of
 from torchgpipe.transformers.fused_head import call_within_head
 from torchgpipe.values.structure import map_leaves
 
