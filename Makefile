@@ -14,7 +14,7 @@ demo: $(venv)/.virtual  ## Train two models on handwritten digits, wrapped and u
 test: $(installed)  ## Run the tests, in processes side by side.
 	@$(python) tools/run_tests.py
 
-gpu: $(installed)  ## Run the checks and benchmarks that need GPUs, within an hour or so: build/gpu/report.md.
+gpu: $(installed)  ## Ask a GPU for what it knows, in parts of at most 100 seconds: a report in build/gpu.
 	@$(python) tools/gpu.py
 
 soak: $(installed)  ## Run the tests with many host timings, long runs and whole matrices.

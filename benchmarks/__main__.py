@@ -10,9 +10,7 @@ from pathlib import Path
 
 #: Names of the commands. The ``main`` of a command's module takes its arguments.
 NAMES = (
-    "ablation",
     "accelerators",
-    "across",
     "bubbles",
     "choices",
     "controllable_memory",
@@ -20,7 +18,6 @@ NAMES = (
     "dualpipe",
     "graphs",
     "host_bound",
-    "instructions",
     "large",
     "links",
     "mapped",
@@ -28,14 +25,9 @@ NAMES = (
     "offload",
     "one_gpu",
     "overhead",
-    "parts",
     "projects",
     "render",
-    "schedules",
     "speed",
-    "tracing",
-    "transparency",
-    "varying",
     "zero_bubble",
 )
 

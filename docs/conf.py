@@ -39,7 +39,11 @@ napoleon_numpy_docstring = False
 #: Class attributes are described where the class is.
 napoleon_use_ivar = True
 #: The pages that have files of the repository in them.
-PAGES = {"benchmarks/RESULTS.md": "benchmarks", "docs/reproduce.md": "reproduce"}
+PAGES = {
+    "benchmarks/RESULTS.md": "benchmarks",
+    "docs/reproduce.md": "reproduce",
+    "docs/tables.md": "tables",
+}
 PAGES |= {f"examples/{x.name}": f"examples#{x.stem}" for x in (ROOT / "examples").glob("*.py")}
 
 

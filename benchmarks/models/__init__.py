@@ -8,7 +8,6 @@ wrap them in a process where it is ``torchgpipe``.
 from benchmarks.models.amoebanet import amoebanetd
 from benchmarks.models.gpt import gpt
 from benchmarks.models.resnet import resnet, resnet101, usual_name
-from benchmarks.models.sleeping import sleeping
 from benchmarks.models.unet import unet
 
-__all__ = ["amoebanetd", "gpt", "resnet", "resnet101", "sleeping", "unet", "usual_name"]
+__all__ = ["amoebanetd", "gpt", "resnet", "resnet101", "unet", "usual_name"]

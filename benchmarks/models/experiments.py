@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks import models
 
-__all__ = ["ABLATION", "MEMORY", "SCALE", "SPEED", "Experiment", "scaled"]
+__all__ = ["MEMORY", "SCALE", "SPEED", "Experiment", "scaled"]
 
 #: Scale for a CPU: divisor of channels, pixels on a side, the most samples in a mini-batch.
 SCALE = (16, 64, 8)
@@ -120,9 +120,6 @@ MEMORY = {
         Experiment("pipeline-8", amoebanetd(72, 512), 224, 128, 8, 128),
     ],
 }
-
-#: Ablation: parts of the method are switched off.
-ABLATION = Experiment("ablation", unet(5, 64), 192, 128, 4, 8)
 
 
 def scaled(experiment: Experiment, channels: int, size: int, batch: int) -> Experiment:

@@ -33,13 +33,17 @@ from benchmarks.report.summary import Summary, Table
 from torchgpipe import GPipe, ScheduledLoss
 from torchgpipe.schedule import Costs, named, simulate
 from torchgpipe.testing import dry_run, load, observe
-from torchgpipe.testing.hardware import NAMED
+from torchgpipe.testing.hardware import hardware_of
 
 __all__ = ["main", "predict", "summarise"]
 
 #: The checkpoint modes of GPipe, and the schedules with their places among n workers.
 MODES = ("never", "except_last", "always")
 SCHEDULES = ("1f1b", "zero_bubble_h1", "zero_bubble_v")
+WRAPPERS = [*MODES, *SCHEDULES]
+
+#: The name of the step of equal layers.
+EQUAL = "equal layers"
 
 #: Models whose steps run beside dry runs, the size of a sample, samples in a mini-batch and the
 #: checkpoint mode. Those with tokens compute in bfloat16.
@@ -216,7 +220,7 @@ def beside(setting: Setting, name: str, hardware: str) -> dict[str, Any]:
     for device in devices:
         torch.accelerator.reset_peak_memory_stats(device)
     if setting.kind == "virtual":
-        with observe(costs=NAMED[hardware]) as seen:
+        with observe(costs=hardware_of(hardware)) as seen:
             step()
         taken = seen.makespan
     else:
@@ -261,23 +265,33 @@ def main(argv: Sequence[str]) -> None:
     options.add_argument("--width", type=at_least(1), default=4096, help="of a layer")
     options.add_argument("--rows", type=at_least(1), default=512, help="of a micro-batch")
     options.add_argument("--steps", type=at_least(2), default=20, help="of each wrapper")
-    options.add_argument("--hardware", choices=NAMED, default="h100-80gb", help="of the dry run")
+    options.add_argument(
+        "--wrappers", nargs="*", choices=WRAPPERS, default=WRAPPERS, help="modes and schedules"
+    )
+    options.add_argument(
+        "--trained", nargs="*", choices=[EQUAL, *TRAINED], help="steps (default: all, with a GPU)"
+    )
+    options.add_argument(
+        "--hardware", default="h100-80gb", help="of the dry run: a name, or a measured file"
+    )
     chosen = command.parse(options, argv)
     if chosen.device == "virtual":
         # Before the first backward of the process.
         load(chosen.n or 4)
     n = chosen.n or torch.accelerator.device_count()
     setting = Setting(chosen.device, n, chosen.m, chosen.width, chosen.rows)
-    reference = plain(setting, chosen.steps)
+    reference = plain(setting, chosen.steps) if chosen.wrappers else None
     result = head("accelerators", argv, n=n, m=chosen.m)
     rows = [
         check(setting, name, chosen.steps, reference)
-        for name in progress([*MODES, *SCHEDULES], "accelerators", "wrapper")
+        for name in progress(chosen.wrappers, "accelerators", "wrapper")
     ]
     del reference  # Its gradients take a device's memory.
     # A dry run knows no devices that partitions share.
     setting = setting._replace(n=min(n, torch.accelerator.device_count()))
-    names = ["equal layers", *(TRAINED if chosen.device == "cuda" else ())]
+    names = chosen.trained
+    if names is None:
+        names = [EQUAL, *(TRAINED if chosen.device == "cuda" else ())]
     result["hardware"] = chosen.hardware
     result["dry_runs"] = [
         beside(setting, name, chosen.hardware) for name in progress(names, "accelerators", "step")
@@ -299,7 +313,7 @@ def summarise(result: Result) -> Summary:
     return Summary(
         f"Checks of {result['n']} accelerators",
         [
-            Table([*names, "over the limit", "speed-up"], lines),
+            *([Table([*names, "over the limit", "speed-up"], lines)] if lines else ()),
             Table(
                 ["step", "ms", "predicted", "off", "GiB", "predicted", "off"],
                 [[row["step"], *pair(row, "ms"), *pair(row, "gib")] for row in result["dry_runs"]],

@@ -17,14 +17,13 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.command import at_least, output, parse, parser
 from benchmarks.progress import progress
 from benchmarks.report.files import Result, head, publish
 from benchmarks.report.summary import Summary, Table
 from benchmarks.rivals.cells import in_turn
-from benchmarks.rivals.scheduled import mean_of_squares
 from benchmarks.simulate.exchange import Exchange
 from torchgpipe import GPipe, ScheduledLoss, testing
 from torchgpipe.schedule import Schedule, named
@@ -46,6 +45,11 @@ STAGES: dict[str, Callable[[], nn.Module]] = {
     "1 linear layer": partial(linear, 1),
     "8 linear layers": partial(linear, 8),
 }
+
+
+def mean_of_squares(output: Tensor) -> Tensor:
+    """The loss."""
+    return output.square().mean()
 
 
 def training_of(kind: str, stages: str, schedule: str, mode: str, m: int) -> ScheduledLoss:

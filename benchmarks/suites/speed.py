@@ -7,8 +7,6 @@ time:
     baseline            the plain model on one device, with a mini-batch of its own
     ours                this checkout
     0.0.7               torchgpipe of PyPI
-    pipelining-gpipe    torch.distributed.pipelining, a process for each stage; ScheduleGPipe
-    pipelining-1f1b     the same with Schedule1F1B
     accumulation        the plain model on one device, on micro-batches one after another
     DataParallel        nn.DataParallel on as many GPUs as there are partitions
 
@@ -42,12 +40,8 @@ from benchmarks.suites.tables import speed, virtual_speed
 
 __all__ = ["main", "summarise"]
 
-#: Rivals that run a schedule of torch.distributed.pipelining.
-SCHEDULES = {"pipelining-gpipe": "ScheduleGPipe", "pipelining-1f1b": "Schedule1F1B"}
-
 #: Class that trains for each rival without a pipeline of its library.
 TRAININGS = {
-    **dict.fromkeys(SCHEDULES, "benchmarks.rivals.stages:Stages"),
     "accumulation": "benchmarks.rivals.plain:Accumulation",
     "DataParallel": "benchmarks.rivals.plain:Replicas",
 }
@@ -163,9 +157,6 @@ def task(name: str, setting: Setting) -> tuple[str, dict[str, Any]]:
         return "benchmarks.rivals.training:Training", arguments
     m = experiment.m or 1
     arguments.update(balance=setting.balance, m=m, mode=experiment.mode)
-    if name in SCHEDULES:
-        # torch.distributed.pipelining needs micro-batches of one size.
-        arguments.update(batch=max(1, round(experiment.batch / m)) * m, schedule=SCHEDULES[name])
     return TRAININGS.get(name, "benchmarks.rivals.training:Training"), arguments
 
 

@@ -1,11 +1,14 @@
 """Wrappers on GPUs keep the promises about devices; partitions share a GPU if there is only one."""
 
+from itertools import groupby
+
 import pytest
 import torch
 
 from tests.contract.promises import keeps
 from tests.contract.test_contract import LOCAL, cases
 from tests.contract.wrapped import Maker
+from tests.support.size import some
 from tests.virtual.test_contract import OF_CELLS, OF_DEVICES
 
 pytestmark = [
@@ -14,16 +17,15 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="session")
-def gpus():
-    """Two GPUs, or one twice."""
-    count = torch.cuda.device_count()
-    return [torch.device("cuda", k * (count > 1)) for k in range(2)]
+CASES = [x for x in cases(LOCAL) if x.values[0] in OF_DEVICES]
+#: Each promise with one run and one mode, by turns.
+FEW = [
+    (found := [*several])[number % len(found)]
+    for number, (_, several) in enumerate(groupby(CASES, lambda x: x.values[0]))
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "run", "mode"), [x for x in cases(LOCAL) if x.values[0] in OF_DEVICES]
-)
+@pytest.mark.parametrize(("name", "run", "mode"), some(CASES, FEW))
 def test_promise(name, run, mode, gpus):
     keeps(name, Maker(run, mode, gpus))
 

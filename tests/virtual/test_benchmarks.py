@@ -1,43 +1,31 @@
 """Benchmarks run on virtual accelerators, in processes of their own."""
 
 import json
-from dataclasses import replace
 
 import pytest
 
 from benchmarks import __main__ as command
 from benchmarks.models.experiments import Experiment, unet
-from benchmarks.suites import ablation, bubbles, one_gpu, speed
+from benchmarks.suites import bubbles, one_gpu, speed
 from examples import schedules
 from tests.support.size import soak
 
 pytestmark = pytest.mark.usefixtures("prompt")
 
 
-#: By the name of a benchmark: the options of its least size. The first six run in a soak alone.
+#: By the name of a benchmark: the options of its least size. They run in a soak alone.
 LEAST = {
     "offload": ["--ratios", "1.5", "--schedules", "1f1b"],
     "overhead": ["--n", "2", "--m", "2", "--rounds", "1", "--seconds", "0", "--rivals", "ours"],
     "host_bound": ["--n", "2", "--m", "2", "--seconds", "0", "--steps", "1", "--models"],
-    "ablation": ["--modes", "never", "--steps", "1", "--ours-alone"],
-    "transparency": ["--n", "8", "--batch", "256", "--epochs", "1", "--seeds", "1"],
-    "instructions": ["--n", "2", "--m", "2", "--modes", "always", "--seconds", "0"],
-    "parts": ["--n", "2", "--m", "2", "--steps", "1", "--modes", "never"],
-    "varying": ["--n", "2", "--m", "2", "--modes", "never", "--rivals", "ours", "--mean", "0.001"],
 }
 LEAST["overhead"] += ["--device", "virtual"]
 LEAST["host_bound"] += ["tiny layers", "--devices", "virtual"]
-LEAST["instructions"] += ["--device", "virtual"]
-LEAST["parts"] += ["--device", "virtual"]
-LEAST["varying"] += ["--kinds", "uniform", "--seeds", "1"]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=soak) if k < 6 else name for k, name in enumerate(LEAST)]
-)
+@soak
+@pytest.mark.parametrize("name", LEAST)
 def test_least_size(name, devices, tmp_path, monkeypatch):
-    small = replace(ablation.ABLATION, model=unet(1, 16), size=64)
-    monkeypatch.setattr(ablation, "ABLATION", small)
     monkeypatch.setattr(bubbles.testing, "load", lambda count=8: devices[:count])
     path = tmp_path / f"{name}.json"
     assert not command.main([name, *LEAST[name], "--output", str(path)])

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from benchmarks.models.experiments import ABLATION, MEMORY, SCALE, SPEED, build, samples, scaled
+from benchmarks.models.experiments import MEMORY, SCALE, SPEED, build, samples, scaled
 from tests.support.size import soak
 
-EVERY = [x for listed in (*SPEED.values(), *MEMORY.values(), [ABLATION]) for x in listed]
+EVERY = [x for listed in (*SPEED.values(), *MEMORY.values()) for x in listed]
 
 
 @pytest.mark.parametrize("name", [pytest.param("amoebanetd", marks=soak), "resnet101"])

@@ -16,9 +16,9 @@ def publish(monkeypatch, tmp_path):
     def publish():
         tables = [Table(["name", "seconds"], [["one", "1.5 (2)"], ["two", None]], "Times:")]
         found = Summary("A title", tables, "A note.")
-        monkeypatch.setattr("benchmarks.suites.parts.summarise", lambda result: found)
+        monkeypatch.setattr("benchmarks.suites.bubbles.summarise", lambda result: found)
         path = tmp_path / "folder" / "result.json"
-        head = files.head("parts", ["--n", "2"], left_out={"three": "no such thing"})
+        head = files.head("bubbles", ["--n", "2"], left_out={"three": "no such thing"})
         files.publish(path, head, [{"name": "one"}, {"name": "two"}], lambda result: found)
         return path
 
@@ -29,7 +29,7 @@ def test_publish(publish, capsys):
     published = publish()
     text = published.with_suffix(".md").read_text("utf-8")
     assert text.splitlines()[0] == "# A title"
-    assert "`python -m benchmarks parts --n 2`" in text
+    assert "`python -m benchmarks bubbles --n 2`" in text
     assert text.split("Times:\n\n")[1].startswith(
         "| name | seconds |\n| :--- | ------: |\n| one  | 1.5 (2) |\n| two  | not run |\n\nA note."
     )
