@@ -16,7 +16,7 @@ from torchgpipe.graphs.places import Places
 from torchgpipe.graphs.slices import CHOICES
 from torchgpipe.graphs.stage import costs_of
 from torchgpipe.graphs.trace import Marks, chosen, trace
-from torchgpipe.testing.hardware import _spend
+from torchgpipe.testing.busy import _spend
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import flatten
 

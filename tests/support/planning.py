@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torchgpipe import GPipe, ScheduledLoss, trace
 from torchgpipe.skip import Namespace, pop, skippable, stash
 from torchgpipe.testing import observe
-from torchgpipe.testing.hardware import busy
+from torchgpipe.testing.busy import busy
 
 
 class Timed(nn.Module):

@@ -12,7 +12,7 @@ from tests.support.size import some
 from torchgpipe import is_recomputing
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.testing import Busy, observe
-from torchgpipe.testing.hardware import busy
+from torchgpipe.testing.busy import busy
 
 #: The checkpoint mode of tests that stand beside one of all modes; `make soak` takes all.
 ONE_MODE = some(MODES, ["except_last"])

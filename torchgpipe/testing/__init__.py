@@ -15,8 +15,9 @@ streams and events are bookkeeping. So a missing wait shows as a race, and never
 """
 
 from torchgpipe.show.span import Span, Stream
+from torchgpipe.testing.busy import Busy
 from torchgpipe.testing.dry_run import Prediction, dry_run
-from torchgpipe.testing.hardware import Busy, Hardware
+from torchgpipe.testing.hardware import Hardware
 from torchgpipe.testing.loading import UnavailableError, load
 from torchgpipe.testing.observe import Observation, observe
 from torchgpipe.testing.report import Access, Part, Place, Race, Transfers, Wait

@@ -1,18 +1,18 @@
-"""The speed of virtual accelerators: described hardware, costs and bandwidths, busy layers."""
+"""The speed of virtual accelerators: described hardware, costs and bandwidths."""
 
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
 
 from torchgpipe import _torch
 from torchgpipe.checks import (
-    MOST,
     finite,
     is_number,
     shown,
@@ -21,7 +21,7 @@ from torchgpipe.checks import (
     verify_number,
 )
 
-__all__ = ["Hardware", "Busy"]
+__all__ = ["Hardware"]
 
 _ops: Any = torch.ops.virtual_accelerator
 
@@ -30,6 +30,12 @@ _ops: Any = torch.ops.virtual_accelerator
 KINDS = ("matmul", "convolution", "attention", "other")
 
 GIB = 2**30
+
+#: The fields of :class:`Hardware` that are times, and may be 0.
+TIMES = ("launch", "host", "host_backward")
+
+#: The share of a rate, or shares by the size of an operator.
+Share: TypeAlias = float | Mapping[float, float]
 
 
 @dataclass(frozen=True)
@@ -46,9 +52,14 @@ class Hardware:
         launch: seconds that any kernel takes besides.
         efficiency: the share of these rates that operators reach, by kind: ``"matmul"``,
             ``"convolution"`` and ``"attention"``; that of ``"other"``, which moves bytes alone, is
-            the share of the bandwidth for all. Without an entry it is 1.
+            the share of the bandwidth for all. Without an entry it is 1. A share is a number, or a
+            table by the size of an operator, in operations or, for ``"other"``, in bytes; between
+            two sizes it goes by their logarithm.
         name: what a report calls the hardware.
         baseline: the measured baseline that the efficiencies come from; empty if there is none.
+        host: seconds that a thread of Python takes to issue an operator; 0 for a host that is never
+            late.
+        host_backward: the same of autograd's threads.
     """
 
     memory: int
@@ -57,14 +68,16 @@ class Hardware:
     link: float
     host_link: float
     launch: float = 5e-6
-    efficiency: Mapping[str, float] = field(default_factory=dict)
+    efficiency: Mapping[str, Share] = field(default_factory=dict)
     name: str = "hardware"
     baseline: str = ""
+    host: float = 0.0
+    host_backward: float = 0.0
 
     def __post_init__(self) -> None:
         for entry in fields(self):
             if entry.type in ("int", "float"):
-                least = {} if entry.name == "launch" else {"above": 0.0}
+                least = {} if entry.name in TIMES else {"above": 0.0}
                 rule = "hardware is described by positive numbers, in bytes and seconds"
                 value, remedy = getattr(self, entry.name), "take it from the maker's data sheet"
                 verify_number(value, rule, entry.name, remedy, **least)
@@ -76,7 +89,8 @@ class Hardware:
         for kind, share in self.efficiency.items():
             rule = f"an efficiency is the share of a rate that a kind of operator reaches: {KINDS}"
             verify(kind in KINDS, rule, "efficiency", kind, "name one of these kinds")
-            verify_number(share, rule, kind, "pass a number above 0, such as 0.5", above=0)
+            for value in share.values() if isinstance(share, Mapping) else (share,):
+                verify_number(value, rule, kind, "pass a number above 0, such as 0.5", above=0)
 
     def calibrated(self, predicted: float, measured: float, baseline: str) -> Hardware:
         """The same hardware, with efficiencies scaled so that a measured step is predicted right.
@@ -90,10 +104,40 @@ class Hardware:
             rule, remedy = "a step takes some time", "pass seconds"
             verify_number(value, rule, name, remedy, above=0)
         share = predicted / measured
-        efficiency = {kind: share * self.efficiency.get(kind, 1.0) for kind in KINDS}
-        # A launch is no rate, so it takes longer by the same factor.
-        launch = self.launch / share
-        return replace(self, efficiency=efficiency, launch=launch, baseline=baseline)
+        efficiency = {kind: _times(self.efficiency.get(kind, 1.0), share) for kind in KINDS}
+        # Launches and the host are no rates, so they take longer by the same factor.
+        times = {name: getattr(self, name) / share for name in TIMES}
+        return replace(self, efficiency=efficiency, baseline=baseline, **times)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Hardware:
+        """Read a file that ``python -m torchgpipe.testing.measure`` has written.
+
+        Raises:
+            OSError: it cannot be read.
+            ValueError: it has something else.
+        """
+        entries = json.loads(Path(path).read_text("utf-8"))
+        rule, remedy = "a file of hardware has what measure wrote", "measure the hardware again"
+        verify(isinstance(entries, dict) and "rates" in entries, rule, "file", str(path), remedy)
+        rates = {getattr(torch, name): rate for name, rate in entries.pop("rates").items()}
+        shares = {
+            kind: {float(size): x for size, x in share.items()} if type(share) is dict else share
+            for kind, share in entries.pop("efficiency").items()
+        }
+        return cls(rates=rates, efficiency=shares, **entries)
+
+    def save(self, path: str | Path) -> None:
+        """Write a file that :meth:`load` reads, and that a dry run takes by its name."""
+        entries = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        entries["rates"] = {str(dtype)[6:]: rate for dtype, rate in self.rates.items()}
+        Path(path).write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+
+
+def _times(share: Share, factor: float) -> Share:
+    if isinstance(share, Mapping):
+        return {size: factor * x for size, x in share.items()}
+    return factor * share
 
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
@@ -163,10 +207,12 @@ def hardware_of(device: Hardware | str) -> Hardware:
     """
     if isinstance(device, Hardware):
         return device
+    if isinstance(device, str) and device.endswith(".json"):
+        return Hardware.load(device)
     if not isinstance(device, str) or device not in NAMED:
         raise ValueError(
-            f"a device is one of {', '.join(sorted(NAMED))}, or described (device: "
-            f"{shown(device)}); pass torchgpipe.testing.Hardware(...) for another"
+            f"a device is one of {', '.join(sorted(NAMED))}, a measured file that ends with .json, "
+            f"or described (device: {shown(device)}); pass torchgpipe.testing.Hardware(...)"
         )
     return NAMED[device]
 
@@ -302,7 +348,11 @@ def put_hardware(hardware: Hardware) -> None:
     for dtype, rate in hardware.rates.items():
         _ops.set_rate(dtype, rate / 1e3)
     for kind, share in hardware.efficiency.items():
-        _ops.set_efficiency(kind, share)
+        table = share if isinstance(share, Mapping) else {1.0: share}
+        sizes = sorted(table)
+        _ops.set_efficiency(kind, [*map(float, sizes)], [float(table[size]) for size in sizes])
+    if hardware.host or hardware.host_backward:
+        _ops.set_issue(hardware.host * 1e3, hardware.host_backward * 1e3)
     ends = [_HOST, *range(torch.accelerator.device_count())]
     for source, target in itertools.permutations(ends, 2):
         rate = hardware.host_link if _HOST in (source, target) else hardware.link
@@ -318,93 +368,3 @@ def _indices(end: End) -> list[int]:
 def name_of(index: int) -> int | str:
     """The device, or the host, that has a number in the library."""
     return CPU if index == _HOST else index
-
-
-# A layer that takes a given virtual time, to stand for a real one.
-
-
-class Busy(nn.Module):
-    """A stand-in for a layer, or a partition, of known cost: ``output = input * weight``.
-
-    On devices that are not virtual, it computes the same and spends no further time.
-
-    Args:
-        forward: the cost of a forward, in milliseconds of virtual time.
-        input: the cost of the backward for the input, if a gradient of the input is needed.
-        weight: the cost of the backward for the weight in the same way.
-        features: the size of the last dimension of the input, and of the weight.
-        name: the name of the layer in spans, where F, I or W stands before it.
-
-    Shape:
-        The input has any shape with ``features`` in the last dimension, and the output the same.
-    """
-
-    def __init__(
-        self,
-        forward: float = 1.0,
-        input: float = 1.0,
-        weight: float = 1.0,
-        *,
-        features: int = 1,
-        name: str = "",
-    ) -> None:
-        super().__init__()
-        for cost in (forward, input, weight):
-            if not (is_number(cost) and finite(cost) and cost >= 0):
-                raise ValueError(
-                    "the costs of a busy layer are times in milliseconds "
-                    f"(forward: {shown(forward)}, input: {shown(input)}, weight: {shown(weight)}); "
-                    "use 0 for what takes no time"
-                )
-        valid = type(features) is int and 0 < features <= MOST
-        rule, remedy = f"features must be from 1 to {MOST}", "pass the size of the weight"
-        verify(valid, rule, "features", features, remedy)
-        verify_kind(name, str, "the name of a busy layer is a text", "name", "pass such as 'block'")
-        self.costs = (float(forward), float(input), float(weight))
-        self.name = name
-        self.weight = nn.Parameter(torch.rand(features) + 0.5)
-
-    def forward(self, input: Tensor) -> Tensor:
-        return busy(input, self.weight, self.costs, self.name)
-
-    def extra_repr(self) -> str:
-        forward, input, weight = self.costs
-        return f"forward={forward}, input={input}, weight={weight}"
-
-
-def busy(input: Tensor, weight: Tensor, costs: tuple[float, float, float], name: str) -> Tensor:
-    """Compute a busy layer, which lasts for the time of F, and in backward for those of I and W."""
-    forward, own, weights = costs
-    # Autograd runs the function that was applied last first: I, then W.
-    weight = Spend.apply(weight, 0.0, "", weights, "W" + name)
-    output: Tensor = Spend.apply(input, forward, "F" + name, own, "I" + name) * weight
-    return output
-
-
-class Spend(torch.autograd.Function):
-    """``tensor, forward, its name, backward, its name → tensor``: pass on, and take time.
-
-    There is one for the input, and another one for the weight, so that backward can be run for one
-    of them alone.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, forward: float, name: str, backward: float, its_name: str
-    ) -> Tensor:
-        ctx.backward = backward, its_name
-        if forward:
-            _spend(tensor, forward, name)
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        cost, name = ctx.backward
-        if cost:
-            _spend(grad, cost, name)
-        return grad, None, None, None, None
-
-
-def _spend(tensor: Tensor, cost: float, name: str) -> None:
-    if hasattr(_ops, "busy"):
-        _ops.busy(tensor, cost, name)

@@ -291,7 +291,7 @@ def observe(
         # At the end of the last observation, threads may still have been about to call its hook.
         _hooks[:] = [*_hooks[-1:], hook]
         _ops.observe(True, -1 if jitter is None else jitter, raise_on_race, address)
-        _ops.set_issue(host)
+        _ops.set_issue(host, host)
         if costs == MEASURED:
             _ops.set_measured()
         if isinstance(costs, Hardware):

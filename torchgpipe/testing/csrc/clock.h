@@ -67,6 +67,10 @@ struct Link {
   double bandwidth = 0;  // Bytes per millisecond.
   std::shared_ptr<std::map<double, double>> taken;
 };
+// The milliseconds in which a stream had nothing to do since the host came late, and those of its work.
+struct Waiting {
+  double late = 0, busy = 0;
+};
 struct Traffic {
   int64_t copies = 0, bytes = 0;
 };
@@ -74,7 +78,8 @@ struct Traffic {
 struct Speed {
   bool described = false;
   std::map<int8_t, double> rates;            // Operations per millisecond, by dtype.
-  std::map<std::string, double> efficiency;  // The share of a rate that a kind of operator reaches.
+  // The share of a rate that a kind of operator reaches, by the logarithm of its size.
+  std::map<std::string, std::vector<std::pair<double, double>>> efficiency;
   double bandwidth = 1, launch = 0;          // Bytes per millisecond, and the time of any kernel.
 };
 // What an operator has taken on a device, in all its calls.
@@ -105,7 +110,9 @@ struct State {
   // The settings of an observation.
   bool observed = false;
   bool measured = false;  // Whether an operator takes the time that the CPU takes for it.
-  double issue = 0;       // Milliseconds that the host takes to issue a piece of work.
+  double issue = 0;       // Milliseconds that a thread of Python takes to issue a piece of work,
+  double issue_backward = 0;  // and those that one of autograd's takes.
+  std::vector<Waiting> waiting;  // By stream.
   std::unordered_map<std::string, double> costs;
   std::map<std::pair<int, int>, Link> links;
   std::atomic<int64_t> jitter{-1};                  // A seed, -1 for none.
@@ -158,9 +165,13 @@ inline Time issued_at() { return later(thread().time, state().observer); }
 
 // Spend the time that the host takes to issue a piece of work.
 inline void issue() {
-  if (state().issue <= 0) return;
+  if (state().issue <= 0 && state().issue_backward <= 0) return;
+  // Autograd's own nodes take no Python. A recomputation in backward does, and keeps a graph.
+  bool is_backward = !c10::GradMode::is_enabled() && torch::autograd::get_current_node();
+  double cost = is_backward ? state().issue_backward : state().issue;
+  if (cost <= 0) return;
   auto& t = thread();
-  t.time = {issued_at().at + state().issue, -1};
+  t.time = {issued_at().at + cost, -1};
   if (t.observer) state().observer = later(state().observer, t.time);
 }
 
@@ -194,11 +205,14 @@ inline void begin(int s) {
   issue();
   auto& it = stream_state(s);
   it.clock[s]++;
-  it.time = later(it.time, issued_at());
+  Time issued = issued_at();
+  if (it.time.since == issued.since && it.time.at > 0) state().waiting[s].late += std::max(0., issued.at - it.time.at);
+  it.time = later(it.time, issued);
 }
 inline void spend(int s, double cost, const std::string& name) {
   if (cost <= 0) return;
   auto& it = state().streams[s];
+  state().waiting[s].busy += cost;
   if (state().observed) {
     auto& spans = state().spans;
     auto labels = current_labels();

@@ -2,7 +2,8 @@
 //
 //     time = launch + max(operations / (rate · efficiency), bytes / (bandwidth · efficiency))
 //
-// The efficiency of a bandwidth is that of operators that move bytes alone. Operations are counted
+// The efficiency of a bandwidth is that of operators that move bytes alone. An efficiency may depend
+// on the size of an operator. Operations are counted
 // for matrix products, convolutions and attention, two for a multiplication and its addition.
 // Whatever else an operator computes takes less time than its bytes.
 // A convolution of 3 x 3 in float32 may be done in Winograd's way, as cuDNN does it: in tiles of
@@ -96,20 +97,30 @@ inline void count_operations(Work& work, const std::string& op, at::ArrayRef<c10
 // The milliseconds of a piece of work, which is counted among the parts of its device.
 inline double time_of(const Work& work, const std::string& op, int device) {
   auto& speed = state().speed;
-  auto share = [&](const std::string& kind) {
+  auto share = [&](const std::string& kind, double size) {
     auto found = speed.efficiency.find(kind);
-    return found == speed.efficiency.end() ? 1 : found->second;
+    if (found == speed.efficiency.end()) return 1.;
+    auto& table = found->second;
+    double at = std::log(std::max(size, 1.));
+    auto above = std::find_if(table.begin(), table.end(), [&](auto& x) { return x.first >= at; });
+    if (above == table.end()) return table.back().second;
+    if (above == table.begin()) return above->second;
+    auto below = std::prev(above);
+    return below->second + (above->second - below->second) * (at - below->first) / (above->first - below->first);
   };
-  double bandwidth = speed.bandwidth * share("other");
+  double bandwidth = speed.bandwidth * share("other", work.bytes);
   double time = work.bytes / bandwidth;
   if (work.flops > 0) {
     auto rate = speed.rates.find(int8_t(work.type));
     if (rate == speed.rates.end())
       fail("rate", op + " of " + c10::toString(work.type), "hardware needs a rate for each dtype that is multiplied",
            "add it to the rates of the hardware");
-    double compute = work.flops / (rate->second * share(work.kind));
+    double compute = work.flops / (rate->second * share(work.kind, work.flops));
     time = std::max(time, compute);
-    if (work.tiles > 0) time = std::min(time, work.transformed / bandwidth + std::max(compute / 4, work.tiles / bandwidth));
+    // A convolution that was measured went the way that its library chose.
+    auto measured = speed.efficiency.find("convolution");
+    bool is_measured = measured != speed.efficiency.end() && measured->second.size() > 1;
+    if (work.tiles > 0 && !is_measured) time = std::min(time, work.transformed / bandwidth + std::max(compute / 4, work.tiles / bandwidth));
   }
   time += speed.launch;
   auto& part = state().parts[{device, work.kind, op}];

@@ -32,6 +32,7 @@ void start_devices(int64_t devices) {
   s.devices = devices;
   size_t streams = devices * kStreams;
   s.streams.assign(streams, StreamState{VectorClock(streams, 0), {}, 0});
+  s.waiting.resize(streams);
   s.host.assign(streams, 0);
   s.next_stream.assign(devices, 0);
   memory().accounts.resize(devices);
@@ -80,7 +81,9 @@ void observe(bool begins, int64_t jitter_seed, bool raise, int64_t stack_hook) {
   observe_labels(begins);
   s.observed = begins;
   s.measured = false;
-  s.issue = 0;
+  s.issue = s.issue_backward = 0;
+  if (begins)
+    for (auto& waiting : s.waiting) waiting = {};
   for (auto& stream : s.streams) {
     join(s.host, stream.clock);
     stream.time = {};
@@ -114,9 +117,16 @@ void set_measured() {
   VIRTUAL_LOCK;
   state().measured = true;
 }
-void set_issue(double cost) {
+void set_issue(double cost, double backward) {
   VIRTUAL_LOCK;
   state().issue = cost;
+  state().issue_backward = backward;
+}
+// The milliseconds in which a device had nothing to do since the host came late: those of its busiest stream.
+double late(int64_t device) {
+  VIRTUAL_LOCK;
+  auto first = state().waiting.begin() + checked(device) * kStreams;
+  return std::max_element(first, first + kStreams, [](auto& a, auto& b) { return a.busy < b.busy; })->late;
 }
 // Describe the links from some devices to others, which share their bandwidth if there are several.
 void set_bandwidth(std::vector<int64_t> from, std::vector<int64_t> to, double bytes) {
@@ -148,9 +158,12 @@ void set_rate(c10::ScalarType type, double rate) {
   VIRTUAL_LOCK;
   state().speed.rates[int8_t(type)] = rate;
 }
-void set_efficiency(std::string kind, double efficiency) {
+// Describe the shares of a rate, by the sizes of operators, which ascend.
+void set_efficiency(std::string kind, std::vector<double> sizes, std::vector<double> shares) {
   VIRTUAL_LOCK;
-  state().speed.efficiency[kind] = efficiency;
+  auto& table = state().speed.efficiency[kind];
+  table.clear();
+  for (size_t i = 0; i < sizes.size(); i++) table.push_back({std::log(sizes[i]), shares[i]});
 }
 
 // ---------------------------------------------------------------- to Python, as JSON
@@ -275,14 +288,15 @@ TORCH_LIBRARY(virtual_accelerator, m) {
   m.def("observe(bool begins, int jitter, bool raises, int stack_hook) -> ()", &observe);
   m.def("set_cost(str op, float cost) -> ()", &set_cost);
   m.def("set_measured() -> ()", &set_measured);
-  m.def("set_issue(float cost) -> ()", &set_issue);
+  m.def("set_issue(float cost, float backward) -> ()", &set_issue);
+  m.def("late(int device) -> float", &late);
   m.def("set_bandwidth(int[] source, int[] target, float bytes) -> ()", &set_bandwidth);
   m.def("set_hollow(bool on, float? value_read) -> ()", &set_hollow);
   m.def("is_hollow() -> bool", [] { return state().hollow.load(); });
   m.def("set_capacity(int bytes) -> ()", &set_capacity);
   m.def("set_speed(float bandwidth, float launch) -> ()", &set_speed);
   m.def("set_rate(ScalarType dtype, float rate) -> ()", &set_rate);
-  m.def("set_efficiency(str kind, float efficiency) -> ()", &set_efficiency);
+  m.def("set_efficiency(str kind, float[] sizes, float[] shares) -> ()", &set_efficiency);
   m.def("troubles() -> str", &troubles);
   m.def("account(int device) -> str", &account);
   m.def("parts() -> str", &parts);

@@ -62,6 +62,8 @@ class Prediction:
         memory: the bytes of tensors over the step, by device: pairs of a time in seconds and the
             most bytes since the time before, in the order in which the host allocated them.
         host: the bytes of pinned memory of the host, for what cells keep there.
+        late: the seconds on each device in which it had nothing to do since the host came late; 0
+            if the hardware has a host that is never late.
         too_large: the first allocation that does not fit; None if all do. The dry run went on
             without it, so that the other figures say what the step would need.
         seen: the observation of the step, with its spans, transfers and critical path.
@@ -76,6 +78,7 @@ class Prediction:
     parts: Sequence[Part] = field(repr=False)
     memory: Mapping[int, Sequence[tuple[float, int]]] = field(repr=False)
     host: int
+    late: tuple[float, ...]
     too_large: Place | None
     seen: Observation = field(repr=False)
 
@@ -118,6 +121,9 @@ class Prediction:
             lines.append(
                 f"{name:13} {allocated / GIB:9.2f} {reserved / GIB:9.2f} {of:6.1f}  {title}"
             )
+        if any(self.late):
+            shares = ", ".join([f"{100 * late / self.time:.0f} %" for late in self.late])
+            lines.append(f"share of the step in which a device waits for the host: {shares}")
         if self.host:
             lines.append(f"pinned memory of the host: {in_gib(self.host)}")
         lines.append("memory over the step, in tenths of the most that a device has (* is above)")
@@ -184,6 +190,7 @@ def prediction_of(
             for device, account in zip(devices, accounts)
         },
         host=_ops.pinned(),
+        late=tuple([_ops.late(device.index) / 1e3 for device in devices]),
         too_large=too_large,
         seen=seen,
     )
