@@ -342,8 +342,12 @@ def without_values(hardware: Hardware, value_read: float | None) -> Iterator[Non
         verify_number(value_read, rule, "value_read", remedy, least=-float("inf"))
     _ops.set_capacity(hardware.memory)
     _ops.set_hollow(True, value_read)
+    # With a thread for each device, the order in which they come decides when a gradient that
+    # crosses devices is freed. Virtual time does not depend on it, but that of a host does.
+    has_host = bool(hardware.host or hardware.host_backward)
     try:
-        yield
+        with torch.autograd.set_multithreading_enabled(has_host):
+            yield
     finally:
         gc.collect()
         _ops.set_hollow(False, None)
