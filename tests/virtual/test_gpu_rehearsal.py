@@ -1,4 +1,4 @@
-"""What `make gpu` asks of a GPU is rehearsed on virtual accelerators, at the least size."""
+"""The rehearsal of `make gpu` on virtual accelerators, at the least size."""
 
 from tests.support.size import soak
 from tools import gpu

@@ -1,4 +1,4 @@
-"""What is measured of hardware predicts what the hardware does."""
+"""The speed of hardware as it is measured predicts what the hardware does."""
 
 from dataclasses import replace
 

@@ -68,7 +68,7 @@ class Device:
 
 
 def rates(sizes_and_seconds: Sequence[tuple[float, float]], launch: float) -> dict[float, float]:
-    """What is done a second, by size, where an operator takes longer than its launch twice."""
+    """Rates by size, of operators that take longer than two launches."""
     return {size: size / (t - launch) for size, t in sizes_and_seconds if t > 2 * launch}
 
 
