@@ -90,3 +90,22 @@ def test_interrupted_where_something_was_set(places, window, monkeypatch):
             assert state(model) == before
             model.zero_grad()
             assert all(map(torch.equal, step(model), expected))
+
+
+class Left(nn.Module):
+    """A layer that enters a mode, and fails before it leaves it."""
+
+    def forward(self, x):
+        torch.device("meta").__enter__()
+        raise ArithmeticError
+
+
+def test_a_layer_that_leaves_a_mode_entered(places):
+    """The modes of the caller stay, and what the layer has entered goes."""
+    model = GPipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), Left()), [1, 1], devices=places)
+    with torch.device("cpu"):
+        before = state(model)
+        with pytest.raises(ArithmeticError):
+            model(torch.ones(4, WIDTH, device=model.devices[0]))
+        assert state(model) == before
+        assert torch.ones(1).device.type == "cpu"
