@@ -211,12 +211,20 @@ def test_exports():
         "trace",
         "verify_recomputation",
     ]
-    public = {
-        name
-        for name, value in vars(torchgpipe).items()
-        if not name.startswith("_") and getattr(value, "__module__", None) is not None
-    }
-    assert public | {"__version__"} == set(torchgpipe.__all__)
+    homes = [name for names in torchgpipe._HOMES.values() for name in names]
+    assert sorted([*homes, "__version__"]) == sorted(torchgpipe.__all__)
+    assert all(hasattr(torchgpipe, name) for name in [*homes, *torchgpipe._MODULES])
+    with pytest.raises(AttributeError, match="no attribute 'Pipe'"):
+        torchgpipe.Pipe  # noqa: B018
+
+
+def test_a_schedule_needs_no_torch():
+    program = """
+import sys
+import torchgpipe.schedule
+print(torchgpipe.schedule.named("1f1b", 2, 4).placement, "torch" in sys.modules)
+"""
+    assert fresh.run_new(program) == (0, "(0, 1) False\n", "")
 
 
 def test_all_names_exist():
