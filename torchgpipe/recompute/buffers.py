@@ -17,7 +17,7 @@ zeros leaves a mean of zero as it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from operator import is_, is_not
 from typing import NamedTuple, TypeAlias
@@ -29,8 +29,12 @@ from torch.nn.parameter import is_lazy
 
 from torchgpipe.autograd.versions import identities
 from torchgpipe.recompute.once import OncePerMiniBatch
+from torchgpipe.values.structure import is_dense
 
 __all__: list[str] = []
+
+#: Classes of tensors without behaviour of their own.
+PLAIN = (Tensor, nn.Buffer)
 
 #: Up to how many bytes each step copies a buffer that no layer has changed so far.
 SMALL = 1 << 16
@@ -97,12 +101,12 @@ class Copied(NamedTuple):
         for k in changed:
             if common.copies[k] is None:
                 raise _changed(common.places[k], common.tensors[k])
-        found = [(common.places[k], common.copies[k]) for k in changed]
-        once: dict[int, Tensor] = {}
+        found = [*[(common.places[k], common.copies[k]) for k in changed], *self.own]
+        # A copy once more, since this or another cell may be computed from it again.
+        copies = _copied([tensor for _, tensor in found])
         # guard: buffers that layers read
-        for (module, name), tensor in found + self.own:
-            # A copy once more, since this or another cell may be computed from it again.
-            module._buffers[name] = _copy(tensor, once)
+        for ((module, name), _), copy in zip(found, copies):
+            module._buffers[name] = copy
 
 
 class Buffers:
@@ -153,18 +157,17 @@ class Buffers:
 
     def copied(self) -> Copied:
         """Copy the buffers that change, before a first run."""
-        once: dict[int, Tensor] = {}
         if self._common is None:
             # Not when the step began: this stream will free the copies.
             pairs = [(place, place[0]._buffers.get(place[1])) for place in self._others]
             found = [(place, x) for place, x in pairs if x is not None]
-            copies = [_copy(x, once) if self._is_copied(place, x) else None for place, x in found]
+            copies = _copied([x if self._is_copied(place, x) else None for place, x in found])
             self._common = Common([place for place, _ in found], [x for _, x in found], copies)
         else:
             # A layer may begin to change a buffer, or one of another partition that shares it.
             self._look(self._common)
-        own = [(place, _copy(place[0]._buffers.get(place[1]), once)) for place in self._changing]
-        return Copied(own, self._common)
+        own = _copied([module._buffers.get(name) for module, name in self._changing])
+        return Copied([*zip(self._changing, own)], self._common)
 
     def _is_copied(self, place: Place, x: Tensor) -> bool:
         module, name = place
@@ -222,19 +225,35 @@ class FirstRun:
             self.buffers.learn()
 
 
-def _copy(tensor: Tensor | None, once: dict[int, Tensor]) -> Tensor | None:
-    """Copy a buffer, once for all places where it is."""
-    if tensor is None or is_lazy(tensor):
-        # Its layer makes it in the first run. Recomputations get copies of what it holds by then.
-        return tensor
-    if id(tensor) not in once:
-        if tensor.requires_grad:
+def _copied(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Copy buffers, once for all places where one is.
+
+    Small ones are copied together: a model of a hundred norms has three hundred of them, and on a
+    GPU each copy takes a launch.
+    """
+    copies: dict[int, Tensor] = {}
+    small: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for x in tensors:
+        if x is None or id(x) in copies:
+            continue
+        if is_lazy(x):
+            # Its layer makes it in the first run. Recomputations get copies of what it holds then.
+            copies[id(x)] = x
+        elif x.requires_grad:
             with torch.enable_grad():
                 # No leaf, since layers may change it in place.
-                once[id(tensor)] = tensor.detach().requires_grad_().clone()
+                copies[id(x)] = x.detach().requires_grad_().clone()
+        elif type(x) in PLAIN and is_dense(x) and x.nbytes <= SMALL and x.is_contiguous():
+            small.setdefault((x.device, x.dtype), []).append(x)
+            copies[id(x)] = x
         else:
-            once[id(tensor)] = tensor.clone()
-    return once[id(tensor)]
+            copies[id(x)] = x.clone()
+    for alike in small.values():
+        together = torch.cat([x.reshape(-1) for x in alike])
+        for x, part in zip(alike, together.split([x.numel() for x in alike])):
+            # Each with a version of its own, which layers and autograd count in.
+            copies[id(x)] = part.data.view(x.shape)
+    return [None if x is None else copies[id(x)] for x in tensors]
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

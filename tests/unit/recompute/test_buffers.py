@@ -2,14 +2,17 @@
 
 import gc
 import weakref
+from collections import Counter
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchgpipe.recompute import buffers
 from torchgpipe.recompute.buffers import Buffers
+from torchgpipe.recompute.layer_state import LayersState
 
 
 class Holder(nn.Module):
@@ -215,3 +218,35 @@ def test_knowledge_keeps_no_layer_alive():
     gc.collect()
     assert alive() is None
     assert not learned
+
+
+class Counting(TorchDispatchMode):
+    """How often each operator that moves memory is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.clone, torch.ops.aten.cat):
+            self.calls[func.overloadpacket.__name__] += 1
+        return func(*args, **kwargs or {})
+
+
+def test_small_buffers_are_copied_together():
+    norms = nn.Sequential(*[nn.BatchNorm1d(3) for _ in range(8)])
+    state = LayersState(norms, {})
+    with Counting() as counting:
+        copies = [state.buffers.copied()]
+        with state.restored(copies):
+            norms(torch.rand(4, 3))
+    # The statistics and the counts, and the statistics again for the recomputation.
+    assert counting.calls == {"cat": 3}
+    first, second = (own(copies[0])[name] for name in ("running_mean", "running_var"))
+    # To change one does not make another one look changed.
+    version = second._version
+    first.add_(1)
+    assert second._version == version
+    assert first.is_contiguous()
+    assert first.shape == (3,)
+    assert all(torch.equal(norm.running_mean, torch.zeros(3)) for norm in norms)
