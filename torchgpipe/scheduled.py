@@ -90,8 +90,8 @@ class ScheduledLoss(Alone):
             in the end, and so are those that layers add on their own, which is wrong for these.
         stages: how stages compute: ``'eager'``, by their layers and autograd, or ``'graph'``, by FX
             graphs. A stage is traced on each kind of micro-batch when that comes for the second
-            time. A graph does what the layers do to tensors, and nothing else; a stage that cannot
-            be one is eager, and a warning says why. While a stage is traced, its parameters are
+            time. What was traced is what runs: see :meth:`retrace`. A stage that cannot be a graph
+            is eager, and a warning says why. While a stage is traced, its parameters are
             replaced, so no other thread may use the layers then, as to evaluate them.
         compile: the backend of :func:`torch.compile` for each part of a graph, such as
             ``'inductor'``; without it, operators run one by one.
@@ -214,6 +214,15 @@ class ScheduledLoss(Alone):
         with torch.enable_grad():
             executor = self._executor(mini_batch, (targets, more))
             return costs_of(traced_all(executor, self.graphs))
+
+    def retrace(self) -> None:
+        """Trace the stages anew, from the next step on.
+
+        A graph has what it was traced with. Changes of layers are seen: of their modules and
+        tensors, and of numbers, flags and texts in attributes. After a change of anything else that
+        layers or the loss read, as of a configuration or a global variable, call this method.
+        """
+        self.__dict__["_crew"] = None
 
     def _executor(self, mini_batch: MiniBatch, terms: Any) -> Executor:
         """Make the executor of a step."""

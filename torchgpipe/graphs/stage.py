@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from os import PathLike
 from typing import Any
 
 import torch
@@ -27,10 +26,10 @@ from torchgpipe.engine.criterion import Criterion
 from torchgpipe.engine.loop import Executor
 from torchgpipe.graphs.gate import gate
 from torchgpipe.graphs.joint import bytes_of, tensors_of
+from torchgpipe.graphs.listing import listing
 from torchgpipe.graphs.overlap import Overlaps, cost
 from torchgpipe.graphs.parts import Maker, Parts
-from torchgpipe.graphs.picture import text, write_svg
-from torchgpipe.graphs.places import UntraceableError, kinds
+from torchgpipe.graphs.places import Places, UntraceableError, kinds
 from torchgpipe.graphs.slices import Choice, Slice
 from torchgpipe.graphs.trace import Marks, OutputForm, chosen, trace
 from torchgpipe.graphs.traced import (
@@ -78,7 +77,6 @@ class StageGraphs:
         recompute: Choice,
     ) -> None:
         self._modules = [layers, loss] if isinstance(loss, nn.Module) else [layers]
-        self._others = [] if loss is None else [loss]
         self.j, self.overlaps = j, overlaps
         self._make, self._recompute = make, recompute
         self.states: list[StageState] = []
@@ -102,13 +100,13 @@ class StageGraphs:
 
     def _current_state(self) -> StageState:
         for state in self.states:
-            if state.is_current():
+            if state.places.are_current():
                 break
         else:
-            state = StageState(self._modules, self._others)
+            state = StageState(Places(self._modules))
             if len(self.states) == STATES and all(x.steps == 1 for x in self.states):
                 name = state.places.difference(self.states[0].places)
-                self.say(f"its attributes are others in each step ({name or 'an object'})")
+                self.say(f"its attributes are others in each step ({name})")
                 # The state changes in each step, so a trace would serve one step only.
                 state.is_brief = True
         # The one that was used last is looked at first.
@@ -169,19 +167,7 @@ class StageGraphs:
         Raises:
             ValueError: there is no graph.
         """
-        print(text(self._last().parts, split, self.j))
-
-    def svg(self, path: str | PathLike[str], split: bool = True) -> None:
-        """Draw the parts of the graph that was traced last into an SVG file.
-
-        Args:
-            path: the file.
-            split: whether the backward is I and W; otherwise it is B.
-
-        Raises:
-            ValueError: there is no graph.
-        """
-        write_svg(path, self._last().parts, split, self.j)
+        print(listing(self._last().parts, split, self.j))
 
     def _last(self) -> Traced:
         if self.last is None:
@@ -273,12 +259,7 @@ class StageInStep:
 
     def _try(self, entry: Entry, run: Forward) -> None:
         self.state.count += 1
-        try:
-            entry.verify()
-        except UntraceableError as error:
-            self.graphs.say(str(error))
-        else:
-            entry.traced = self.graphs.traced(self, run)
+        entry.traced = self.graphs.traced(self, run)
         entry.is_tried = True
 
     def verify(self) -> None:
@@ -287,13 +268,11 @@ class StageInStep:
         Raises:
             UntraceableError: they may not.
         """
-        if self.state.hooks:
+        if self.state.places.has_hooks:
             raise UntraceableError("its modules have hooks")
         if any(map(updated_in, self.graphs._modules)):
             raise UntraceableError("it has state that is updated once per mini-batch")
-        if self.state.places.fault:
-            raise UntraceableError(self.state.places.fault)
-        if not self.state.is_current():
+        if not self.state.places.are_current():
             raise UntraceableError("its attributes change within a step")
 
 

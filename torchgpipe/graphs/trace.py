@@ -23,7 +23,6 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
-from torchgpipe._torch.attributes import storage_of
 from torchgpipe._torch.dynamo import keep_guard
 from torchgpipe.ambient.modes import own_casts, without_autocast
 from torchgpipe.graphs.joint import Effects, Joint, is_random, tensors_of
@@ -119,13 +118,12 @@ def trace(
     counts: list[int] = []
 
     def joint(state: list[Tensor], inputs: list[Tensor], more: list[Tensor]) -> list[Tensor | None]:
-        memory = [storage_of(x) for x in state]
         # Layers may ask whether a tensor is a parameter.
         state = [
             nn.Parameter(x, x.requires_grad) if isinstance(original, nn.Parameter) else x
             for x, original in zip(state, tensors)
         ]
-        with places.put(state) as replaced, ReadingNothing(state):
+        with places.put(state), ReadingNothing(state):
             output, (rest, structure) = run(batch.replace(_entered(inputs)), more)
             form, values = _formed(output, rest, structure)
             forms.append(form)
@@ -139,10 +137,6 @@ def trace(
             wanted = [x for x in [*inputs, *[state[k] for k in chosen]] if x.requires_grad]
             # Within the block, since checkpoints of PyTorch run layers again in backward.
             found = dict(zip(map(id, wanted), _grad(ends, wanted, tangents)))
-        if replaced.moved or memory != [storage_of(x) for x in state]:
-            raise UntraceableError("it replaces a buffer in its forward")
-        if replaced.is_marked:
-            raise UntraceableError("its forward changes attributes (of a parameter)")
         of_inputs = [found.get(id(x)) for x in inputs]
         of_weights = [found.get(id(state[k])) for k in chosen]
         each = results, tangents, of_inputs, of_weights, kept
@@ -160,7 +154,7 @@ def trace(
         own_casts(),
         # guard: notes of checkpoints in a trace
         preserve_node_meta(),
-        places.restored() as restored,
+        places.restored(),
         drawing_nothing(),
     ):
         try:
@@ -169,8 +163,6 @@ def trace(
             raise
         except Exception as error:
             raise UntraceableError(_reason(error)) from error
-    if restored.changed:
-        raise UntraceableError(f"its forward changes attributes ({restored.changed.strip()})")
     made = _with_roles(module, [len(x) for x in arguments], counts, forms[0])
     _verify(made)
     return made, forms[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -14,10 +15,9 @@ from torchgpipe.devices.streams import device_types
 from torchgpipe.graphs.gate import gate
 from torchgpipe.graphs.joint import tensors_of
 from torchgpipe.graphs.parts import Parts
-from torchgpipe.graphs.places import Places, UntraceableError, has_hooks
-from torchgpipe.graphs.snapshot import Snapshot
+from torchgpipe.graphs.places import Places, UntraceableError
 from torchgpipe.graphs.trace import OutputForm
-from torchgpipe.values.structure import ATOMS, Structure
+from torchgpipe.values.structure import Structure
 
 __all__: list[str] = []
 
@@ -138,67 +138,42 @@ def current_settings() -> Settings:
 KINDS = 32
 
 
+@dataclass
 class Entry:
     """One kind of micro-batch.
 
     Args:
         structures: the structures of its parts, and that of the loss's further arguments.
+        has_run: whether the layers have run on this kind.
+        is_tried: whether it was tried to trace it.
+        traced: the graph; None for eager cells.
     """
 
-    def __init__(self, structures: Sequence[Structure]) -> None:
-        self._structures = structures
-        self._objects = _objects(structures)
-        #: Whether the layers have run on this kind, and whether it was tried to trace it.
-        self.has_run = self.is_tried = False
-        #: The graph; None for eager cells.
-        self.traced: Traced | None = None
+    structures: Sequence[Structure]
+    has_run: bool = False
+    is_tried: bool = False
+    traced: Traced | None = None
 
     def fits(self, structures: Sequence[Structure]) -> bool:
         """Whether the structures of a micro-batch fit; its tensors are compared elsewhere."""
-        return all(a.equals(b) for a, b in zip(self._structures, structures)) and (
-            # The same object may have changed since.
-            self._objects is None or self._objects.same(_objects(structures) or self._objects)
-        )
-
-    def verify(self) -> None:
-        """Check that changes of objects in the structures can be seen.
-
-        Raises:
-            UntraceableError: they cannot.
-        """
-        if self._objects is not None and self._objects.fault:
-            raise UntraceableError(self._objects.fault)
-
-
-def _objects(structures: Sequence[Structure]) -> Snapshot | None:
-    others = [x for some in structures for x in some.others.values()]
-    # Zeros are equal, so the snapshot compares their signs.
-    found = [x for x in others if type(x) not in ATOMS or (type(x) is float and x == 0)]
-    return Snapshot([("an argument", x) for x in found]) if found else None
+        return all(a.equals(b) for a, b in zip(self.structures, structures))
 
 
 class StageState:
-    """The layers of a stage in one state.
+    """The graphs of a stage for one state of its layers.
 
     Args:
-        modules: the layers, and the loss if it is a module.
-        others: the loss.
+        places: the layers, and the loss if it is a module, in that state.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], others: Sequence[Any]) -> None:
-        self._modules = modules
-        self.hooks = has_hooks(modules)
-        self.places = Places(modules, others)
+    def __init__(self, places: Places) -> None:
+        self.places = places
         self._entries: dict[Any, list[Entry]] = {}
         #: The number of kinds of micro-batches that became graphs, or were tried.
         self.count = 0
         #: The number of steps in which the layers were in this state, and whether the state will
         #: not last long enough for a trace.
         self.steps, self.is_brief = 0, False
-
-    def is_current(self) -> bool:
-        """Whether the layers are in this state."""
-        return self.places.are_current() and has_hooks(self._modules) == self.hooks
 
     def entry(self, key: Any, structures: Sequence[Structure]) -> Entry:
         """The entry of a kind of micro-batch."""
