@@ -22,7 +22,6 @@ from torchgpipe.engine.step_plan import Choice, StepPlan, plan, text_of, title_o
 from torchgpipe.engine.wrapper import Alone, MiniBatch, begin_mini_batch
 from torchgpipe.gpipe import GPipe
 from torchgpipe.graphs.cell import GraphCells
-from torchgpipe.graphs.overlap import Overlaps
 from torchgpipe.graphs.parts import compiler
 from torchgpipe.graphs.slices import CHOICES, function_of
 from torchgpipe.graphs.stage import StageGraphs, costs_of, traced_all
@@ -324,14 +323,11 @@ class ScheduledLoss(Alone):
             _verify_stages(self.stages, self.backend, self.recompute)
             cells = Cells()
             if self.stages == "graph":
-                overlaps = Overlaps()
                 make = function_of if self.backend is None else compiler(self.backend)
                 choice = CHOICES[self.recompute]
                 after = [*[None] * (len(model.partitions) - 1), self.loss]
                 pairs = enumerate(zip(model.partitions, after))
-                cells = GraphCells(
-                    [StageGraphs(j, *pair, overlaps, make, choice) for j, pair in pairs]
-                )
+                cells = GraphCells([StageGraphs(j, *pair, make, choice) for j, pair in pairs])
             crew = self.__dict__["_crew"] = Crew(stages, cells, basis)
         found: Crew = crew
         return found

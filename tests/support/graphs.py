@@ -21,7 +21,7 @@ from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import flatten
 
 
-def traced(layers, x, *, recorded=True, roots=None):
+def traced(layers, x, *, recorded=True):
     """The joint graph of layers, its form, the places of the layers and their weights."""
     places = Places([layers])
     weights = [p for p in layers.parameters() if p.requires_grad]
@@ -31,10 +31,8 @@ def traced(layers, x, *, recorded=True, roots=None):
 
     batch = Batch(x)
     own = chosen(places.read(), weights)
-    devices = [tensor.device for tensor in places.read()]
-    joint, form = trace(
-        places, devices, run, batch, (), own, Marks(), recorded=recorded, roots=roots
-    )
+    with torch.set_grad_enabled(recorded):
+        joint, form = trace(places, places.read(), run, batch, (), own, Marks())
     return SimpleNamespace(joint=joint, form=form, places=places, weights=weights, batch=batch)
 
 
@@ -70,16 +68,22 @@ class Stage:
 
     def backward(self, saved, tangents):
         """The gradients of the input, and of the weights."""
-        found = self.call(self.parts.backward, saved=saved, tangent=tangents)
+        found = self.call(self._for(tangents).backward, saved=saved, tangent=tangents)
         count = len(self.parts.joint.input_grads)
         return found[:count], found[count:]
 
     def halves(self, saved, tangents):
         """The same, by I and W."""
         given = {"saved": saved, "tangent": tangents}
-        found = self.call(self.parts.input, **given)
+        parts = self._for(tangents)
+        found = self.call(parts.input, **given)
         count = len(self.parts.joint.input_grads)
-        return found[:count], self.call(self.parts.weight, live=found[count:], **given)
+        return found[:count], self.call(parts.weight, live=found[count:], **given)
+
+    def _for(self, tangents):
+        """The backward for these gradients."""
+        missing = [k for k, x in enumerate(tangents) if x is None and self.form.needs_grad[k]]
+        return self.parts.without(missing) if missing else self.parts
 
 
 class Kept(NamedTuple):

@@ -23,8 +23,8 @@ from torchgpipe.devices.streams import get_device
 from torchgpipe.engine.computation import Computation, Forward
 from torchgpipe.engine.scheduled_cell import Cell, Cells, EagerCell, Gradients, NewCell
 from torchgpipe.graphs.gate import gate
-from torchgpipe.graphs.overlap import Interleaving
-from torchgpipe.graphs.parts import Given, Part, Parts, copied, laid_out
+from torchgpipe.graphs.overlap import Interleaving, interleaved
+from torchgpipe.graphs.parts import Backward, Given, Part, Parts, copied, laid_out
 from torchgpipe.graphs.stage import StageGraphs, StageInStep
 from torchgpipe.graphs.traced import Entry, Traced, current_settings
 from torchgpipe.values.microbatch import Batch
@@ -108,7 +108,7 @@ class GraphCell(Cell):
         self._more = ()
         if recorded:
             self._places = _places(batch)
-        part = parts.forward if recorded else parts.evaluation
+        part = parts.forward
         if recorded and self.again:
             part = parts.first
             self._first = self._before(parts)
@@ -224,7 +224,7 @@ class GraphCell(Cell):
         given, self._given = self._given, {}
         return part.arguments(given)
 
-    def _begin_backward(self, grads: Gradients) -> Parts:
+    def _begin_backward(self, grads: Gradients) -> Backward:
         """Find the parts for these gradients, and set the arguments of the next part."""
         traced = self._traced
         tangents: list[Tensor | None] = [None] * len(traced.form.needs_grad)
@@ -233,9 +233,8 @@ class GraphCell(Cell):
                 known = tangents[k]
                 tangents[k] = grad if known is None or grad is None else known + grad
         grads.clear()
-        parts, saved = traced.with_grads(tangents)
-        given, shared = self._given["saved"], self._shared
-        self._shared = []
+        parts = traced.with_grads(tangents)
+        shared, self._shared = self._shared, []
         for x, version in zip(shared, self._versions):
             if version_of(x) != version:
                 raise RuntimeError(
@@ -244,7 +243,7 @@ class GraphCell(Cell):
                 )
         self._given = {
             "state": self._stage.tensors,
-            "saved": [given[k] for k in saved],
+            "saved": self._given["saved"],
             "tangent": [*map(_as_traced, tangents, parts.joint.tangents)],
         }
         return parts
@@ -285,7 +284,7 @@ class PartCall:
         # guard: random numbers of an overlap
         if self.part.is_random or other.part.is_random:
             return
-        function = self.stage.graphs.overlaps.get(self.part, other.part)
+        function = interleaved(self.part, other.part)
         if function is not None:
             with torch.no_grad(), self._without_casts(), gate:
                 self.found, other.found = function(self.values, other.values, streams)

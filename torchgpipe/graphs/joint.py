@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from torchgpipe._torch.attributes import schema_of, storage_of
-from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
 
@@ -46,7 +45,6 @@ class Joint:
         input_grads: the gradient of each input; None where there is none.
         weight_grads: the gradient of each weight; None where there is none.
         backward: the nodes of the backward.
-        twins: for each node that a mask has split in two, its other half.
         kept: the nodes of the forward that layers keep for a recomputation.
     """
 
@@ -59,7 +57,6 @@ class Joint:
     input_grads: list[Node | None] = field(default_factory=list)
     weight_grads: list[Node | None] = field(default_factory=list)
     backward: set[Node] = field(default_factory=set)
-    twins: dict[Node, Node] = field(default_factory=dict)
     kept: set[Node] = field(default_factory=set)
 
     @property
@@ -78,16 +75,16 @@ class Joint:
         found = [*self.outputs, *self.input_grads, *self.weight_grads]
         return [*dict.fromkeys(x for x in found if x is not None)]
 
-    def like(self, batch: Batch, more: Sequence[Tensor]) -> tuple[Batch, list[Tensor]]:
-        """A micro-batch, and arguments of the loss, of the same kinds, without data."""
-
-        def without_data(nodes: Sequence[Node], tensors: Iterable[Tensor]) -> list[Tensor]:
-            return [
-                node.meta["val"].detach().requires_grad_(x.requires_grad)
-                for node, x in zip(nodes, tensors)
-            ]
-
-        return batch.replace(without_data(self.inputs, batch)), without_data(self.more, more)
+    def copied(self) -> Joint:
+        """Copy the graph; nodes keep their names."""
+        graph, found = Graph(), dict[Node, Node]()
+        graph.graph_copy(self.module.graph, found)
+        roles = [
+            type(nodes)([None if x is None else found[x] for x in nodes])
+            for nodes in (getattr(self, role.name) for role in fields(self)[1:])
+        ]
+        graph.output([found[x] for x in self.results])
+        return Joint(GraphModule(self.module, graph), *roles)
 
     def replace(self, old: Node, new: Node) -> None:
         """Replace a node by another one in all its uses."""

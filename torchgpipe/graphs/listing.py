@@ -6,7 +6,7 @@ which is the fourth value that F keeps for the backward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from textwrap import indent
 from typing import Any
 
@@ -43,16 +43,16 @@ def listing(parts: Parts, split: bool = True, stage: int | None = None) -> str:
     count = _count(sum(len(part.slice.nodes) for _, part in tables))
     late = f", {in_bytes(parts.bytes_of(parts.weight.slice.inputs))} kept for W" if split else ""
     lines = [f"{name}: {count}, {in_bytes(parts.bytes_of(parts.saved))} saved from F{late}"]
-    first = _names(parts.forward)
+    first = {node.name: name for node, name in _names(parts.forward).items()}
     for title, part in tables:
-        names, marks = _names(part), _marks(parts, title[0])
+        names, marks = _names(part), _marks(parts, part, title[0])
         rows = []
         for node in [*names, *part.slice.nodes]:
             name = names.get(node, node.name)
             call = [_operator(node), _arguments(node, names)]
             if node in names:
                 maker = {"saved": "from F", "live": "from I"}.get(name.partition("[")[0], "")
-                call = [maker, first.get(node, node.name) if maker else ""]
+                call = [maker, first.get(node.name, node.name) if maker else ""]
             rows.append([name, call[0], _result(node), ", ".join(marks.get(node, ())), call[1]])
         size = in_bytes(parts.bytes_of([x for x in part.slice.outputs if x is not None]))
         lines += ["", f"{title}: {_count(len(part.slice.nodes))}, hands on {size}"]
@@ -70,20 +70,17 @@ def _names(part: Part) -> dict[Node, str]:
     return {node: f"{role}[{k}]" for (role, k), node in given}
 
 
-def _marks(parts: Parts, kind: str) -> dict[Node, list[str]]:
+def _marks(parts: Parts, part: Part, kind: str) -> dict[Node, list[str]]:
     """The names that values of a part have elsewhere, and the buffers that operators change."""
-    joint = parts.joint
-    live = parts.input.slice.outputs[len(joint.input_grads) :] if kind == "I" else []
-    groups: list[tuple[str, str, Sequence[Node | None]]] = [
-        *[("F", "output", joint.outputs), ("F", "saved", parts.saved)],
-        *[("BI", "input_grad", joint.input_grads), ("I", "live", live)],
-        ("BW", "weight_grad", joint.weight_grads),
-    ]
-    found: dict[Node, list[str]] = {}
-    for name, nodes in [(name, nodes) for kinds, name, nodes in groups if kind in kinds]:
-        for k, node in enumerate(nodes):
-            if node is not None:
-                found.setdefault(node, []).append(f"{name}[{k}]")
+    joint, found = parts.joint, dict[Node, list[str]]()
+    first, rest = {"F": ("output", "saved"), "I": ("input_grad", "live")}.get(
+        kind, ("input_grad", "weight_grad")
+    )
+    count = {"F": len(joint.outputs), "W": 0}.get(kind, len(joint.input_grads))
+    for k, node in enumerate(part.slice.outputs):
+        if node is not None:
+            name = f"{first}[{k}]" if k < count else f"{rest}[{k - count}]"
+            found.setdefault(node, []).append(name)
     for k in parts.changed if kind == "F" else ():
         for node, written in parts.effects.written.items():
             if written & parts.effects.memory[joint.state[k]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, zip_longest
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -127,9 +126,6 @@ def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
 #: A function of two lists of arguments, which it empties, and of the streams.
 Interleaved = Callable[[list[Any], list[Any], Interleaving], tuple[Sequence[Any], Sequence[Any]]]
 
-#: The functions of pairs of parts, or None.
-Pairs = WeakKeyDictionary[Part, WeakKeyDictionary[Part, Interleaved | None]]
-
 #: Operators that move data and compute little.
 _communicating: set[Any] = set()
 
@@ -164,19 +160,13 @@ def is_communication(node: Node) -> bool:
     return node.target in _communicating or (packet is not None and packet in _communicating)
 
 
-class Overlaps:
-    """A cache of the interleaved functions of pairs of parts, which live as long as the parts."""
-
-    def __init__(self) -> None:
-        self._known: Pairs = WeakKeyDictionary()
-
-    def get(self, a: Part, b: Part) -> Interleaved | None:
-        """The function of two parts; None if neither communicates."""
-        known = self._known.setdefault(a, WeakKeyDictionary())
-        if b not in known:
-            communicate = any(map(is_communication, [*a.slice.nodes, *b.slice.nodes]))
-            known[b] = overlapped(a, b) if communicate else None
-        return known[b]
+def interleaved(a: Part, b: Part) -> Interleaved | None:
+    """The function of two parts; None if neither communicates."""
+    if b not in a.beside:
+        communicate = any(map(is_communication, [*a.slice.nodes, *b.slice.nodes]))
+        a.beside[b] = overlapped(a, b) if communicate else None
+    found: Interleaved | None = a.beside[b]
+    return found
 
 
 def overlapped(a: Part, b: Part) -> Interleaved:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from math import inf
 from typing import Any, NamedTuple
 
@@ -37,7 +37,12 @@ __all__: list[str] = []
 
 
 def split_masks(joint: Joint) -> Joint:
-    """Make two nodes of each operator that computes gradients of both kinds by a mask."""
+    """Make two nodes of each operator that computes gradients of both kinds by a mask.
+
+    Returns:
+        A copy. Where I and W are one B, one operator takes less time than two.
+    """
+    joint = joint.copied()
     effects = Effects(joint.module.graph.nodes)
     first = effects.needed([x for x in joint.input_grads if x is not None], joint.backward)
     for node in joint.calls:
@@ -49,24 +54,7 @@ def split_masks(joint: Joint) -> Joint:
         late = [x for x in items if x not in first]
         if late and early and all(map(is_item, items)):
             _split(joint, node, place, early, late)
-    joint.module.graph.lint()
     return joint
-
-
-def as_one(node: Node, whole: Node, twin: Node) -> None:
-    """Let one copied node compute the gradients of its twin, too.
-
-    Where I and W are one B, one operator takes less time than two.
-
-    Args:
-        node: the copy of ``whole`` in another graph.
-        whole: the node.
-        twin: its twin.
-    """
-    place = _mask_of(whole)
-    assert place is not None
-    masks: Any = whole.args[place], twin.args[place]
-    node.update_arg(place, [a or b for a, b in zip(*masks)])
 
 
 def _mask_of(node: Node) -> int | None:
@@ -86,7 +74,6 @@ def _split(joint: Joint, node: Node, place: int, early: list[Node], late: list[N
     with graph.inserting_after(node):
         other = graph.node_copy(node)
     joint.backward.add(other)
-    joint.twins[other] = node
     for one, items in ((node, early), (other, late)):
         kept = {x.args[1] for x in items}
         one.update_arg(place, [needed and k in kept for k, needed in enumerate(mask)])
@@ -218,35 +205,14 @@ def sliced(nodes: Sequence[Node], outputs: Iterable[Node | None]) -> Slice:
     return Slice([*dict.fromkeys(x for x in taken if x not in own)], [*nodes], found)
 
 
-def crossing(
-    effects: Effects, inside: Collection[Node], after: Iterable[Node], results: Iterable[Node]
-) -> list[Node]:
-    """The nodes of one slice whose values a later one takes, in order.
-
-    Args:
-        effects: the effects of the graph.
-        inside: the nodes of the first slice.
-        after: the nodes of the later slice.
-        results: the outputs of the later slice.
-    """
-    found = {x for node in after for x in node.all_input_nodes if x in inside}
-    found |= {x for x in results if x in inside}
-    return effects.in_order(found)
-
-
-def graph_of(part: Slice, twins: Mapping[Node, Node]) -> Graph:
-    """The graph of a slice, with a placeholder for each input.
-
-    Args:
-        part: the slice.
-        twins: for each node that a mask has split in two, its other half.
-    """
+def graph_of(part: Slice) -> Graph:
+    """The graph of a slice, with a placeholder for each input."""
     graph = Graph()
     known: dict[Node, Node] = {}
     for node in part.inputs:
         known[node] = graph.placeholder(node.name)
         known[node].meta = node.meta
-    _fill(graph, part, known, twins)
+    _fill(graph, part, known)
     return graph
 
 
@@ -258,24 +224,68 @@ def function_of(joint: Joint, part: Slice) -> Function:
     """
     graph = Graph()
     box = graph.placeholder("values")
-    known: dict[Node, Node] = {}
-    for node in reversed(part.inputs):
-        known[node] = graph.call_method("pop", (box,))
-    _fill(graph, part, known, joint.twins)
+    known = {node: graph.call_method("pop", (box,)) for node in reversed(part.inputs)}
+    _fill(graph, part, known)
     call_directly(graph)
     function: Function = GraphModule(joint.module, graph).forward
     return function
 
 
-def _fill(graph: Graph, part: Slice, known: dict[Node, Node], twins: Mapping[Node, Node]) -> None:
+def _fill(graph: Graph, part: Slice, known: dict[Node, Node]) -> None:
     for node in part.nodes:
-        twin = twins.get(node)
-        if twin in known:
-            known[node] = known[twin]
-            as_one(known[node], twin, node)
-            continue
         known[node] = graph.node_copy(node, known.__getitem__)
     graph.output([None if x is None else known[x] for x in part.outputs])
+
+
+# A pass for a backward in which some outputs have no gradient.
+#
+# Zeros in their place would be wrong: a weight that gets no gradient must have None, and some
+# derivatives, as that of a square root at 0, turn a gradient of 0 into NaN. So what depends on
+# missing gradients alone goes, and a sum with it becomes its other summand. Where another operator
+# takes it beside a gradient that is there, it takes zeros, as autograd's own operators do.
+
+
+def without(joint: Joint, missing: Collection[int]) -> Joint:
+    """Make a copy for a backward in which outputs of these indices have no gradient."""
+    joint = joint.copied()
+    graph = joint.module.graph
+    lost = {joint.tangents[k] for k in missing} - {None}
+    there = {*joint.tangents} - lost
+    for node in [x for x in joint.calls if x in joint.backward]:
+        taken = {*node.all_input_nodes}
+        if taken & there and node.target is aten.add.Tensor and len(taken & lost) == 1:
+            (other,) = taken - lost
+            if not node.kwargs and tensors_of(other)[0].shape == tensors_of(node)[0].shape:
+                joint.replace(node, other)
+                lost.add(node)
+                continue
+        if not taken & there:
+            lost |= {node} if taken & lost else set()
+            continue
+        there.add(node)
+        for x in taken & lost:
+            assert x is not None
+            with graph.inserting_before(node):
+                (like,) = tensors_of(x)
+                made = graph.call_function(
+                    _zeros, (like.shape, like.stride(), like.dtype, like.device)
+                )
+            made.meta = {**x.meta}
+            joint.backward.add(made)
+            node.replace_input_with(x, made)
+    joint.input_grads = [None if x in lost else x for x in joint.input_grads]
+    joint.weight_grads = [None if x in lost else x for x in joint.weight_grads]
+    joint.tangents = [None if x in lost else x for x in joint.tangents]
+    graph.output_node().args = (joint.results,)
+    for node in reversed(joint.calls):
+        if node in lost:
+            graph.erase_node(node)
+            joint.backward.discard(node)
+    return tidy(joint)
+
+
+def _zeros(shape: Any, strides: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_()
 
 
 # A pass that cuts a backward in two: I, for the input, and W, for the weights.
@@ -324,7 +334,8 @@ def halves(joint: Joint) -> tuple[Slice, Slice]:
     of_input = effects.in_order(first)
     of_weights = [x for x in nodes if x not in first]
     results = [x for x in joint.weight_grads if x is not None]
-    live = crossing(effects, first, of_weights, results)
+    taken = {*results, *[x for node in of_weights for x in node.all_input_nodes]}
+    live = effects.in_order(taken & first)
     return sliced(of_input, [*joint.input_grads, *live]), sliced(of_weights, joint.weight_grads)
 
 

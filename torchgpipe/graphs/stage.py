@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.ambient.context import current_hooks
-from torchgpipe.ambient.modes import with_autocast
 from torchgpipe.ambient.notes import warn
 from torchgpipe.engine.body import Body
 from torchgpipe.engine.computation import Forward
@@ -27,11 +25,11 @@ from torchgpipe.engine.loop import Executor
 from torchgpipe.graphs.gate import gate
 from torchgpipe.graphs.joint import bytes_of, tensors_of
 from torchgpipe.graphs.listing import listing
-from torchgpipe.graphs.overlap import Overlaps, cost
+from torchgpipe.graphs.overlap import cost
 from torchgpipe.graphs.parts import Maker, Parts
-from torchgpipe.graphs.places import Places, UntraceableError, kinds
+from torchgpipe.graphs.places import UntraceableError, kinds
 from torchgpipe.graphs.slices import Choice, Slice
-from torchgpipe.graphs.trace import Marks, OutputForm, chosen, trace
+from torchgpipe.graphs.trace import Marks, chosen, trace
 from torchgpipe.graphs.traced import (
     KINDS,
     Entry,
@@ -40,12 +38,10 @@ from torchgpipe.graphs.traced import (
     Traced,
     current_settings,
 )
-from torchgpipe.recompute.once import updated_in
 from torchgpipe.recompute.runs import checkpointing
 from torchgpipe.schedule.costs import Costs
 from torchgpipe.schedule.program import Op
 from torchgpipe.skip.tracker import Parcels
-from torchgpipe.values.division import Division
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import TUPLE, Structure, flatten
 
@@ -62,22 +58,15 @@ class StageGraphs:
         j: the stage.
         layers: the layers.
         loss: what runs after them, as a part of the stage; None but for the last stage.
-        overlaps: interleaved functions of parts of this stage and others.
         make: makes a function of a part of a graph.
         recompute: chooses what is computed again under checkpointing.
     """
 
     def __init__(
-        self,
-        j: int,
-        layers: nn.Module,
-        loss: Any,
-        overlaps: Overlaps,
-        make: Maker,
-        recompute: Choice,
+        self, j: int, layers: nn.Module, loss: Any, make: Maker, recompute: Choice
     ) -> None:
         self._modules = [layers, loss] if isinstance(loss, nn.Module) else [layers]
-        self.j, self.overlaps = j, overlaps
+        self.j = j
         self._make, self._recompute = make, recompute
         self.states: list[StageState] = []
         self._lock = threading.Lock()
@@ -103,7 +92,7 @@ class StageGraphs:
             if state.places.are_current():
                 break
         else:
-            state = StageState(Places(self._modules))
+            state = StageState(self._modules)
             if len(self.states) == STATES and all(x.steps == 1 for x in self.states):
                 name = state.places.difference(self.states[0].places)
                 self.say(f"its attributes are others in each step ({name})")
@@ -115,47 +104,29 @@ class StageGraphs:
 
     def traced(self, now: StageInStep, run: Forward) -> Traced | None:
         """Trace the stage for the micro-batch of an F."""
-        executor, criterion, i, again = run.executor, run.criterion, run.i, run.again
-        body, batch = executor.step.bodies[self.j], run.given
-        more, structure = of_loss(criterion, i)
-        loss = keyed = None
-        marks = Marks()
-        if criterion is not None:
-            # A copy, so that a later trace does not hold the objects of this step.
-            loss = Criterion(criterion.loss, [], Division([]), None, criterion.outputs is not None)
-            keyed = bool(criterion.arguments[i][1])
+        criterion, body, marks = run.criterion, run.executor.step.bodies[self.j], Marks()
+        more, structure = of_loss(criterion, run.i)
 
         def compute(batch: Batch, more: Sequence[Tensor]) -> Any:
-            with checkpointing(marks) if again else nullcontext():
-                if loss is None:
+            with checkpointing(marks) if run.again else nullcontext():
+                if criterion is None:
                     return body.run(batch), flatten((None, None))
                 given = structure.unflatten(tuple(more))
-                args, kwargs = given if keyed else (given, {})
-                return _with_loss(body, batch, loss, args, kwargs)
-
-        # All that a later trace needs. It must not refer to objects that refer to the graph.
-        places, casts, recorded = now.state.places, now.settings.casts, torch.is_grad_enabled()
-        make, recompute, devices = self._make, self._recompute, [x.device for x in now.tensors]
-
-        def parts(needs_grad: Sequence[bool] | None = None) -> tuple[Parts, OutputForm]:
-            # A later trace may run in backward, outside of the caller's autocast.
-            with body.lock, with_autocast(casts):
-                joint, form = trace(
-                    *(places, devices, compute, batch, more, own, marks),
-                    recorded=recorded,
-                    roots=needs_grad,
-                )
-            return Parts(joint, make, recompute), form
+                args, kwargs = given if criterion.arguments[run.i][1] else (given, {})
+                return _with_loss(body, batch, criterion, args, kwargs)
 
         try:
-            own = chosen(now.tensors, executor.sums.weights[self.j])
-            now.verify()
-            made, form = parts()
+            if not now.state.places.are_current():
+                raise UntraceableError("its attributes change within a step")
+            own = chosen(now.tensors, run.executor.sums.weights[self.j])
+            with body.lock:
+                joint, form = trace(
+                    now.state.places, now.tensors, compute, run.given, more, own, marks
+                )
         except UntraceableError as error:
             self.say(str(error))
             return None
-        batch, more = made.joint.like(batch, more)
-        self.last = Traced(made, form, places.read(), lambda needs_grad: parts(needs_grad)[0])
+        self.last = Traced(Parts(joint, self._make, self._recompute), form, now.state.places)
         return self.last
 
     def print(self, split: bool = True) -> None:
@@ -167,16 +138,13 @@ class StageGraphs:
         Raises:
             ValueError: there is no graph.
         """
-        print(listing(self._last().parts, split, self.j))
-
-    def _last(self) -> Traced:
         if self.last is None:
             raise ValueError(
                 "a stage has a graph once a step, or costs(), has traced it (stage: "
                 f"{self.j}, reasons for eager cells: {self.reasons}); "
                 f"{'change the layer' if self.reasons else 'run another step of as many rows'}"
             )
-        return self.last
+        print(listing(self.last.parts, split, self.j))
 
     def say(self, reason: str) -> None:
         """Warn that cells of this stage are eager ones, if that was not said before."""
@@ -222,20 +190,12 @@ class StageInStep:
         """
         batch, criterion = run.given, run.criterion
         more, structure = of_loss(criterion, run.i)
+        fault = self.settings.fault or self.state.fault
         if batch.shared:
             # A change of one of them in place would not be seen in the other.
-            self.graphs.say("tensors that come to it share memory")
-            return None, more
-        if current_hooks() is not None:
-            self.graphs.say("hooks for saved tensors are active")
-            return None, more
-        if self.settings.replaced:
-            # The graph would contain the work of the mode, or hide its operators from the mode.
-            self.graphs.say("a mode for functions or operators is active")
-            return None, more
-        if torch.is_anomaly_enabled():
-            # Anomaly mode would not see the gradients within a graph.
-            self.graphs.say("anomaly mode is on")
+            fault = "tensors that come to it share memory"
+        if fault:
+            self.graphs.say(fault)
             return None, more
         key = (
             *(run.again, torch.is_grad_enabled(), self.settings, tuple(batch.parts)),
@@ -254,26 +214,10 @@ class StageInStep:
         with gate.tracing():
             # Another thread may have been first.
             if not entry.is_tried:
-                self._try(entry, run)
+                self.state.count += 1
+                entry.traced = self.graphs.traced(self, run)
+                entry.is_tried = True
         return entry, more
-
-    def _try(self, entry: Entry, run: Forward) -> None:
-        self.state.count += 1
-        entry.traced = self.graphs.traced(self, run)
-        entry.is_tried = True
-
-    def verify(self) -> None:
-        """Check that the layers may be traced.
-
-        Raises:
-            UntraceableError: they may not.
-        """
-        if self.state.places.has_hooks:
-            raise UntraceableError("its modules have hooks")
-        if any(map(updated_in, self.graphs._modules)):
-            raise UntraceableError("it has state that is updated once per mini-batch")
-        if not self.state.places.are_current():
-            raise UntraceableError("its attributes change within a step")
 
 
 def _with_loss(
@@ -365,15 +309,13 @@ def costs_of(traced: Sequence[Traced]) -> Costs:
         R=times([x.again.slice for x in parts]),
         activation=[x.bytes_of(x.saved) for x in parts],
         pending=[x.bytes_of(x.weight.slice.inputs) for x in parts],
-        checkpoint=[*map(checkpoint_of, parts)],
+        # Copies of buffers that R changes, too.
+        checkpoint=[
+            x.bytes_of(x.kept)
+            + bytes_of(y for k in x.changed_again for y in tensors_of(x.joint.state[k]))
+            for x in parts
+        ],
     )
-
-
-def checkpoint_of(parts: Parts) -> int:
-    """The memory that a checkpointed cell keeps from F until R, in bytes."""
-    # Copies of buffers that R changes, too.
-    changed = [x for k in parts.changed_again for x in tensors_of(parts.joint.state[k])]
-    return parts.bytes_of(parts.kept) + bytes_of(changed)
 
 
 def _like(traced: Traced, device: torch.device) -> Batch:

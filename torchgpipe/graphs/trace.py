@@ -83,35 +83,29 @@ Run = Callable[[Batch, Sequence[Tensor]], tuple[Batch, tuple[Sequence[Tensor], S
 
 def trace(
     places: Places,
-    devices: Sequence[torch.device],
+    tensors: Sequence[Tensor],
     run: Run,
     batch: Batch,
     more: Sequence[Tensor],
     chosen: Sequence[int],
     marks: Marks,
-    *,
-    recorded: bool,
-    roots: Sequence[bool] | None = None,
 ) -> tuple[Joint, OutputForm]:
-    """Trace a stage.
+    """Trace a stage, with its backward if grad mode is on.
 
     Args:
         places: where the layers have their tensors.
-        devices: the device on which the stage has each of these.
+        tensors: the tensors that the stage computes with in these places.
         run: runs the layers.
         batch: a micro-batch.
         more: the tensors among the further arguments of the loss.
         chosen: the indices of the tensors of the layers whose gradients are wanted.
         marks: takes what the layers keep for a recomputation.
-        recorded: whether there is a backward.
-        roots: for each output, whether its gradient is given; by default if it is wanted.
 
     Raises:
         UntraceableError: the stage cannot be a graph.
     """
-    tensors = [*map(_on, places.read(), devices)]
-    if roots is None:
-        verify_plain([*tensors, *batch, *more])
+    verify_plain([*tensors, *batch, *more])
+    recorded = torch.is_grad_enabled()
     if recorded and {k for k, x in enumerate(tensors) if x.requires_grad} - {*chosen}:
         raise UntraceableError("it has a tensor that requires a gradient, and is no parameter")
     forms: list[OutputForm] = []
@@ -121,7 +115,7 @@ def trace(
         # Layers may ask whether a tensor is a parameter.
         state = [
             nn.Parameter(x, x.requires_grad) if isinstance(original, nn.Parameter) else x
-            for x, original in zip(state, tensors)
+            for x, original in zip(state, places.read())
         ]
         with places.put(state), ReadingNothing(state):
             output, (rest, structure) = run(batch.replace(_entered(inputs)), more)
@@ -129,8 +123,6 @@ def trace(
             forms.append(form)
             results = [x.detach() for x in values]
             kept = marks.take()
-            if roots is not None:
-                form.needs_grad[:] = roots
             ends = [x for x, needed in zip(values, form.needs_grad) if needed and recorded]
             # Gradients of outputs; their shapes are known only now. They become placeholders.
             tangents = [torch.empty_like(x) for x in ends]
@@ -150,7 +142,6 @@ def trace(
     keep_guard()
     # Casts of fake weights must not stay in autocast's cache, nor notes of PyTorch's checkpoints.
     with (
-        torch.set_grad_enabled(recorded),
         own_casts(),
         # guard: notes of checkpoints in a trace
         preserve_node_meta(),
@@ -166,14 +157,6 @@ def trace(
     made = _with_roles(module, [len(x) for x in arguments], counts, forms[0])
     _verify(made)
     return made, forms[0]
-
-
-def _on(tensor: Tensor, device: torch.device) -> Tensor:
-    """Replace a tensor of another device by an uninitialised one: a trace needs no values."""
-    if tensor.device == device:
-        return tensor
-    found = torch.empty_like(tensor, device=device)
-    return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
 
 
 def chosen(tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> list[int]:
@@ -330,37 +313,24 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def drawing_nothing() -> Iterator[None]:
-    """Check that a block leaves these generators alone, and restore them if it does not.
+    """Check that a block leaves these generators alone.
 
     Draws from PyTorch's own generator are part of the graph. Other threads may draw from it at the
-    same time, so only a new seed counts. For the other generators it is unknown which thread has
-    drawn: if another one has, it may draw the same numbers again.
+    same time, so only a new seed counts.
 
     Raises:
         UntraceableError: the block has drawn from the others, or seeded PyTorch's.
     """
-    # If NumPy is not imported, nobody has drawn from its generator.
-    numpy: Any = sys.modules.get("numpy")
-    mine, state = random.getstate(), torch.get_rng_state()
-    other: Any = numpy.random.get_state() if numpy else None
-    seed = torch.initial_seed()
-    moved = False
-    try:
-        yield
-    finally:
-        if _is_seeded(seed, state):
-            moved = True
-            torch.set_rng_state(state)
-        if random.getstate() != mine:
-            moved = True
-            random.setstate(mine)
-        if numpy:
-            now = numpy.random.get_state()
-            if (now[1].tobytes(), *now[2:]) != (other[1].tobytes(), *other[2:]):
-                moved = True
-                numpy.random.set_state(other)
-    if moved:
+    before, state, seed = _drawn(), torch.get_rng_state(), torch.initial_seed()
+    yield
+    if before != _drawn() or _is_seeded(seed, state):
         raise UntraceableError("it draws random numbers of Python or NumPy, or seeds PyTorch's")
+
+
+def _drawn() -> Any:
+    """The states of Python's generator, and of NumPy's if that is imported."""
+    numpy: Any = sys.modules.get("numpy")
+    return random.getstate(), str(numpy.random.get_state(legacy=False)) if numpy else ""
 
 
 def _is_seeded(seed: int, state: Tensor) -> bool:
