@@ -95,53 +95,39 @@ def settle_strides(joint: Joint) -> Joint:
     # Placeholders come with the strides of the trace.
     certain = {x for x in graph.nodes if x.op != "call_function"}
 
-    def lay_out(x: Node, late: bool) -> Node:
-        found = graph.call_function(laid_out, (x, tensors_of(x)[0].stride()))
-        found.meta = {**x.meta}
-        effects.memory[found] = effects.memory[x]
-        certain.add(found)
-        if late:
-            joint.backward.add(found)
-        return found
-
-    def lay_out_origin(x: Node) -> None:
+    def settle(x: Node) -> None:
         """Copy a tensor where its memory is created, so that all views have the traced strides."""
         memory = effects.memory[x]
         shared = [y for y in effects.position if memory & effects.memory[y]]
         shared = [y for y in shared if isinstance(y.meta["val"], Tensor)]
         origin = shared[0]
         with graph.inserting_after(origin):
-            found = lay_out(origin, origin in joint.backward)
+            found = graph.call_function(laid_out, (origin, origin.meta["val"].stride()))
+        found.meta = {**origin.meta}
         joint.replace(origin, found)
         found.update_arg(0, origin)
-        certain.update(shared)
+        effects.memory[found] = effects.memory[origin]
+        certain.update([*shared, found])
+        if origin in joint.backward:
+            joint.backward.add(found)
 
     for node in joint.calls:
         late = node in joint.backward
-        for x in _relying(node):
-            if x in certain:
-                continue
-            if any((writer in joint.backward) == late for writer in effects.changes(x)):
-                # A change through a copy would be lost.
-                # guard: strides of what changes in place
-                lay_out_origin(x)
-            elif node.target in VIEWS:
+        for x in [x for x in _relying(node) if x not in certain]:
+            changes = effects.changes(x)
+            if node.target in VIEWS and all((y in joint.backward) != late for y in changes):
                 # guard: views of other strides
                 node.target, node.args = aten.reshape.default, node.args[:2]
-            else:
-                with graph.inserting_before(node):
-                    # guard: strides of arguments
-                    node.replace_input_with(x, lay_out(x, late))
+            elif x not in certain:
+                # guard: strides of arguments
+                settle(x)
         if _is_certain(effects, node, certain):
             certain.add(node)
     # The next stage may rely on the strides of outputs, too.
-    forward = joint.forward
-    for x in [*dict.fromkeys(joint.outputs)]:
+    for x in [x for x in joint.outputs if x not in certain]:
         if x not in certain:
-            with graph.inserting_after(forward[-1]):
-                # guard: strides of outputs
-                found = lay_out(x, late=False)
-            joint.outputs = [found if y is x else y for y in joint.outputs]
+            # guard: strides of outputs
+            settle(x)
     graph.output_node().args = (joint.results,)
     return joint
 
