@@ -70,11 +70,6 @@ class Marks:
             self.tensors.append(leaf)
         return leaf
 
-    def take(self) -> list[Tensor]:
-        """The tensors so far, each as a node that returns it."""
-        found, self.tensors = self.tensors, []
-        return [x.detach() for x in found]
-
 
 #: Runs the layers on a micro-batch with further arguments of the loss; returns the output, and the
 #: further outputs with their structure.
@@ -122,7 +117,7 @@ def trace(
             form, values = _formed(output, rest, structure)
             forms.append(form)
             results = [x.detach() for x in values]
-            kept = marks.take()
+            kept = [x.detach() for x in marks.tensors]
             ends = [x for x, needed in zip(values, form.needs_grad) if needed and recorded]
             # Gradients of outputs; their shapes are known only now. They become placeholders.
             tangents = [torch.empty_like(x) for x in ends]
@@ -226,28 +221,21 @@ def _with_roles(
     nodes = [*graph.nodes]
     placeholders = iter([x for x in nodes if x.op == "placeholder"])
     state, inputs, more = ([next(placeholders) for _ in range(count)] for count in given)
-    (returned,) = nodes[-1].args
-    assert isinstance(returned, list | tuple)
+    made: Any = nodes[-1].args[0]
+    made = made[counts[0] : counts[0] + counts[1]]
+    backward = {*nodes[nodes.index(made[0]) : -1]} - {*made} if made else set[Node]()
+    last = [*state, *inputs, *more][-1] if made else None
+    for node in made:
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"grad_of_{node.name}")
+        last.meta = dict(node.meta)
+        node.replace_all_uses_with(last)
+        graph.erase_node(node)
+    returned: Any = nodes[-1].args[0]
     results = iter(returned)
-    outputs, made, of_inputs, of_weights, kept = (
+    outputs, tangents, of_inputs, of_weights, kept = (
         [next(results) for _ in range(count)] for count in counts
     )
-    tangents: list[Any] = []
-    backward: set[Node] = set()
-    if made:
-        first = nodes.index(made[0])
-        backward = {*nodes[first:-1]} - {*made}
-        last = [*state, *inputs, *more][-1]
-        for node in made:
-            with graph.inserting_after(last):
-                last = graph.placeholder(f"grad_of_{node.name}")
-            last.meta = dict(node.meta)
-            tangents.append(last)
-            node.replace_all_uses_with(last)
-    # A stage may hand a gradient on as it is.
-    instead = dict(zip(made, tangents))
-    of_inputs = [instead.get(x, x) for x in of_inputs]
-    of_weights = [instead.get(x, x) for x in of_weights]
     rest = iter(tangents)
     joint = Joint(
         *(module, state, inputs, more, outputs),
@@ -256,10 +244,7 @@ def _with_roles(
         # Of what is given to a stage, its cells keep what they need anyway.
         kept={x for node in kept for x in node.all_input_nodes if x.op == "call_function"},
     )
-    graph.erase_node(nodes[-1])
-    graph.output(joint.results)
-    for node in made:
-        graph.erase_node(node)
+    nodes[-1].args = (joint.results,)
     return joint
 
 
@@ -281,21 +266,15 @@ def _verify(joint: Joint) -> None:
     effects = Effects(joint.module.graph.nodes)
     if any(effects.changes(x) for x in joint.kept):
         raise UntraceableError("it changes in place what it keeps for a recomputation")
-    for node in joint.backward:
-        for x in node.all_input_nodes:
-            if x not in joint.backward:
-                _verify_lasting(joint, effects, node, x)
-
-
-def _verify_lasting(joint: Joint, effects: Effects, node: Node, saved: Node) -> None:
-    """Check that no node changes a value that a node of the backward takes from the forward."""
-    if effects.written.get(node, frozenset()) & effects.memory[saved]:
-        raise UntraceableError("its backward changes what its forward has made")
-    for x in effects.memory[saved] & effects.reads(node):
-        for writer in effects.writers.get(x, ()):
+    late = joint.backward
+    for node, saved in [(x, y) for x in late for y in x.all_input_nodes if y not in late]:
+        if effects.written_by(node) & effects.memory[saved]:
+            raise UntraceableError("its backward changes what its forward has made")
+        for x in effects.memory[saved] & effects.reads(node):
             # The next micro-batch changes a buffer again.
-            late = effects.position[writer] > effects.position[saved]
-            if late or any(x in effects.memory[own] for own in joint.state):
+            lasts = any(x in effects.memory[own] for own in joint.state)
+            writers = effects.writers.get(x, ())
+            if any(lasts or effects.position[y] > effects.position[saved] for y in writers):
                 raise UntraceableError("it changes in place what its backward needs")
 
 
@@ -323,7 +302,11 @@ def drawing_nothing() -> Iterator[None]:
     """
     before, state, seed = _drawn(), torch.get_rng_state(), torch.initial_seed()
     yield
-    if before != _drawn() or _is_seeded(seed, state):
+    now = torch.get_rng_state()
+    # The same seed counts, too.
+    again = torch.Generator().manual_seed(seed).get_state()
+    seeded = torch.initial_seed() != seed or (torch.equal(now, again) and not now.equal(state))
+    if seeded or before != _drawn():
         raise UntraceableError("it draws random numbers of Python or NumPy, or seeds PyTorch's")
 
 
@@ -331,13 +314,3 @@ def _drawn() -> Any:
     """The states of Python's generator, and of NumPy's if that is imported."""
     numpy: Any = sys.modules.get("numpy")
     return random.getstate(), str(numpy.random.get_state(legacy=False)) if numpy else ""
-
-
-def _is_seeded(seed: int, state: Tensor) -> bool:
-    """Whether PyTorch's generator was seeded since, maybe with the same seed."""
-    if torch.initial_seed() != seed:
-        return True
-    now = torch.get_rng_state()
-    if torch.equal(now, state):
-        return False
-    return torch.equal(now, torch.Generator().manual_seed(seed).get_state())
