@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, zip_longest
 from typing import Any
 
@@ -26,6 +26,7 @@ from torchgpipe.devices.streams import (
 from torchgpipe.graphs.joint import is_view, tensors_of
 from torchgpipe.graphs.parts import Part
 from torchgpipe.graphs.slices import call_directly
+from torchgpipe.values.structure import leaves_of
 
 __all__: list[str] = ["communicates"]
 
@@ -100,12 +101,8 @@ class Interleaving:
         return result
 
 
-def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
-    for x in values:
-        if isinstance(x, Tensor):
-            yield x
-        elif isinstance(x, list | tuple):
-            yield from _tensors(x)
+def _tensors(values: Any) -> list[Tensor]:
+    return [x for x in leaves_of(values) if isinstance(x, Tensor)]
 
 
 # A pass that interleaves two parts, so that communication of one hides behind the other.

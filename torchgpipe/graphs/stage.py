@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.ambient.notes import warn
-from torchgpipe.engine.body import Body
 from torchgpipe.engine.computation import Forward
 from torchgpipe.engine.criterion import Criterion
 from torchgpipe.engine.loop import Executor
@@ -108,12 +107,19 @@ class StageGraphs:
         more, structure = of_loss(criterion, run.i)
 
         def compute(batch: Batch, more: Sequence[Tensor]) -> Any:
-            with checkpointing(marks) if run.again else nullcontext():
+            rest: list[Any] = [(None, None)]
+
+            def after(output: Batch) -> Batch:
                 if criterion is None:
-                    return body.run(batch), flatten((None, None))
+                    return output
                 given = structure.unflatten(tuple(more))
                 args, kwargs = given if criterion.arguments[run.i][1] else (given, {})
-                return _with_loss(body, batch, criterion, args, kwargs)
+                loss, weight = criterion.compute(output, args, kwargs)
+                rest[0] = weight, None if criterion.outputs is None else output.value
+                return Batch(loss)
+
+            with checkpointing(marks) if run.again else nullcontext():
+                return body.run(batch, after=after), flatten(rest[0])
 
         try:
             if not now.state.places.are_current():
@@ -218,21 +224,6 @@ class StageInStep:
                 entry.traced = self.graphs.traced(self, run)
                 entry.is_tried = True
         return entry, more
-
-
-def _with_loss(
-    body: Body, batch: Batch, criterion: Criterion, args: Any, kwargs: Any
-) -> tuple[Batch, tuple[Sequence[Tensor], Structure]]:
-    """Run the layers and the loss; return the loss, then its weight and the output."""
-    rest: list[Any] = []
-
-    def after(output: Batch) -> Batch:
-        loss, weight = criterion.compute(output, args, kwargs)
-        rest.append((weight, output.value if criterion.outputs is not None else None))
-        return Batch(loss)
-
-    output = body.run(batch, after=after)
-    return output, flatten(rest[0])
 
 
 def of_loss(criterion: Criterion | None, i: int) -> tuple[Sequence[Tensor], Structure]:
