@@ -59,12 +59,7 @@ class Stage:
         """The outputs, and what is saved, computed in a first run and a second one."""
         given = {"input": [*Batch(self.x)], "more": []}
         found = self.call(self.parts.first, **given)
-        kept = [None] * len(self.parts.kept)
-        for place, (role, k) in self.parts.kept_arguments:
-            kept[place] = given[role][k]
-        rest = iter(found[self.count :])
-        kept = [next(rest) if x is None else x for x in kept]
-        return found[: self.count], self.call(self.parts.again, kept=kept)
+        return found[: self.count], self.call(self.parts.again, kept=found[self.count :], **given)
 
     def backward(self, saved, tangents):
         """The gradients of the input, and of the weights."""

@@ -24,7 +24,7 @@ from torchgpipe.engine.computation import Computation, Forward
 from torchgpipe.engine.scheduled_cell import Cell, Cells, EagerCell, Gradients, NewCell
 from torchgpipe.graphs.gate import gate
 from torchgpipe.graphs.overlap import Interleaving, interleaved
-from torchgpipe.graphs.parts import Backward, Given, Part, Parts, copied, laid_out
+from torchgpipe.graphs.parts import Backward, Part, Parts, copied, laid_out
 from torchgpipe.graphs.stage import StageGraphs, StageInStep
 from torchgpipe.graphs.traced import Entry, Traced, current_settings
 from torchgpipe.values.microbatch import Batch
@@ -54,7 +54,7 @@ class GraphCell(Cell):
         self._stage, self._traced, self._more = stage, traced, more
         #: The part that :meth:`begin` has prepared, until a method ends it.
         self._begun: PartCall | None = None
-        #: W, and its arguments.
+        #: R or W, and its arguments: taken early, so that others are freed as soon as they can be.
         self._late: tuple[Part, list[Any]] | None = None
         #: The arguments of the next part, by roles.
         self._given: dict[str, Sequence[Any]] = {}
@@ -63,8 +63,8 @@ class GraphCell(Cell):
         self._versions: list[int] = []
         #: For each part of the input, the indices of its tensors, each tensor once.
         self._places: Mapping[Any, Sequence[int]] = {}
-        #: The RNG states and the buffers from before the forward, for recomputation.
-        self._first: tuple[FirstNumbers | None, Sequence[Tensor]] | None = None
+        #: The RNG states from before the forward, for recomputation.
+        self._first: FirstNumbers | None = None
 
     def forward(self, batch: Batch) -> Any:
         return self._end(self._begun or self._forward(batch))
@@ -111,27 +111,22 @@ class GraphCell(Cell):
         part = parts.forward
         if recorded and self.again:
             part = parts.first
-            self._first = self._before(parts)
-            kept: list[Any] = [None] * len(parts.kept)
-            for place, (role, k) in parts.kept_arguments:
-                kept[place] = given[role][k]
-            self._given = {"kept": kept}
-        values = _of_its_own(parts, part, given)
+            self._first, state = self._before(parts)
+            self._late = parts.again, parts.again.arguments({**given, "state": state}, "kept")
+        values = _of_its_own(parts, part, part.arguments(given))
         # From here on, only the list of arguments holds the input, unless it is needed again.
         batch.take()
         return PartCall(stage, part, values, GraphCell._forwarded)
 
     def _forwarded(self, found: Sequence[Any]) -> Batch:
         count = len(self._traced.form.needs_grad)
-        if self._first is None:
+        if self._late is None:
             self._keep(found[count:])
         else:
-            if self._first[0] is not None:
-                self._first[0].settle()
-            kept: Any = self._given["kept"]
-            places = [k for k, x in enumerate(kept) if x is None]
-            for k, x in zip(places, found[count:]):
-                kept[k] = x
+            if self._first is not None:
+                self._first.settle()
+            again, values = self._late
+            again.add(values, "kept", found[count:])
         return self._output(found[:count])
 
     def _keep(self, saved: Sequence[Any]) -> None:
@@ -169,15 +164,13 @@ class GraphCell(Cell):
         return output
 
     def recompute(self) -> None:
-        if self._first is None:
+        if self._late is None:
             # No recomputation: forward has kept what backward needs.
             return
-        (numbers, state), self._first = self._first, None
-        parts = self._traced.parts
-        values = _of_its_own(parts, parts.again, {**self._given, "state": state})
-        self._given = {}
-        del state
-        work = PartCall(self._stage, parts.again, values, GraphCell._keep)
+        (part, values), self._late = self._late, None
+        numbers, self._first = self._first, None
+        values = _of_its_own(self._traced.parts, part, values)
+        work = PartCall(self._stage, part, values, GraphCell._keep)
         if numbers is None:
             self._end(work)
             return
@@ -200,15 +193,12 @@ class GraphCell(Cell):
 
     def _backward_input(self, grads: Gradients) -> PartCall:
         parts = self._begin_backward(grads)
-        late, given = parts.weight, self._given
-        # W takes its arguments now, so that those of I alone are freed as soon as I has used them.
-        rest = [None if role == "live" else given[role][k] for role, k in late.sources]
+        late = parts.weight
+        rest = late.arguments(self._given, "live")
         count = len(parts.joint.input_grads)
 
         def finish(cell: GraphCell, found: Sequence[Any]) -> Gradients:
-            for place, (role, k) in enumerate(late.sources):
-                if role == "live":
-                    rest[place] = found[count + k]
+            late.add(rest, "live", found[count:])
             cell._late = late, rest
             return cell._by_part(found)
 
@@ -349,17 +339,15 @@ def _first_run(entry: Entry, run: Callable[..., Batch], batch: Batch, **options:
     return output
 
 
-def _of_its_own(parts: Parts, part: Part, given: Given) -> list[Any]:
+def _of_its_own(parts: Parts, part: Part, values: list[Any]) -> list[Any]:
     """The arguments of a forward, with clones of the inputs that it changes in place.
 
     The stage before may need the originals, and so may recomputation.
     """
-    values = part.arguments(given)
-    if parts.changed_inputs:
-        with torch.no_grad():
-            for k, node in enumerate(part.slice.inputs):
-                if node in parts.changed_inputs:
-                    values[k] = copied(values[k], values[k].stride())
+    for k, node in enumerate(part.slice.inputs) if parts.changed_inputs else ():
+        if node in parts.changed_inputs:
+            with torch.no_grad():
+                values[k] = copied(values[k], values[k].stride())
     return values
 
 

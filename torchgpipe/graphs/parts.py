@@ -37,7 +37,6 @@ from torchgpipe.graphs.joint import (
     tensors_of,
 )
 from torchgpipe.graphs.slices import (
-    Again,
     Choice,
     Function,
     Slice,
@@ -186,9 +185,15 @@ class Part:
     is_random: bool
     beside: WeakKeyDictionary[Part, Any] = field(default_factory=WeakKeyDictionary)
 
-    def arguments(self, given: Given) -> list[Any]:
-        """The list of arguments, which the function empties."""
-        return [given[role][k] for role, k in self.sources]
+    def arguments(self, given: Given, later: str = "") -> list[Any]:
+        """The list of arguments, which the function empties; None for those that come later."""
+        return [None if role == later else given[role][k] for role, k in self.sources]
+
+    def add(self, values: list[Any], later: str, found: Sequence[Any]) -> None:
+        """Put arguments that have come into the list."""
+        for place, (role, k) in enumerate(self.sources):
+            if role == later:
+                values[place] = found[k]
 
 
 class Backward:
@@ -296,28 +301,26 @@ class Parts(Backward):
 
     @cached_property
     def first(self) -> Part:
-        """F of a cell that has an R: returns the outputs, then what is kept of what it computes."""
-        kept = [x for x in self.kept if x.name not in self._given]
-        results = [*self.joint.outputs, *kept]
+        """F of a cell that has an R: returns the outputs, then what R takes of what it computes."""
+        results = [*self.joint.outputs, *self._computed]
         nodes = self._needed([*results, *self.effects.written])
         return self._part(sliced(nodes, results), self._given)
 
     @cached_property
     def again(self) -> Part:
         """R: returns what is saved."""
-        roles = {x.name: ("kept", k) for k, x in enumerate(self.kept)}
-        return self._part(sliced(self._again.nodes, self.saved), {**self._given, **roles})
+        roles = {x.name: ("kept", k) for k, x in enumerate(self._computed)}
+        return self._part(self._again, {**self._given, **roles})
 
     @property
     def kept(self) -> list[Node]:
         """The nodes whose values a cell keeps from F until R: arguments and results of F."""
-        return self._again.kept
-
-    @cached_property
-    def kept_arguments(self) -> list[tuple[int, tuple[str, int]]]:
-        """The kept values that are arguments of F: their index, and their role and index there."""
         given = self._given
-        return [(k, given[x.name]) for k, x in enumerate(self.kept) if x.name in given]
+        return [x for x in self._again.inputs if given.get(x.name, ("",))[0] != "state"]
+
+    @property
+    def _computed(self) -> list[Node]:
+        return [x for x in self._again.inputs if x.name not in self._given]
 
     @cached_property
     def changed_again(self) -> list[int]:
@@ -326,8 +329,8 @@ class Parts(Backward):
         return [k for k in self.changed if self.joint.state[k] in again]
 
     @cached_property
-    def _again(self) -> Again:
-        return self._recompute(self.joint, self.effects, self.saved)
+    def _again(self) -> Slice:
+        return sliced(self._recompute(self.joint, self.effects, self.saved), self.saved)
 
     def _needed(self, results: Sequence[Node]) -> list[Node]:
         """The nodes of the forward that results need, and those with side effects, in order."""

@@ -368,36 +368,21 @@ def _are_apart(effects: Effects, nodes: list[Node], first: set[Node]) -> bool:
 # second.
 
 
-class Again(NamedTuple):
-    """A choice of the nodes to recompute.
-
-    Args:
-        kept: the nodes whose values a cell keeps from F until R.
-        nodes: the nodes that R computes, in order.
-    """
-
-    kept: list[Node]
-    nodes: list[Node]
+#: Chooses the nodes that are computed again, in order, to get the values of some nodes.
+Choice = Callable[[Joint, Effects, Sequence[Node]], list[Node]]
 
 
-#: Chooses what is computed again, to get the values of some nodes.
-Choice = Callable[[Joint, Effects, Sequence[Node]], Again]
-
-
-def everything(joint: Joint, effects: Effects, saved: Sequence[Node]) -> Again:
+def everything(joint: Joint, effects: Effects, saved: Sequence[Node]) -> list[Node]:
     """Recompute everything that the backward needs, from the input and what layers keep."""
     forward = joint.forward
     # guard: random numbers in the same order
     others = [x for x in forward if is_random(x) or is_void(x)]
     # guard: what layers keep of a graph
     region = {*forward} - joint.kept
-    nodes = effects.in_order(effects.needed([*saved, *others], region))
-    given = {*joint.inputs, *joint.more, *joint.kept.intersection(forward)}
-    taken = {*saved, *[x for node in nodes for x in node.all_input_nodes]}
-    return Again(effects.in_order(taken & given), nodes)
+    return effects.in_order(effects.needed([*saved, *others], region))
 
 
-def min_cut(joint: Joint, effects: Effects, saved: Sequence[Node]) -> Again:
+def min_cut(joint: Joint, effects: Effects, saved: Sequence[Node]) -> list[Node]:
     """Recompute cheap operators only, from the values that take the fewest bytes."""
     # A dependency of PyTorch.
     import networkx  # type: ignore[import-untyped]
@@ -425,7 +410,7 @@ def min_cut(joint: Joint, effects: Effects, saved: Sequence[Node]) -> Again:
     _, (near, _) = networkx.minimum_cut(graph, "source", "sink")
     kept = {x for x in [*given, *region] if (x, 0) in near and (x, 1) not in near}
     nodes = effects.needed([x for x in saved if x not in kept], region - kept)
-    return Again(effects.in_order(kept), effects.in_order(nodes))
+    return effects.in_order(nodes)
 
 
 def _is_fixed(effects: Effects, node: Node) -> bool:
