@@ -148,11 +148,7 @@ class GraphCell(Cell):
     def _output(self, tensors: Sequence[Tensor]) -> Batch:
         form, criterion = self._traced.form, self.criterion
         outputs = [*map(_with_grad, tensors, form.needs_grad)]
-        output = Batch.of(
-            {key: tuple([outputs[k] for k in places]) for key, places in form.parts.items()},
-            form.structures,
-            form.shared,
-        )
+        output = form.output(outputs, form.shared)
         if criterion is not None:
             places, structure = form.rest
             found = form.fixed or structure.unflatten(tuple([outputs[k] for k in places]))

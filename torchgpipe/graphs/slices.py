@@ -45,44 +45,34 @@ def split_masks(joint: Joint) -> Joint:
     joint = joint.copied()
     effects = Effects(joint.module.graph.nodes)
     first = effects.needed([x for x in joint.input_grads if x is not None], joint.backward)
-    for node in joint.calls:
+    for node in [x for x in joint.calls if x in joint.backward]:
         place = _mask_of(node)
-        if place is None or node not in first or node not in joint.backward:
+        early = [x for x in node.users if x in first]
+        late = [x for x in node.users if x not in first]
+        # Nothing of it is for the input, or nothing for the weights, or it is used as a whole.
+        if place is None or not early or not late or not all(map(is_item, node.users)):
             continue
-        items = [*node.users]
-        early = [x for x in items if x in first]
-        late = [x for x in items if x not in first]
-        if late and early and all(map(is_item, items)):
-            _split(joint, node, place, early, late)
+        mask: Any = node.args[place]
+        with joint.module.graph.inserting_after(node):
+            other = joint.module.graph.node_copy(node)
+        joint.backward.add(other)
+        for one, items in ((node, early), (other, late)):
+            kept = {x.args[1] for x in items}
+            one.update_arg(place, [needed and k in kept for k, needed in enumerate(mask)])
+            value = [x if k in kept else None for k, x in enumerate(one.meta["val"])]
+            one.meta = {**one.meta, "val": tuple(value)}
+        for item in late:
+            item.update_arg(0, other)
     return joint
 
 
 def _mask_of(node: Node) -> int | None:
     """The index of the mask among the arguments of an operator with much arithmetic; else None."""
     schema = schema_of(node.target)
-    packet: Any = getattr(node.target, "overloadpacket", None)
-    if schema is None or packet not in flop_registry:
+    if schema is None or getattr(node.target, "overloadpacket", None) not in flop_registry:
         return None
-    names = [x.name for x in schema.arguments]
-    place = names.index("output_mask") if "output_mask" in names else len(node.args)
-    return place if place < len(node.args) else None
-
-
-def _split(joint: Joint, node: Node, place: int, early: list[Node], late: list[Node]) -> None:
-    mask: Any = node.args[place]
-    graph = joint.module.graph
-    with graph.inserting_after(node):
-        other = graph.node_copy(node)
-    joint.backward.add(other)
-    for one, items in ((node, early), (other, late)):
-        kept = {x.args[1] for x in items}
-        one.update_arg(place, [needed and k in kept for k, needed in enumerate(mask)])
-        one.meta = {
-            **one.meta,
-            "val": tuple([x if k in kept else None for k, x in enumerate(one.meta["val"])]),
-        }
-    for item in late:
-        item.update_arg(0, other)
+    places = [k for k, x in enumerate(schema.arguments) if x.name == "output_mask"]
+    return places[0] if places and places[0] < len(node.args) else None
 
 
 # Tidying: leave nodes out that compute nothing.
@@ -159,20 +149,14 @@ METHODS = {"expand", "reshape", "view"}
 def call_directly(graph: Graph) -> None:
     """Replace operators in a graph by functions and methods of PyTorch."""
     for node in graph.nodes:
-        name = _name(node)
+        schema = schema_of(node.target)
+        if schema is None or node.kwargs or not schema.name.startswith("aten::"):
+            continue
+        name = schema.name.removeprefix("aten::")
         if name in METHODS:
             node.op, node.target = "call_method", name
         elif name in FUNCTIONS and callable(function := getattr(torch, name, None)):
             node.target = function
-
-
-def _name(node: Node) -> str:
-    """The name of an operator if all its arguments are positional; an empty string otherwise."""
-    schema = schema_of(node.target)
-    if schema is None or node.kwargs or not schema.name.startswith("aten::"):
-        return ""
-    name: str = schema.name.removeprefix("aten::")
-    return name
 
 
 # Slices: some nodes of a joint graph as a graph, and a function, of their own.
@@ -207,13 +191,11 @@ def sliced(nodes: Sequence[Node], outputs: Iterable[Node | None]) -> Slice:
 
 def graph_of(part: Slice) -> Graph:
     """The graph of a slice, with a placeholder for each input."""
-    graph = Graph()
-    known: dict[Node, Node] = {}
+    graph, known = Graph(), dict[Node, Node]()
     for node in part.inputs:
         known[node] = graph.placeholder(node.name)
         known[node].meta = node.meta
-    _fill(graph, part, known)
-    return graph
+    return _filled(graph, part, known)
 
 
 def function_of(joint: Joint, part: Slice) -> Function:
@@ -225,16 +207,16 @@ def function_of(joint: Joint, part: Slice) -> Function:
     graph = Graph()
     box = graph.placeholder("values")
     known = {node: graph.call_method("pop", (box,)) for node in reversed(part.inputs)}
-    _fill(graph, part, known)
-    call_directly(graph)
+    call_directly(_filled(graph, part, known))
     function: Function = GraphModule(joint.module, graph).forward
     return function
 
 
-def _fill(graph: Graph, part: Slice, known: dict[Node, Node]) -> None:
+def _filled(graph: Graph, part: Slice, known: dict[Node, Node]) -> Graph:
     for node in part.nodes:
         known[node] = graph.node_copy(node, known.__getitem__)
     graph.output([None if x is None else known[x] for x in part.outputs])
+    return graph
 
 
 # A pass for a backward in which some outputs have no gradient.

@@ -316,6 +316,4 @@ def _like(traced: Traced, device: torch.device) -> Batch:
         x = node.meta["val"]
         made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
         tensors.append(made.requires_grad_(needed))
-    form = traced.form
-    parts = {key: tuple([tensors[k] for k in places]) for key, places in form.parts.items()}
-    return Batch.of(parts, form.structures, frozenset())
+    return traced.form.output(tensors, frozenset())

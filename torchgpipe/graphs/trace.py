@@ -57,6 +57,11 @@ class OutputForm:
         #: The further outputs, if no tensor is among them.
         self.fixed = None if places else structure.unflatten(())
 
+    def output(self, tensors: Sequence[Tensor], shared: frozenset[Any]) -> Batch:
+        """The output with these tensors, of which parts share memory."""
+        parts = {key: tuple([tensors[k] for k in places]) for key, places in self.parts.items()}
+        return Batch.of(parts, self.structures, shared)
+
 
 class Marks:
     """The values that layers keep for a recomputation, while they are traced."""
