@@ -15,7 +15,7 @@ from torchgpipe.graphs.parts import Parts
 from torchgpipe.graphs.places import Places
 from torchgpipe.graphs.slices import CHOICES
 from torchgpipe.graphs.stage import costs_of
-from torchgpipe.graphs.trace import Marks, chosen, trace
+from torchgpipe.graphs.trace import Marks, trace
 from torchgpipe.testing.hardware import _spend
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import flatten
@@ -30,9 +30,8 @@ def traced(layers, x, *, recorded=True):
         return Batch(layers(batch.value)), flatten((None, None))
 
     batch = Batch(x)
-    own = chosen(places.read(), weights)
     with torch.set_grad_enabled(recorded):
-        joint, form = trace(places, places.read(), run, batch, (), own, Marks())
+        joint, form = trace(places, places.read(), run, batch, (), weights, Marks())
     return SimpleNamespace(joint=joint, form=form, places=places, weights=weights, batch=batch)
 
 

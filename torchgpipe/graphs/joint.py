@@ -66,6 +66,11 @@ class Joint:
         return [x for x in self.calls if x not in self.backward]
 
     @property
+    def late(self) -> list[Node]:
+        """The nodes of the backward, in order."""
+        return [x for x in self.calls if x in self.backward]
+
+    @property
     def calls(self) -> list[Node]:
         """All nodes that compute something, in order."""
         return [x for x in self.module.graph.nodes if x.op not in ("placeholder", "output")]

@@ -186,7 +186,7 @@ def overlapped(a: Part, b: Part) -> Interleaved:
 
     def settle(k: int, node: Node) -> None:
         """Receive messages whose memory a node uses and one of the two changes."""
-        effects = (a, b)[k].effects
+        effects = (a, b)[k].owner.effects
         written, touched = effects.written_by(node), effects.touched_by(node)
         for message in [*waiting[k]]:
             if written & effects.touched_by(message) or touched & effects.written_by(message):
@@ -217,7 +217,7 @@ def overlapped(a: Part, b: Part) -> Interleaved:
     graph.output(tuple(results))
     call_directly(graph)
     root = nn.Module()
-    root.a, root.b = a.joint.module, b.joint.module
+    root.a, root.b = a.owner.joint.module, b.owner.joint.module
     function: Interleaved = GraphModule(root, graph).forward
     return function
 

@@ -171,8 +171,7 @@ class Part:
         slice: the nodes.
         function: the function.
         sources: for each argument its role, and its index among the arguments of that role.
-        joint: the graph that the nodes are from.
-        effects: what its nodes do besides returning values.
+        owner: the graph that the nodes are from, and what these do besides returning values.
         is_random: whether it draws random numbers.
         beside: the functions that run it and another part interleaved; None where that is no use.
     """
@@ -180,8 +179,7 @@ class Part:
     slice: Slice
     function: Function
     sources: list[tuple[str, int]]
-    joint: Joint
-    effects: Effects
+    owner: Backward
     is_random: bool
     beside: WeakKeyDictionary[Part, Any] = field(default_factory=WeakKeyDictionary)
 
@@ -238,10 +236,10 @@ class Backward:
         return Backward(without(self.joint, missing), self._make, self._later)
 
     def _part(self, part: Slice, roles: Roles) -> Part:
-        function = self._make(self.joint, part)
         sources = [roles[x.name] for x in part.inputs]
-        chance = any(map(is_random, part.nodes))
-        return Part(part, function, sources, self.joint, self.effects, chance)
+        return Part(
+            part, self._make(self.joint, part), sources, self, any(map(is_random, part.nodes))
+        )
 
 
 class Parts(Backward):
@@ -354,12 +352,12 @@ def compiler(backend: str | Callable[..., Any]) -> Callable[[Joint, Slice], Func
     """
 
     def make(joint: Joint, part: Slice) -> Function:
-        module = GraphModule(joint.module, graph_of(part))
         if not part.nodes:
             # There is nothing to compile.
-            return lambda values: module.forward(*_taken(values))
+            return function_of(joint, part)
         # Without fullgraph=True, for which PyTorch counts what it has compiled in all threads at
         # once. A graph of operators has no break anyway.
+        module = GraphModule(joint.module, graph_of(part))
         function = torch.compile(module, backend=backend, dynamic=False)
         effects = Effects(joint.module.graph.nodes)
         # PyTorch's norms update running statistics without a change of their version counter.
@@ -377,20 +375,15 @@ def compiler(backend: str | Callable[..., Any]) -> Callable[[Joint, Slice], Func
             nonlocal is_compiled
             for k in places:
                 values[k] = values[k].data
+            taken = tuple(values)
+            values.clear()
             # The compiler works in the first call. It may work in later ones, beside others, where
             # a setting of the process has changed that it depends on.
             with nullcontext() if is_compiled else gate.tracing():
-                found: Sequence[Any] = function(*_taken(values))
+                found: Sequence[Any] = function(*taken)
             is_compiled = True
             return found
 
         return run
 
     return make
-
-
-def _taken(values: list[Any]) -> Sequence[Any]:
-    """Take the values out of a list."""
-    found = tuple(values)
-    values.clear()
-    return found

@@ -196,9 +196,9 @@ def kinds(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
                 x.dtype,
                 x.requires_grad,
                 x.device,
+                type(x),
                 x.is_conj(),
                 x.is_neg(),
-                type(x),
             )
             for x in tensors
         ]

@@ -45,7 +45,7 @@ def split_masks(joint: Joint) -> Joint:
     joint = joint.copied()
     effects = Effects(joint.module.graph.nodes)
     first = effects.needed([x for x in joint.input_grads if x is not None], joint.backward)
-    for node in [x for x in joint.calls if x in joint.backward]:
+    for node in joint.late:
         place = _mask_of(node)
         early = [x for x in node.users if x in first]
         late = [x for x in node.users if x not in first]
@@ -233,7 +233,7 @@ def without(joint: Joint, missing: Collection[int]) -> Joint:
     graph = joint.module.graph
     lost = {joint.tangents[k] for k in missing} - {None}
     there = {*joint.tangents} - lost
-    for node in [x for x in joint.calls if x in joint.backward]:
+    for node in joint.late:
         taken = {*node.all_input_nodes}
         if taken & there and node.target is aten.add.Tensor and len(taken & lost) == 1:
             (other,) = taken - lost
@@ -286,7 +286,7 @@ def _zeros(shape: Any, strides: Any, dtype: torch.dtype, device: torch.device) -
 
 def backward(joint: Joint) -> Slice:
     """The whole backward (B), which returns the gradients of the input, then of the weights."""
-    return sliced(_backward(joint), [*joint.input_grads, *joint.weight_grads])
+    return sliced(joint.late, [*joint.input_grads, *joint.weight_grads])
 
 
 def halves(joint: Joint) -> tuple[Slice, Slice]:
@@ -297,7 +297,7 @@ def halves(joint: Joint) -> tuple[Slice, Slice]:
         the gradients of the weights.
     """
     effects = Effects(joint.module.graph.nodes)
-    nodes = _backward(joint)
+    nodes = joint.late
     region = set(nodes)
     wanted = [x for x in joint.input_grads if x is not None]
     first = effects.needed(wanted, region)
@@ -310,7 +310,14 @@ def halves(joint: Joint) -> tuple[Slice, Slice]:
     # An operator with several results hands on those that W needs, and not all of them.
     # guard: results of an operator that both halves need
     first |= {x for node in first for x in node.users if is_item(x) and x in region}
-    if not _are_apart(effects, nodes, first):
+    if any(
+        effects.written_by(x) & (effects.reads(y) | effects.memory[y])
+        for x in nodes
+        if x in effects.written
+        for y in nodes
+        if (x in first) != (y in first)
+    ):
+        # No half may change memory that the other one has, or reads.
         # guard: changes in place across the halves
         first = region
     of_input = effects.in_order(first)
@@ -319,22 +326,6 @@ def halves(joint: Joint) -> tuple[Slice, Slice]:
     taken = {*results, *[x for node in of_weights for x in node.all_input_nodes]}
     live = effects.in_order(taken & first)
     return sliced(of_input, [*joint.input_grads, *live]), sliced(of_weights, joint.weight_grads)
-
-
-def _backward(joint: Joint) -> list[Node]:
-    return [x for x in joint.calls if x in joint.backward]
-
-
-def _are_apart(effects: Effects, nodes: list[Node], first: set[Node]) -> bool:
-    """Whether no half changes memory in place that the other one has, or reads."""
-    for node in nodes:
-        for x in effects.written.get(node, ()):
-            for other in nodes:
-                if (other in first) != (node in first) and (
-                    x in effects.reads(other) or x in effects.memory[other]
-                ):
-                    return False
-    return True
 
 
 # The passes that choose what R computes again, and so what a cell keeps from F until then.

@@ -28,7 +28,7 @@ from torchgpipe.graphs.overlap import cost
 from torchgpipe.graphs.parts import Maker, Parts
 from torchgpipe.graphs.places import UntraceableError, kinds
 from torchgpipe.graphs.slices import Choice, Slice
-from torchgpipe.graphs.trace import Marks, chosen, trace
+from torchgpipe.graphs.trace import Marks, trace
 from torchgpipe.graphs.traced import (
     KINDS,
     Entry,
@@ -124,10 +124,10 @@ class StageGraphs:
         try:
             if not now.state.places.are_current():
                 raise UntraceableError("its attributes change within a step")
-            own = chosen(now.tensors, run.executor.sums.weights[self.j])
+            weights = run.executor.sums.weights[self.j]
             with body.lock:
                 joint, form = trace(
-                    now.state.places, now.tensors, compute, run.given, more, own, marks
+                    now.state.places, now.tensors, compute, run.given, more, weights, marks
                 )
         except UntraceableError as error:
             self.say(str(error))

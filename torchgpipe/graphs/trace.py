@@ -87,7 +87,7 @@ def trace(
     run: Run,
     batch: Batch,
     more: Sequence[Tensor],
-    chosen: Sequence[int],
+    weights: Sequence[Tensor],
     marks: Marks,
 ) -> tuple[Joint, OutputForm]:
     """Trace a stage, with its backward if grad mode is on.
@@ -98,14 +98,17 @@ def trace(
         run: runs the layers.
         batch: a micro-batch.
         more: the tensors among the further arguments of the loss.
-        chosen: the indices of the tensors of the layers whose gradients are wanted.
+        weights: the tensors whose gradients are wanted.
         marks: takes what the layers keep for a recomputation.
 
     Raises:
         UntraceableError: the stage cannot be a graph.
     """
     verify_plain([*tensors, *batch, *more])
-    recorded = torch.is_grad_enabled()
+    recorded, own = torch.is_grad_enabled(), {id(x): k for k, x in enumerate(tensors)}
+    if not all(id(x) in own for x in weights):
+        raise UntraceableError("it uses a weight of elsewhere")
+    chosen = [own[id(x)] for x in weights]
     if recorded and {k for k, x in enumerate(tensors) if x.requires_grad} - {*chosen}:
         raise UntraceableError("it has a tensor that requires a gradient, and is no parameter")
     forms: list[OutputForm] = []
@@ -157,19 +160,6 @@ def trace(
     made = _with_roles(module, [len(x) for x in arguments], counts, forms[0])
     _verify(made)
     return made, forms[0]
-
-
-def chosen(tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> list[int]:
-    """The indices of weights among the tensors of the layers.
-
-    Raises:
-        UntraceableError: a weight is of other layers.
-    """
-    own = {id(x): k for k, x in enumerate(tensors)}
-    missing = [x for x in weights if id(x) not in own]
-    if missing:
-        raise UntraceableError(f"it uses a weight of elsewhere (shape: {tuple(missing[0].shape)})")
-    return [own[id(x)] for x in weights]
 
 
 class NoLeaves(torch.autograd.Function):
