@@ -38,7 +38,7 @@ class Layer(nn.Module):
         self.drop = nn.Dropout(0.0)
         self.scale, self.flag, self.name = 1.0, False, "relu"
         self.pair, self.sizes = (1.0, (1.0,)), [1.0, 2.0]
-        self.table = {"deep": [1.0], "config": CONFIG}
+        self.table = {"deep": [1.0, CONFIG], "config": CONFIG}
         self.config = SimpleNamespace(scale=1.0)
         self.factor = torch.tensor(1.0)
         self.kept = [torch.tensor(1.0)]
@@ -123,6 +123,10 @@ SEEN = {
     ),
     "list that is longer": (lambda own, x: x * len(own.sizes), lambda x: x.sizes.append(1.0)),
     "dict": (lambda own, x: x * own.table.get("new", 1.0), lambda x: x.table.update(new=3.0)),
+    "other object in a list": (
+        lambda own, x: x * own.table["deep"][-1].scale,
+        lambda x: x.table["deep"].__setitem__(-1, SimpleNamespace(scale=3.0)),
+    ),
     "list in a dict": (
         lambda own, x: x * own.table["deep"][0],
         lambda x: x.table["deep"].__setitem__(0, 3.0),

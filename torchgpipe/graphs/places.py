@@ -21,7 +21,7 @@ from torchgpipe import _torch
 from torchgpipe._torch.attributes import has_global_hooks, storage_of
 from torchgpipe.ambient.context import leave_checkpoints
 from torchgpipe.ambient.notes import contextmanager
-from torchgpipe.values.structure import ATOMS, MISSING, leaves_of
+from torchgpipe.values.structure import MISSING, leaves_of
 
 __all__: list[str] = []
 
@@ -176,8 +176,8 @@ def _items(container: Any) -> dict[Any, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Type of an item, with the item itself if that is plain."""
-    return (type(value), value) if type(value) in ATOMS else type(value)
+    """Type of an item, with the item itself unless that is a tensor, or looked at elsewhere."""
+    return type(value) if isinstance(value, (Tensor, *CONTAINERS)) else (type(value), value)
 
 
 def _different(now: dict[Any, Any], before: dict[Any, Any]) -> str:
