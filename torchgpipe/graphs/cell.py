@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -44,7 +45,7 @@ class GraphCell(Cell):
 
     __slots__ = (
         *("_begun", "_first", "_given", "_late", "_more", "_places"),
-        *("_shared", "_stage", "_traced", "_versions"),
+        *("_shared", "_stage", "_traced"),
     )
 
     def __init__(
@@ -59,8 +60,7 @@ class GraphCell(Cell):
         #: The arguments of the next part, by roles.
         self._given: dict[str, Sequence[Any]] = {}
         #: Tensors that backward needs unchanged, and other stages have, too; with their versions.
-        self._shared: list[Tensor] = []
-        self._versions: list[int] = []
+        self._shared: list[tuple[Tensor, int]] = []
         #: For each part of the input, the indices of its tensors, each tensor once.
         self._places: Mapping[Any, Sequence[int]] = {}
         #: The RNG states from before the forward, for recomputation.
@@ -133,7 +133,7 @@ class GraphCell(Cell):
         self._given = {"saved": saved}
         traced, state = self._traced, self._stage.tensors
         shared = [saved[k] for k in traced.parts.exposed] + [state[k] for k in traced.lasting]
-        self._shared, self._versions = shared, [*map(version_of, shared)]
+        self._shared = [(x, version_of(x)) for x in shared]
 
     def _before(self, parts: Parts) -> tuple[FirstNumbers | None, Sequence[Tensor]]:
         """The RNG states, and the parameters and buffers, that recomputation starts from."""
@@ -221,7 +221,7 @@ class GraphCell(Cell):
         grads.clear()
         parts = traced.with_grads(tangents)
         shared, self._shared = self._shared, []
-        for x, version in zip(shared, self._versions):
+        for x, version in shared:
             if version_of(x) != version:
                 raise RuntimeError(
                     "a stage must not change in place what another stage needs for its backward "
@@ -238,6 +238,7 @@ class GraphCell(Cell):
         return {key: [grads[k] for k in places] for key, places in self._places.items()}
 
 
+@dataclass(eq=False)
 class PartCall:
     """A part of a graph with its arguments.
 
@@ -246,18 +247,14 @@ class PartCall:
         part: the part.
         values: its arguments.
         finish: takes the cell and what the part returns; returns what the cell's method returns.
+        found: what the part has returned, if it was computed beside another one.
     """
 
-    def __init__(
-        self,
-        stage: StageInStep,
-        part: Part,
-        values: list[Any],
-        finish: Callable[[GraphCell, Sequence[Any]], Any],
-    ) -> None:
-        self.stage, self.part, self.values, self.finish = stage, part, values, finish
-        #: What the part has returned, if it was computed beside another one.
-        self.found: Sequence[Any] | None = None
+    stage: StageInStep
+    part: Part
+    values: list[Any]
+    finish: Callable[[GraphCell, Sequence[Any]], Any]
+    found: Sequence[Any] | None = None
 
     def compute(self) -> Sequence[Any]:
         """Run the part; return what it returns."""

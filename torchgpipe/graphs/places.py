@@ -190,16 +190,8 @@ def kinds(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
     """The properties of tensors that a graph depends on."""
     return tuple(
         [
-            (
-                x.shape,
-                x.stride(),
-                x.dtype,
-                x.requires_grad,
-                x.device,
-                type(x),
-                x.is_conj(),
-                x.is_neg(),
-            )
+            (x.shape, x.stride(), x.dtype, x.requires_grad)
+            + (x.device, type(x), x.is_conj(), x.is_neg())
             for x in tensors
         ]
     )

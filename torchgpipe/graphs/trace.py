@@ -130,8 +130,13 @@ def trace(
             # Gradients of outputs; their shapes are known only now. They become placeholders.
             tangents = [torch.empty_like(x) for x in ends]
             wanted = [x for x in [*inputs, *[state[k] for k in chosen]] if x.requires_grad]
-            # Within the block, since checkpoints of PyTorch run layers again in backward.
-            found = dict(zip(map(id, wanted), _grad(ends, wanted, tangents)))
+            found: dict[int, Tensor | None] = {}
+            if ends and wanted:
+                # Within the block, since checkpoints of PyTorch run layers again in backward; in
+                # this thread, where the tracer records operators.
+                with torch.autograd.set_multithreading_enabled(False), without_autocast():
+                    grads = torch.autograd.grad(ends, wanted, tangents, allow_unused=True)
+                found = dict(zip(map(id, wanted), grads))
         of_inputs = [found.get(id(x)) for x in inputs]
         of_weights = [found.get(id(state[k])) for k in chosen]
         each = results, tangents, of_inputs, of_weights, kept
@@ -196,16 +201,6 @@ def _formed(
         (tuple([place[id(x)] for x in rest]), structure),
     )
     return form, [*distinct.values()]
-
-
-def _grad(
-    roots: Sequence[Tensor], wanted: Sequence[Tensor], tangents: Sequence[Tensor]
-) -> Sequence[Tensor | None]:
-    if not roots or not wanted:
-        return [None] * len(wanted)
-    # Backward must run in this thread, where the tracer records operators.
-    with torch.autograd.set_multithreading_enabled(False), without_autocast():
-        return torch.autograd.grad(roots, wanted, tangents, allow_unused=True)
 
 
 def _with_roles(

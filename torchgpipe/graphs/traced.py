@@ -93,10 +93,8 @@ def current_settings() -> Settings:
             torch.get_default_device(),
             torch.are_deterministic_algorithms_enabled(),
             # Attention becomes the operators of a backend that is enabled.
-            attention.flash_sdp_enabled(),
-            attention.mem_efficient_sdp_enabled(),
-            attention.math_sdp_enabled(),
-            attention.cudnn_sdp_enabled(),
+            *(attention.flash_sdp_enabled(), attention.mem_efficient_sdp_enabled()),
+            *(attention.math_sdp_enabled(), attention.cudnn_sdp_enabled()),
         ),
     )
 
@@ -127,10 +125,6 @@ class Entry:
     is_tried: bool = False
     traced: Traced | None = None
 
-    def fits(self, structures: Sequence[Structure]) -> bool:
-        """Whether the structures of a micro-batch fit; its tensors are compared elsewhere."""
-        return all(a.equals(b) for a, b in zip(self.structures, structures))
-
 
 class StageState:
     """The graphs of a stage for one state of its layers.
@@ -156,7 +150,7 @@ class StageState:
         """The entry of a kind of micro-batch."""
         entries = self._entries.get(key, ())
         for entry in entries:
-            if entry.fits(structures):
+            if all(a.equals(b) for a, b in zip(entry.structures, structures)):
                 return entry
         if len(self._entries) > 8 * KINDS:
             # Kinds that came once are forgotten.
