@@ -2,11 +2,7 @@
 
 from pathlib import Path
 
-import torch
-from torch import nn
-from torch.nn import functional as F
-
-from torchgpipe import GPipe, ScheduledLoss, schedule
+from torchgpipe import schedule
 from torchgpipe.schedule import Costs, Schedule, named, simulate
 
 #: The schedules to draw, with four workers and eight micro-batches.
@@ -38,22 +34,9 @@ def timelines(folder: Path) -> None:
     simulate(large, Costs(copy=0.2)).timeline.svg(folder / "large.svg")
 
 
-def graphs(folder: Path) -> None:
-    """Draw the graph of a stage, with its backward as a whole and in halves."""
-    layers = nn.Sequential(
-        nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()),
-        nn.Sequential(nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8 * 12 * 12, 4)),
-    )
-    model = GPipe(layers, balance=[1, 1], devices=["cpu"] * 2, chunks=4)
-    training = ScheduledLoss(model, F.cross_entropy, schedule="zbh1", stages="graph")
-    training.costs(torch.rand(16, 3, 16, 16), torch.randint(4, (16,)))
-    training.graphs[1].svg(folder / "whole.svg", split=False)
-    training.graphs[1].svg(folder / "halves.svg", split=True)
-
-
 def draw(folder: Path) -> None:
     """Write all pictures below a folder."""
-    for each in (schedules, timelines, graphs):
+    for each in (schedules, timelines):
         own = folder / each.__name__
         own.mkdir(exist_ok=True)
         each(own)

@@ -22,7 +22,6 @@ from torchgpipe.engine.step_plan import Choice, StepPlan, plan, text_of, title_o
 from torchgpipe.engine.wrapper import Alone, MiniBatch, begin_mini_batch
 from torchgpipe.gpipe import GPipe
 from torchgpipe.graphs.cell import GraphCells
-from torchgpipe.graphs.overlap import Overlaps
 from torchgpipe.graphs.parts import compiler
 from torchgpipe.graphs.slices import CHOICES, function_of
 from torchgpipe.graphs.stage import StageGraphs, costs_of, traced_all
@@ -90,8 +89,8 @@ class ScheduledLoss(Alone):
             in the end, and so are those that layers add on their own, which is wrong for these.
         stages: how stages compute: ``'eager'``, by their layers and autograd, or ``'graph'``, by FX
             graphs. A stage is traced on each kind of micro-batch when that comes for the second
-            time. A graph does what the layers do to tensors, and nothing else; a stage that cannot
-            be one is eager, and a warning says why. While a stage is traced, its parameters are
+            time. What was traced is what runs: see :meth:`retrace`. A stage that cannot be a graph
+            is eager, and a warning says why. While a stage is traced, its parameters are
             replaced, so no other thread may use the layers then, as to evaluate them.
         compile: the backend of :func:`torch.compile` for each part of a graph, such as
             ``'inductor'``; without it, operators run one by one.
@@ -215,6 +214,15 @@ class ScheduledLoss(Alone):
             executor = self._executor(mini_batch, (targets, more))
             return costs_of(traced_all(executor, self.graphs))
 
+    def retrace(self) -> None:
+        """Trace the stages anew, from the next step on.
+
+        A graph has what it was traced with. Changes of layers are seen: of their modules and
+        tensors, and of numbers, flags and texts in attributes. After a change of anything else that
+        layers or the loss read, as of a configuration or a global variable, call this method.
+        """
+        self.__dict__["_crew"] = None
+
     def _executor(self, mini_batch: MiniBatch, terms: Any) -> Executor:
         """Make the executor of a step."""
         model, m, batches = self.model, mini_batch.m, mini_batch.batches
@@ -315,14 +323,11 @@ class ScheduledLoss(Alone):
             _verify_stages(self.stages, self.backend, self.recompute)
             cells = Cells()
             if self.stages == "graph":
-                overlaps = Overlaps()
                 make = function_of if self.backend is None else compiler(self.backend)
                 choice = CHOICES[self.recompute]
                 after = [*[None] * (len(model.partitions) - 1), self.loss]
                 pairs = enumerate(zip(model.partitions, after))
-                cells = GraphCells(
-                    [StageGraphs(j, *pair, overlaps, make, choice) for j, pair in pairs]
-                )
+                cells = GraphCells([StageGraphs(j, *pair, make, choice) for j, pair in pairs])
             crew = self.__dict__["_crew"] = Crew(stages, cells, basis)
         found: Crew = crew
         return found

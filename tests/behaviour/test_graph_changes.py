@@ -3,7 +3,6 @@
 import copy
 import gc
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -153,51 +152,6 @@ def test_buffer_that_another_stage_changes(stages):
     with pytest.raises(RuntimeError, match=r"in ?place"):
         for _ in range(2):
             training(case.input, case.target)
-
-
-class Writing(nn.Module):
-    """A layer that writes what it has computed into an object."""
-
-    def __init__(self, notes):
-        super().__init__()
-        self.layer, self.notes = nn.Linear(6, 6), notes
-
-    def forward(self, x):
-        x = self.layer(x)
-        if isinstance(self.notes, dict):
-            self.notes["deep"]["last"] = x.detach()
-        else:
-            self.notes.last = x.detach()
-        return x
-
-
-class Slotted:
-    __slots__ = ("last",)
-
-
-def slotted():
-    notes = Slotted()
-    notes.last = torch.zeros(1)
-    return notes
-
-
-#: Objects, and how to read what layers have written to them.
-NOTES = {
-    "object": (lambda: SimpleNamespace(last=torch.zeros(1)), lambda x: x.last),
-    "slots": (slotted, lambda x: x.last),
-    "dict": (lambda: {"deep": {"last": torch.zeros(1)}}, lambda x: x["deep"]["last"]),
-}
-
-
-@pytest.mark.parametrize("name", NOTES)
-def test_objects_that_layers_write_to(name):
-    make, read = NOTES[name]
-    notes = make()
-    case = Case([Writing(notes), *[nn.Linear(6, 6)] * 3], torch.rand(8, 6), torch.rand(8, 6))
-    training = training_of(case, case.layers, "1f1b", ["cpu"] * 4, "never", stages="graph")
-    with pytest.warns(UserWarning, match=r"forward changes attributes \(Writing.notes"):
-        training(case.input, case.target)
-    assert type(read(notes)) is torch.Tensor
 
 
 class Seen(torch.autograd.Function):

@@ -63,21 +63,16 @@ def passes(parts, state, x, tangents, outputs, grads, table):
     def call(part, **given):
         own = copies(state)
         with torch.no_grad():
-            found = part.function(_of_its_own(parts, part, {**given, "state": own}))
+            found = part.function(_of_its_own(parts, part, part.arguments({**given, "state": own})))
         if part not in (parts.again, parts.backward, parts.input, parts.weight):
             assert torch.equal(own[1], table)
             assert equal(found[: len(outputs)], outputs)
         return found
 
     first = {"input": [x], "more": []}
-    call(parts.evaluation, **first)
     saved = call(parts.forward, **first)[len(outputs) :]
-    kept = [None] * len(parts.kept)
-    for place, (role, k) in parts.kept_arguments:
-        kept[place] = first[role][k]
-    rest = iter(call(parts.first, **first)[len(outputs) :])
-    kept = [next(rest) if y is None else y for y in kept]
-    assert equal(call(parts.again, kept=kept), saved)
+    kept = call(parts.first, **first)[len(outputs) :]
+    assert equal(call(parts.again, kept=kept, **first), saved)
     laid_out = [*map(_as_traced, tangents, parts.joint.tangents)]
     given = {"saved": saved, "tangent": laid_out}
     assert equal(call(parts.backward, **given), grads)

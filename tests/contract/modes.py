@@ -45,6 +45,9 @@ class Look(nn.Module):
         super().__init__()
         # A function: a list would be put back for recomputations, as several layers add to it.
         self.linear, self.note = nn.Linear(6, 6), note
+        # A graph would not log: what layers do besides computing is done while they are traced. A
+        # stage with hooks is eager.
+        self.register_forward_hook(lambda *_: None)
 
     def __deepcopy__(self, memo):
         found = Look(self.note)

@@ -15,13 +15,13 @@ from torchgpipe.graphs.parts import Parts
 from torchgpipe.graphs.places import Places
 from torchgpipe.graphs.slices import CHOICES
 from torchgpipe.graphs.stage import costs_of
-from torchgpipe.graphs.trace import Marks, chosen, trace
+from torchgpipe.graphs.trace import Marks, trace
 from torchgpipe.testing.busy import _spend
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import flatten
 
 
-def traced(layers, x, *, recorded=True, roots=None):
+def traced(layers, x, *, recorded=True):
     """The joint graph of layers, its form, the places of the layers and their weights."""
     places = Places([layers])
     weights = [p for p in layers.parameters() if p.requires_grad]
@@ -30,11 +30,8 @@ def traced(layers, x, *, recorded=True, roots=None):
         return Batch(layers(batch.value)), flatten((None, None))
 
     batch = Batch(x)
-    own = chosen(places.read(), weights)
-    devices = [tensor.device for tensor in places.read()]
-    joint, form = trace(
-        places, devices, run, batch, (), own, Marks(), recorded=recorded, roots=roots
-    )
+    with torch.set_grad_enabled(recorded):
+        joint, form = trace(places, places.read(), run, batch, (), weights, Marks())
     return SimpleNamespace(joint=joint, form=form, places=places, weights=weights, batch=batch)
 
 
@@ -61,25 +58,26 @@ class Stage:
         """The outputs, and what is saved, computed in a first run and a second one."""
         given = {"input": [*Batch(self.x)], "more": []}
         found = self.call(self.parts.first, **given)
-        kept = [None] * len(self.parts.kept)
-        for place, (role, k) in self.parts.kept_arguments:
-            kept[place] = given[role][k]
-        rest = iter(found[self.count :])
-        kept = [next(rest) if x is None else x for x in kept]
-        return found[: self.count], self.call(self.parts.again, kept=kept)
+        return found[: self.count], self.call(self.parts.again, kept=found[self.count :], **given)
 
     def backward(self, saved, tangents):
         """The gradients of the input, and of the weights."""
-        found = self.call(self.parts.backward, saved=saved, tangent=tangents)
+        found = self.call(self._for(tangents).backward, saved=saved, tangent=tangents)
         count = len(self.parts.joint.input_grads)
         return found[:count], found[count:]
 
     def halves(self, saved, tangents):
         """The same, by I and W."""
         given = {"saved": saved, "tangent": tangents}
-        found = self.call(self.parts.input, **given)
+        parts = self._for(tangents)
+        found = self.call(parts.input, **given)
         count = len(self.parts.joint.input_grads)
-        return found[:count], self.call(self.parts.weight, live=found[count:], **given)
+        return found[:count], self.call(parts.weight, live=found[count:], **given)
+
+    def _for(self, tangents):
+        """The backward for these gradients."""
+        missing = [k for k, x in enumerate(tangents) if x is None and self.form.needs_grad[k]]
+        return self.parts.without(missing) if missing else self.parts
 
 
 class Kept(NamedTuple):

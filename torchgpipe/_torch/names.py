@@ -158,7 +158,6 @@ NAMES: dict[str, Name] = {
     "FakeTensor": Name("torch._subclasses.fake_tensor:FakeTensor", "stages that are graphs"),
     # Without it, fake tensors put nothing in a missing GPU's place.
     "ensure_guard": Name(_C + "_ensureCUDADeviceGuardSet", "stages that are graphs", lambda: None),
-    "CustomOpDef": Name("torch.library:CustomOpDef", "stages that are graphs", ()),
     # The compiler.
     "OptimizedModule": Name("torch._dynamo.eval_frame:OptimizedModule", _COMPILER, ()),
     "compiler_config": Name("torch._dynamo:config", _COMPILER),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,8 +24,8 @@ from torchgpipe.devices.streams import get_device
 from torchgpipe.engine.computation import Computation, Forward
 from torchgpipe.engine.scheduled_cell import Cell, Cells, EagerCell, Gradients, NewCell
 from torchgpipe.graphs.gate import gate
-from torchgpipe.graphs.overlap import Interleaving
-from torchgpipe.graphs.parts import Given, Part, Parts, copied, laid_out
+from torchgpipe.graphs.overlap import Interleaving, interleaved
+from torchgpipe.graphs.parts import Backward, Part, Parts, copied, laid_out
 from torchgpipe.graphs.stage import StageGraphs, StageInStep
 from torchgpipe.graphs.traced import Entry, Traced, current_settings
 from torchgpipe.values.microbatch import Batch
@@ -44,7 +45,7 @@ class GraphCell(Cell):
 
     __slots__ = (
         *("_begun", "_first", "_given", "_late", "_more", "_places"),
-        *("_shared", "_stage", "_traced", "_versions"),
+        *("_shared", "_stage", "_traced"),
     )
 
     def __init__(
@@ -54,17 +55,16 @@ class GraphCell(Cell):
         self._stage, self._traced, self._more = stage, traced, more
         #: The part that :meth:`begin` has prepared, until a method ends it.
         self._begun: PartCall | None = None
-        #: W, and its arguments.
+        #: R or W, and its arguments: taken early, so that others are freed as soon as they can be.
         self._late: tuple[Part, list[Any]] | None = None
         #: The arguments of the next part, by roles.
         self._given: dict[str, Sequence[Any]] = {}
         #: Tensors that backward needs unchanged, and other stages have, too; with their versions.
-        self._shared: list[Tensor] = []
-        self._versions: list[int] = []
+        self._shared: list[tuple[Tensor, int]] = []
         #: For each part of the input, the indices of its tensors, each tensor once.
         self._places: Mapping[Any, Sequence[int]] = {}
-        #: The RNG states and the buffers from before the forward, for recomputation.
-        self._first: tuple[FirstNumbers | None, Sequence[Tensor]] | None = None
+        #: The RNG states from before the forward, for recomputation.
+        self._first: FirstNumbers | None = None
 
     def forward(self, batch: Batch) -> Any:
         return self._end(self._begun or self._forward(batch))
@@ -108,37 +108,32 @@ class GraphCell(Cell):
         self._more = ()
         if recorded:
             self._places = _places(batch)
-        part = parts.forward if recorded else parts.evaluation
+        part = parts.forward
         if recorded and self.again:
             part = parts.first
-            self._first = self._before(parts)
-            kept: list[Any] = [None] * len(parts.kept)
-            for place, (role, k) in parts.kept_arguments:
-                kept[place] = given[role][k]
-            self._given = {"kept": kept}
-        values = _of_its_own(parts, part, given)
+            self._first, state = self._before(parts)
+            self._late = parts.again, parts.again.arguments({**given, "state": state}, "kept")
+        values = _of_its_own(parts, part, part.arguments(given))
         # From here on, only the list of arguments holds the input, unless it is needed again.
         batch.take()
         return PartCall(stage, part, values, GraphCell._forwarded)
 
     def _forwarded(self, found: Sequence[Any]) -> Batch:
         count = len(self._traced.form.needs_grad)
-        if self._first is None:
+        if self._late is None:
             self._keep(found[count:])
         else:
-            if self._first[0] is not None:
-                self._first[0].settle()
-            kept: Any = self._given["kept"]
-            places = [k for k, x in enumerate(kept) if x is None]
-            for k, x in zip(places, found[count:]):
-                kept[k] = x
+            if self._first is not None:
+                self._first.settle()
+            again, values = self._late
+            again.add(values, "kept", found[count:])
         return self._output(found[:count])
 
     def _keep(self, saved: Sequence[Any]) -> None:
         self._given = {"saved": saved}
         traced, state = self._traced, self._stage.tensors
         shared = [saved[k] for k in traced.parts.exposed] + [state[k] for k in traced.lasting]
-        self._shared, self._versions = shared, [*map(version_of, shared)]
+        self._shared = [(x, version_of(x)) for x in shared]
 
     def _before(self, parts: Parts) -> tuple[FirstNumbers | None, Sequence[Tensor]]:
         """The RNG states, and the parameters and buffers, that recomputation starts from."""
@@ -153,11 +148,7 @@ class GraphCell(Cell):
     def _output(self, tensors: Sequence[Tensor]) -> Batch:
         form, criterion = self._traced.form, self.criterion
         outputs = [*map(_with_grad, tensors, form.needs_grad)]
-        output = Batch.of(
-            {key: tuple([outputs[k] for k in places]) for key, places in form.parts.items()},
-            form.structures,
-            form.shared,
-        )
+        output = form.output(outputs, form.shared)
         if criterion is not None:
             places, structure = form.rest
             found = form.fixed or structure.unflatten(tuple([outputs[k] for k in places]))
@@ -169,15 +160,13 @@ class GraphCell(Cell):
         return output
 
     def recompute(self) -> None:
-        if self._first is None:
+        if self._late is None:
             # No recomputation: forward has kept what backward needs.
             return
-        (numbers, state), self._first = self._first, None
-        parts = self._traced.parts
-        values = _of_its_own(parts, parts.again, {**self._given, "state": state})
-        self._given = {}
-        del state
-        work = PartCall(self._stage, parts.again, values, GraphCell._keep)
+        (part, values), self._late = self._late, None
+        numbers, self._first = self._first, None
+        values = _of_its_own(self._traced.parts, part, values)
+        work = PartCall(self._stage, part, values, GraphCell._keep)
         if numbers is None:
             self._end(work)
             return
@@ -200,15 +189,12 @@ class GraphCell(Cell):
 
     def _backward_input(self, grads: Gradients) -> PartCall:
         parts = self._begin_backward(grads)
-        late, given = parts.weight, self._given
-        # W takes its arguments now, so that those of I alone are freed as soon as I has used them.
-        rest = [None if role == "live" else given[role][k] for role, k in late.sources]
+        late = parts.weight
+        rest = late.arguments(self._given, "live")
         count = len(parts.joint.input_grads)
 
         def finish(cell: GraphCell, found: Sequence[Any]) -> Gradients:
-            for place, (role, k) in enumerate(late.sources):
-                if role == "live":
-                    rest[place] = found[count + k]
+            late.add(rest, "live", found[count:])
             cell._late = late, rest
             return cell._by_part(found)
 
@@ -224,7 +210,7 @@ class GraphCell(Cell):
         given, self._given = self._given, {}
         return part.arguments(given)
 
-    def _begin_backward(self, grads: Gradients) -> Parts:
+    def _begin_backward(self, grads: Gradients) -> Backward:
         """Find the parts for these gradients, and set the arguments of the next part."""
         traced = self._traced
         tangents: list[Tensor | None] = [None] * len(traced.form.needs_grad)
@@ -233,10 +219,9 @@ class GraphCell(Cell):
                 known = tangents[k]
                 tangents[k] = grad if known is None or grad is None else known + grad
         grads.clear()
-        parts, saved = traced.with_grads(tangents)
-        given, shared = self._given["saved"], self._shared
-        self._shared = []
-        for x, version in zip(shared, self._versions):
+        parts = traced.with_grads(tangents)
+        shared, self._shared = self._shared, []
+        for x, version in shared:
             if version_of(x) != version:
                 raise RuntimeError(
                     "a stage must not change in place what another stage needs for its backward "
@@ -244,7 +229,7 @@ class GraphCell(Cell):
                 )
         self._given = {
             "state": self._stage.tensors,
-            "saved": [given[k] for k in saved],
+            "saved": self._given["saved"],
             "tangent": [*map(_as_traced, tangents, parts.joint.tangents)],
         }
         return parts
@@ -253,6 +238,7 @@ class GraphCell(Cell):
         return {key: [grads[k] for k in places] for key, places in self._places.items()}
 
 
+@dataclass(eq=False)
 class PartCall:
     """A part of a graph with its arguments.
 
@@ -261,18 +247,14 @@ class PartCall:
         part: the part.
         values: its arguments.
         finish: takes the cell and what the part returns; returns what the cell's method returns.
+        found: what the part has returned, if it was computed beside another one.
     """
 
-    def __init__(
-        self,
-        stage: StageInStep,
-        part: Part,
-        values: list[Any],
-        finish: Callable[[GraphCell, Sequence[Any]], Any],
-    ) -> None:
-        self.stage, self.part, self.values, self.finish = stage, part, values, finish
-        #: What the part has returned, if it was computed beside another one.
-        self.found: Sequence[Any] | None = None
+    stage: StageInStep
+    part: Part
+    values: list[Any]
+    finish: Callable[[GraphCell, Sequence[Any]], Any]
+    found: Sequence[Any] | None = None
 
     def compute(self) -> Sequence[Any]:
         """Run the part; return what it returns."""
@@ -285,7 +267,7 @@ class PartCall:
         # guard: random numbers of an overlap
         if self.part.is_random or other.part.is_random:
             return
-        function = self.stage.graphs.overlaps.get(self.part, other.part)
+        function = interleaved(self.part, other.part)
         if function is not None:
             with torch.no_grad(), self._without_casts(), gate:
                 self.found, other.found = function(self.values, other.values, streams)
@@ -350,17 +332,15 @@ def _first_run(entry: Entry, run: Callable[..., Batch], batch: Batch, **options:
     return output
 
 
-def _of_its_own(parts: Parts, part: Part, given: Given) -> list[Any]:
+def _of_its_own(parts: Parts, part: Part, values: list[Any]) -> list[Any]:
     """The arguments of a forward, with clones of the inputs that it changes in place.
 
     The stage before may need the originals, and so may recomputation.
     """
-    values = part.arguments(given)
-    if parts.changed_inputs:
-        with torch.no_grad():
-            for k, node in enumerate(part.slice.inputs):
-                if node in parts.changed_inputs:
-                    values[k] = copied(values[k], values[k].stride())
+    for k, node in enumerate(part.slice.inputs) if parts.changed_inputs else ():
+        if node in parts.changed_inputs:
+            with torch.no_grad():
+                values[k] = copied(values[k], values[k].stride())
     return values
 
 

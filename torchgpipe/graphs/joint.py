@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from torchgpipe._torch.attributes import schema_of, storage_of
-from torchgpipe.values.microbatch import Batch
+from torchgpipe.values.structure import leaves_of
 
 __all__: list[str] = []
 
@@ -46,7 +46,6 @@ class Joint:
         input_grads: the gradient of each input; None where there is none.
         weight_grads: the gradient of each weight; None where there is none.
         backward: the nodes of the backward.
-        twins: for each node that a mask has split in two, its other half.
         kept: the nodes of the forward that layers keep for a recomputation.
     """
 
@@ -59,13 +58,17 @@ class Joint:
     input_grads: list[Node | None] = field(default_factory=list)
     weight_grads: list[Node | None] = field(default_factory=list)
     backward: set[Node] = field(default_factory=set)
-    twins: dict[Node, Node] = field(default_factory=dict)
     kept: set[Node] = field(default_factory=set)
 
     @property
     def forward(self) -> list[Node]:
         """The nodes of the forward, in order, without placeholders."""
         return [x for x in self.calls if x not in self.backward]
+
+    @property
+    def late(self) -> list[Node]:
+        """The nodes of the backward, in order."""
+        return [x for x in self.calls if x in self.backward]
 
     @property
     def calls(self) -> list[Node]:
@@ -78,16 +81,16 @@ class Joint:
         found = [*self.outputs, *self.input_grads, *self.weight_grads]
         return [*dict.fromkeys(x for x in found if x is not None)]
 
-    def like(self, batch: Batch, more: Sequence[Tensor]) -> tuple[Batch, list[Tensor]]:
-        """A micro-batch, and arguments of the loss, of the same kinds, without data."""
-
-        def without_data(nodes: Sequence[Node], tensors: Iterable[Tensor]) -> list[Tensor]:
-            return [
-                node.meta["val"].detach().requires_grad_(x.requires_grad)
-                for node, x in zip(nodes, tensors)
-            ]
-
-        return batch.replace(without_data(self.inputs, batch)), without_data(self.more, more)
+    def copied(self) -> Joint:
+        """Copy the graph; nodes keep their names."""
+        graph, found = Graph(), dict[Node, Node]()
+        graph.graph_copy(self.module.graph, found)
+        roles = [
+            type(nodes)([None if x is None else found[x] for x in nodes])
+            for nodes in (getattr(self, role.name) for role in fields(self)[1:])
+        ]
+        graph.output([found[x] for x in self.results])
+        return Joint(GraphModule(self.module, graph), *roles)
 
     def replace(self, old: Node, new: Node) -> None:
         """Replace a node by another one in all its uses."""
@@ -147,7 +150,7 @@ class Effects:
 
     def reads(self, node: Node) -> Memory:
         """The memory that a node reads."""
-        unread = _unread(node)
+        unread = _statistics(node) if _is_backward(node) else []
         found: set[int] = set()
         for x in node.all_input_nodes:
             if x not in unread:
@@ -212,15 +215,16 @@ def memory_of(node: Node) -> Memory:
 
 
 def has_statistics(node: Node) -> bool:
-    """Whether a node is a norm that may have running statistics."""
-    schema = schema_of(node.target)
-    return schema is not None and _has_statistics(schema)
+    """Whether a node is a norm that takes running statistics."""
+    return any(name in STATISTICS for name, _ in arguments_of(node))
 
 
 def is_random(node: Node) -> bool:
-    """Whether a node draws random numbers."""
+    """Whether a node draws random numbers; attention with a dropout of 0 does not."""
+    chances = [value for name, value in arguments_of(node) if name in ("dropout_p", "p")]
     tags: Sequence[Any] = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags and not _is_without_chance(node)
+    without = bool(chances) and all(x == 0 for x in chances)
+    return torch.Tag.nondeterministic_seeded in tags and not without
 
 
 def is_void(node: Node) -> bool:
@@ -237,12 +241,6 @@ def is_view(node: Node) -> bool:
     return schema.returns[0].alias_info is not None
 
 
-def _is_without_chance(node: Node) -> bool:
-    """Whether a random operator draws nothing here, as attention with a dropout of 0."""
-    found = [value for name, value in arguments_of(node) if name in ("dropout_p", "p")]
-    return bool(found) and all(x == 0 for x in found)
-
-
 def arguments_of(node: Node) -> list[tuple[str, Any]]:
     """The arguments of an operator by name, without those that are at their default."""
     schema = schema_of(node.target)
@@ -255,45 +253,27 @@ def arguments_of(node: Node) -> list[tuple[str, Any]]:
 def _written(node: Node) -> list[Node]:
     """The arguments that an operator writes to."""
     schema = schema_of(node.target)
-    if node.op != "call_function" or schema is None:
+    if schema is None:
         return []
-    if not schema.is_mutable and not _has_statistics(schema):
-        return []
-    statistics = _trains(node) and not schema.name.endswith("backward")
     infos = {x.name: x.alias_info for x in schema.arguments}
-    found: list[Node] = []
-    for name, value in arguments_of(node):
-        info = infos.get(name)
-        if (info is not None and info.is_write) or (name in STATISTICS and statistics):
-            found += [x for x in _flat(value) if isinstance(x, Node)]
-    return found
+    declared = [x for name, x in arguments_of(node) if infos[name] and infos[name].is_write]
+    found = [x for x in leaves_of(declared) if isinstance(x, Node)]
+    return found if _is_backward(node) else [*found, *_statistics(node)]
 
 
-def _unread(node: Node) -> list[Node]:
-    """The arguments that a norm takes in training without reading them."""
-    schema = schema_of(node.target)
-    if schema is None or not _has_statistics(schema) or not _trains(node):
-        return []
-    backward = schema.name.endswith("backward")
-    return [x for name, x in arguments_of(node) if name in STATISTICS and x and backward]
+def _statistics(node: Node) -> list[Node]:
+    """The running statistics that a norm takes where it uses those of the batch.
 
-
-def _has_statistics(schema: Any) -> bool:
-    return any(x.name in STATISTICS for x in schema.arguments)
-
-
-def _trains(node: Node) -> bool:
-    """Whether a norm uses the statistics of the batch, and not its running statistics."""
+    Its forward writes them, and its backward does not read them.
+    """
     found = dict(arguments_of(node))
-    return bool(found.get("training", found.get("train", found.get("use_input_stats", True))))
+    trains = found.get("training", found.get("train", found.get("use_input_stats", True)))
+    return [found[name] for name in STATISTICS if trains and isinstance(found.get(name), Node)]
 
 
-def _flat(value: Any) -> Iterable[Any]:
-    if isinstance(value, list | tuple):
-        for x in value:
-            yield from _flat(x)
-    else:
-        yield value
+def _is_backward(node: Node) -> bool:
+    schema = schema_of(node.target)
+    return schema is not None and bool(schema.name.endswith("backward"))
 
 
 def is_item(node: Node) -> bool:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, zip_longest
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from torchgpipe.devices.streams import (
 from torchgpipe.graphs.joint import is_view, tensors_of
 from torchgpipe.graphs.parts import Part
 from torchgpipe.graphs.slices import call_directly
+from torchgpipe.values.structure import leaves_of
 
 __all__: list[str] = ["communicates"]
 
@@ -101,12 +101,8 @@ class Interleaving:
         return result
 
 
-def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
-    for x in values:
-        if isinstance(x, Tensor):
-            yield x
-        elif isinstance(x, list | tuple):
-            yield from _tensors(x)
+def _tensors(values: Any) -> list[Tensor]:
+    return [x for x in leaves_of(values) if isinstance(x, Tensor)]
 
 
 # A pass that interleaves two parts, so that communication of one hides behind the other.
@@ -126,9 +122,6 @@ def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
 
 #: A function of two lists of arguments, which it empties, and of the streams.
 Interleaved = Callable[[list[Any], list[Any], Interleaving], tuple[Sequence[Any], Sequence[Any]]]
-
-#: The functions of pairs of parts, or None.
-Pairs = WeakKeyDictionary[Part, WeakKeyDictionary[Part, Interleaved | None]]
 
 #: Operators that move data and compute little.
 _communicating: set[Any] = set()
@@ -164,19 +157,13 @@ def is_communication(node: Node) -> bool:
     return node.target in _communicating or (packet is not None and packet in _communicating)
 
 
-class Overlaps:
-    """A cache of the interleaved functions of pairs of parts, which live as long as the parts."""
-
-    def __init__(self) -> None:
-        self._known: Pairs = WeakKeyDictionary()
-
-    def get(self, a: Part, b: Part) -> Interleaved | None:
-        """The function of two parts; None if neither communicates."""
-        known = self._known.setdefault(a, WeakKeyDictionary())
-        if b not in known:
-            communicate = any(map(is_communication, [*a.slice.nodes, *b.slice.nodes]))
-            known[b] = overlapped(a, b) if communicate else None
-        return known[b]
+def interleaved(a: Part, b: Part) -> Interleaved | None:
+    """The function of two parts; None if neither communicates."""
+    if b not in a.beside:
+        communicate = any(map(is_communication, [*a.slice.nodes, *b.slice.nodes]))
+        a.beside[b] = overlapped(a, b) if communicate else None
+    found: Interleaved | None = a.beside[b]
+    return found
 
 
 def overlapped(a: Part, b: Part) -> Interleaved:
@@ -199,7 +186,7 @@ def overlapped(a: Part, b: Part) -> Interleaved:
 
     def settle(k: int, node: Node) -> None:
         """Receive messages whose memory a node uses and one of the two changes."""
-        effects = (a, b)[k].effects
+        effects = (a, b)[k].owner.effects
         written, touched = effects.written_by(node), effects.touched_by(node)
         for message in [*waiting[k]]:
             if written & effects.touched_by(message) or touched & effects.written_by(message):
@@ -230,7 +217,7 @@ def overlapped(a: Part, b: Part) -> Interleaved:
     graph.output(tuple(results))
     call_directly(graph)
     root = nn.Module()
-    root.a, root.b = a.joint.module, b.joint.module
+    root.a, root.b = a.owner.joint.module, b.owner.joint.module
     function: Interleaved = GraphModule(root, graph).forward
     return function
 

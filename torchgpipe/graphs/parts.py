@@ -4,7 +4,6 @@
 
     F   state, input             → outputs, saved          with a backward
     F   state, input             → outputs, kept           under checkpointing
-    E   state, input             → outputs                 without a backward
     R   state, kept              → saved                   the forward again
     B   state, saved, tangents   → gradients of the input, and of the weights
     I   state, saved, tangents   → gradients of the input, live
@@ -17,9 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -37,7 +37,6 @@ from torchgpipe.graphs.joint import (
     tensors_of,
 )
 from torchgpipe.graphs.slices import (
-    Again,
     Choice,
     Function,
     Slice,
@@ -49,6 +48,7 @@ from torchgpipe.graphs.slices import (
     sliced,
     split_masks,
     tidy,
+    without,
 )
 
 __all__: list[str] = []
@@ -94,53 +94,39 @@ def settle_strides(joint: Joint) -> Joint:
     # Placeholders come with the strides of the trace.
     certain = {x for x in graph.nodes if x.op != "call_function"}
 
-    def lay_out(x: Node, late: bool) -> Node:
-        found = graph.call_function(laid_out, (x, tensors_of(x)[0].stride()))
-        found.meta = {**x.meta}
-        effects.memory[found] = effects.memory[x]
-        certain.add(found)
-        if late:
-            joint.backward.add(found)
-        return found
-
-    def lay_out_origin(x: Node) -> None:
+    def settle(x: Node) -> None:
         """Copy a tensor where its memory is created, so that all views have the traced strides."""
         memory = effects.memory[x]
         shared = [y for y in effects.position if memory & effects.memory[y]]
         shared = [y for y in shared if isinstance(y.meta["val"], Tensor)]
         origin = shared[0]
         with graph.inserting_after(origin):
-            found = lay_out(origin, origin in joint.backward)
+            found = graph.call_function(laid_out, (origin, origin.meta["val"].stride()))
+        found.meta = {**origin.meta}
         joint.replace(origin, found)
         found.update_arg(0, origin)
-        certain.update(shared)
+        effects.memory[found] = effects.memory[origin]
+        certain.update([*shared, found])
+        if origin in joint.backward:
+            joint.backward.add(found)
 
     for node in joint.calls:
         late = node in joint.backward
-        for x in _relying(node):
-            if x in certain:
-                continue
-            if any((writer in joint.backward) == late for writer in effects.changes(x)):
-                # A change through a copy would be lost.
-                # guard: strides of what changes in place
-                lay_out_origin(x)
-            elif node.target in VIEWS:
+        for x in [x for x in _relying(node) if x not in certain]:
+            changes = effects.changes(x)
+            if node.target in VIEWS and all((y in joint.backward) != late for y in changes):
                 # guard: views of other strides
                 node.target, node.args = aten.reshape.default, node.args[:2]
-            else:
-                with graph.inserting_before(node):
-                    # guard: strides of arguments
-                    node.replace_input_with(x, lay_out(x, late))
+            elif x not in certain:
+                # guard: strides of arguments
+                settle(x)
         if _is_certain(effects, node, certain):
             certain.add(node)
     # The next stage may rely on the strides of outputs, too.
-    forward = joint.forward
-    for x in [*dict.fromkeys(joint.outputs)]:
+    for x in [x for x in joint.outputs if x not in certain]:
         if x not in certain:
-            with graph.inserting_after(forward[-1]):
-                # guard: strides of outputs
-                found = lay_out(x, late=False)
-            joint.outputs = [found if y is x else y for y in joint.outputs]
+            # guard: strides of outputs
+            settle(x)
     graph.output_node().args = (joint.results,)
     return joint
 
@@ -173,6 +159,8 @@ def _is_certain(effects: Effects, node: Node, certain: Collection[Node]) -> bool
 Given = Mapping[str, Sequence[Any]]
 #: Makes a function of a slice.
 Maker = Callable[[Joint, Slice], Function]
+#: For each argument of a part, by the name of its node, its role and its index in that.
+Roles = Mapping[str, tuple[str, int]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,24 +171,78 @@ class Part:
         slice: the nodes.
         function: the function.
         sources: for each argument its role, and its index among the arguments of that role.
-        joint: the graph that the nodes are from.
-        effects: what its nodes do besides returning values.
+        owner: the graph that the nodes are from, and what these do besides returning values.
         is_random: whether it draws random numbers.
+        beside: the functions that run it and another part interleaved; None where that is no use.
     """
 
     slice: Slice
     function: Function
     sources: list[tuple[str, int]]
-    joint: Joint
-    effects: Effects
+    owner: Backward
     is_random: bool
+    beside: WeakKeyDictionary[Part, Any] = field(default_factory=WeakKeyDictionary)
 
-    def arguments(self, given: Given) -> list[Any]:
-        """The list of arguments, which the function empties."""
-        return [given[role][k] for role, k in self.sources]
+    def arguments(self, given: Given, later: str = "") -> list[Any]:
+        """The list of arguments, which the function empties; None for those that come later."""
+        return [None if role == later else given[role][k] for role, k in self.sources]
+
+    def add(self, values: list[Any], later: str, found: Sequence[Any]) -> None:
+        """Put arguments that have come into the list."""
+        for place, (role, k) in enumerate(self.sources):
+            if role == later:
+                values[place] = found[k]
 
 
-class Parts:
+class Backward:
+    """The backward of a stage, for gradients of some of its outputs, or of all.
+
+    Args:
+        joint: forward and backward.
+        make: makes a function of a slice.
+        roles: for each argument of the backward, by name, its role and index.
+    """
+
+    def __init__(self, joint: Joint, make: Maker, roles: Roles) -> None:
+        self.joint, self._make, self._later = joint, make, roles
+        self.effects = Effects(joint.module.graph.nodes)
+
+    @cached_property
+    def backward(self) -> Part:
+        """B: returns the gradients of the input, then of the weights."""
+        return self._part(backward(self.joint), self._later)
+
+    @property
+    def input(self) -> Part:
+        """I: returns the gradients of the input, then what W takes from it."""
+        return self._halves[0]
+
+    @property
+    def weight(self) -> Part:
+        """W: returns the gradients of the weights."""
+        return self._halves[1]
+
+    @cached_property
+    def _halves(self) -> tuple[Part, Part]:
+        joint = split_masks(self.joint)
+        first, last = halves(joint)
+        live = first.outputs[len(joint.input_grads) :]
+        roles = {x.name: ("live", k) for k, x in enumerate(live) if x is not None}
+        own = Backward(joint, self._make, self._later)
+        return own._part(first, self._later), own._part(last, {**self._later, **roles})
+
+    def without(self, missing: Collection[int]) -> Backward:
+        """The backward in which outputs of these indices have no gradient."""
+        return Backward(without(self.joint, missing), self._make, self._later)
+
+    def _part(self, part: Slice, roles: Roles) -> Part:
+        sources = [roles[x.name] for x in part.inputs]
+        return Part(
+            part, self._make(self.joint, part), sources, self, any(map(is_random, part.nodes))
+        )
+
+
+class Parts(Backward):
     """The parts of one stage, for one kind of input.
 
     Args:
@@ -212,40 +254,35 @@ class Parts:
     def __init__(
         self, joint: Joint, make: Maker = function_of, recompute: Choice = everything
     ) -> None:
-        self.joint = split_masks(settle_strides(tidy(joint)))
-        self._make, self._recompute = make, recompute
-        self._roles: dict[Node, tuple[str, int]] = {}
-        for role, nodes in (
-            ("state", joint.state),
-            ("input", joint.inputs),
-            ("more", joint.more),
-            ("tangent", joint.tangents),
-        ):
-            self._roles.update({x: (role, k) for k, x in enumerate(nodes) if x is not None})
-        self.effects = Effects(self.joint.module.graph.nodes)
-        #: What the forward keeps for the backward.
-        self.saved = [
-            x for x in backward(self.joint).inputs if self._role(x) not in ("state", "tangent")
-        ]
-        roles = {x: ("saved", k) for k, x in enumerate(self.saved)}
-        #: The backward takes what the forward has saved, inputs too.
-        self._later = self._roles | roles
-        #: The indices of the parameters and buffers that the backward takes.
-        self.state_of_backward = [
-            self._roles[x][1] for x in backward(self.joint).inputs if self._role(x) == "state"
-        ]
-        forward = {x for node in self.joint.forward for x in self.effects.written.get(node, ())}
-        #: The parameters and buffers that the forward changes.
-        self.changed = [
-            k for k, x in enumerate(self.joint.state) if self.effects.memory[x] & forward
-        ]
-        #: The inputs, and the arguments of the loss, that the forward changes in place.
-        self.changed_inputs = {
-            x for x in (*joint.inputs, *joint.more) if self.effects.memory[x] & forward
+        joint = settle_strides(tidy(joint))
+        self._recompute = recompute
+        self._given = {
+            x.name: (role, k)
+            for role, nodes in (
+                ("state", joint.state),
+                ("input", joint.inputs),
+                ("more", joint.more),
+                ("tangent", joint.tangents),
+            )
+            for k, x in enumerate(nodes)
+            if x is not None
         }
-        ends = {x for node in [*joint.inputs, *joint.outputs] for x in self.effects.memory[node]}
+        taken = {x: self._given.get(x.name, ("saved", 0)) for x in backward(joint).inputs}
+        #: The indices of the parameters and buffers that the backward takes.
+        self.state_of_backward = [k for role, k in taken.values() if role == "state"]
+        #: What the forward keeps for the backward: inputs, too.
+        self.saved = [x for x, (role, _) in taken.items() if role not in ("state", "tangent")]
+        saved = {x.name: ("saved", k) for k, x in enumerate(self.saved)}
+        super().__init__(joint, make, self._given | saved)
+        memory = self.effects.memory
+        forward = {x for node in joint.forward for x in self.effects.written_by(node)}
+        #: The parameters and buffers that the forward changes.
+        self.changed = [k for k, x in enumerate(joint.state) if memory[x] & forward]
+        #: The inputs, and the arguments of the loss, that the forward changes in place.
+        self.changed_inputs = {x for x in (*joint.inputs, *joint.more) if memory[x] & forward}
+        ends = {x for node in [*joint.inputs, *joint.outputs] for x in memory[node]}
         #: The indices of saved values whose memory other stages have, too.
-        self.exposed = [k for k, x in enumerate(self.saved) if self.effects.memory[x] & ends]
+        self.exposed = [k for k, x in enumerate(self.saved) if memory[x] & ends]
 
     def bytes_of(self, nodes: Iterable[Node]) -> int:
         """The memory of some values; parameters, buffers and their views are not among it."""
@@ -253,42 +290,35 @@ class Parts:
         found = [x for node in nodes for x in tensors_of(node)]
         return bytes_of(x for x in found if storage_of(x) not in state)
 
-    def _role(self, node: Node) -> str:
-        return self._roles.get(node, ("",))[0]
-
     @cached_property
     def forward(self) -> Part:
         """F: returns the outputs, then what is saved."""
-        return self._part(sliced(self.joint.forward, [*self.joint.outputs, *self.saved]))
-
-    @cached_property
-    def evaluation(self) -> Part:
-        """E: returns the outputs."""
-        nodes = self._needed([*self.joint.outputs, *self.effects.written])
-        return self._part(sliced(nodes, self.joint.outputs))
+        return self._part(
+            sliced(self.joint.forward, [*self.joint.outputs, *self.saved]), self._given
+        )
 
     @cached_property
     def first(self) -> Part:
-        """F of a cell that has an R: returns the outputs, then what is kept of what it computes."""
-        kept = [x for x in self.kept if x not in self._roles]
-        results = [*self.joint.outputs, *kept]
-        return self._part(sliced(self._needed([*results, *self.effects.written]), results))
+        """F of a cell that has an R: returns the outputs, then what R takes of what it computes."""
+        results = [*self.joint.outputs, *self._computed]
+        nodes = self._needed([*results, *self.effects.written])
+        return self._part(sliced(nodes, results), self._given)
 
     @cached_property
     def again(self) -> Part:
         """R: returns what is saved."""
-        roles = {x: ("kept", k) for k, x in enumerate(self.kept)}
-        return self._part(sliced(self._again.nodes, self.saved), self._roles | roles)
+        roles = {x.name: ("kept", k) for k, x in enumerate(self._computed)}
+        return self._part(self._again, {**self._given, **roles})
 
     @property
     def kept(self) -> list[Node]:
         """The nodes whose values a cell keeps from F until R: arguments and results of F."""
-        return self._again.kept
+        given = self._given
+        return [x for x in self._again.inputs if given.get(x.name, ("",))[0] != "state"]
 
-    @cached_property
-    def kept_arguments(self) -> list[tuple[int, tuple[str, int]]]:
-        """The kept values that are arguments of F: their index, and their role and index there."""
-        return [(k, self._roles[x]) for k, x in enumerate(self.kept) if x in self._roles]
+    @property
+    def _computed(self) -> list[Node]:
+        return [x for x in self._again.inputs if x.name not in self._given]
 
     @cached_property
     def changed_again(self) -> list[int]:
@@ -297,29 +327,8 @@ class Parts:
         return [k for k in self.changed if self.joint.state[k] in again]
 
     @cached_property
-    def _again(self) -> Again:
-        return self._recompute(self.joint, self.effects, self.saved)
-
-    @cached_property
-    def backward(self) -> Part:
-        """B: returns the gradients of the input, then of the weights."""
-        return self._part(backward(self.joint), self._later)
-
-    @cached_property
-    def input(self) -> Part:
-        """I: returns the gradients of the input, then what W takes from it."""
-        return self._part(self._halves[0], self._later)
-
-    @cached_property
-    def weight(self) -> Part:
-        """W: returns the gradients of the weights."""
-        live = self.input.slice.outputs[len(self.joint.input_grads) :]
-        roles = {x: ("live", k) for k, x in enumerate(live) if x is not None}
-        return self._part(self._halves[1], self._later | roles)
-
-    @cached_property
-    def _halves(self) -> tuple[Slice, Slice]:
-        return halves(self.joint)
+    def _again(self) -> Slice:
+        return sliced(self._recompute(self.joint, self.effects, self.saved), self.saved)
 
     def _needed(self, results: Sequence[Node]) -> list[Node]:
         """The nodes of the forward that results need, and those with side effects, in order."""
@@ -327,13 +336,6 @@ class Parts:
         # guard: random numbers of a first run
         others = [x for x in forward if is_random(x) or is_void(x)]
         return self.effects.in_order(self.effects.needed([*results, *others], {*forward}))
-
-    def _part(self, part: Slice, roles: Mapping[Node, tuple[str, int]] | None = None) -> Part:
-        roles = roles or self._roles
-        function = self._make(self.joint, part)
-        sources = [roles[x] for x in part.inputs]
-        chance = any(map(is_random, part.nodes))
-        return Part(part, function, sources, self.joint, self.effects, chance)
 
 
 # Compiled parts: PyTorch's compiler makes one function of all operators of a part.
@@ -350,51 +352,38 @@ def compiler(backend: str | Callable[..., Any]) -> Callable[[Joint, Slice], Func
     """
 
     def make(joint: Joint, part: Slice) -> Function:
-        module = GraphModule(joint.module, graph_of(part, joint.twins))
         if not part.nodes:
             # There is nothing to compile.
-            return lambda values: module.forward(*_taken(values))
+            return function_of(joint, part)
         # Without fullgraph=True, for which PyTorch counts what it has compiled in all threads at
         # once. A graph of operators has no break anyway.
+        module = GraphModule(joint.module, graph_of(part))
         function = torch.compile(module, backend=backend, dynamic=False)
-        places = _statistics(joint, part)
+        effects = Effects(joint.module.graph.nodes)
+        # PyTorch's norms update running statistics without a change of their version counter.
+        # Compiled code updates them by copy_, which changes it. Then the backward of an eager cell
+        # would refuse statistics that it has saved, though it does not read them. So a compiled
+        # part is given aliases with version counters of their own.
+        places = [
+            k
+            for k, node in enumerate(part.inputs)
+            if (writers := effects.changes(node)) and all(map(has_statistics, writers))
+        ]
         is_compiled = False
 
         def run(values: list[Any]) -> Sequence[Any]:
             nonlocal is_compiled
             for k in places:
                 values[k] = values[k].data
+            taken = tuple(values)
+            values.clear()
             # The compiler works in the first call. It may work in later ones, beside others, where
             # a setting of the process has changed that it depends on.
             with nullcontext() if is_compiled else gate.tracing():
-                found: Sequence[Any] = function(*_taken(values))
+                found: Sequence[Any] = function(*taken)
             is_compiled = True
             return found
 
         return run
 
     return make
-
-
-def _statistics(joint: Joint, part: Slice) -> list[int]:
-    """The indices, among the inputs of a part, of the running statistics of norms.
-
-    PyTorch's norms update them without a change of their version counter. Compiled code updates
-    them by ``copy_``, which changes it. Then the backward of an eager cell would refuse statistics
-    that it has saved, though it does not read them. So a compiled part is given aliases with
-    version counters of their own.
-    """
-    effects = Effects(joint.module.graph.nodes)
-    found = []
-    for k, node in enumerate(part.inputs):
-        writers = [x for own in effects.memory[node] for x in effects.writers.get(own, ())]
-        if writers and all(map(has_statistics, writers)):
-            found.append(k)
-    return found
-
-
-def _taken(values: list[Any]) -> Sequence[Any]:
-    """Take the values out of a list."""
-    found = tuple(values)
-    values.clear()
-    return found

@@ -1,16 +1,15 @@
-"""Places: where modules hold their tensors, and all other state that their forward depends on.
+"""Places: where modules hold their tensors, and the attributes that decide what they compute.
 
-A graph is traced with fake tensors in these places, and is valid for the state that the layers had
-then. So before each step, that state is compared with the present one, if possible by identity. A
-trace refuses to read tensors of other places.
+A graph is traced with fake tensors in these places. It is valid for the state that the modules had
+then: which modules and tensors there are, of which kinds, and the plain values in attributes. So
+before each step, that state is compared with the present one. What else the code of layers reads
+has to stay as it was. A trace refuses to read tensors of other places.
 """
 
 from __future__ import annotations
 
-import math
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
@@ -19,19 +18,20 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchgpipe import _torch
-from torchgpipe._torch.attributes import has_global_hooks
+from torchgpipe._torch.attributes import has_global_hooks, storage_of
 from torchgpipe.ambient.context import leave_checkpoints
-from torchgpipe.graphs.globals import Sources, Variables
-from torchgpipe.graphs.snapshot import Elements, Slots, Snapshot, attributes_of
-from torchgpipe.values.structure import ATOMS, MISSING, equal, leaves_of
+from torchgpipe.ambient.notes import contextmanager
+from torchgpipe.values.structure import MISSING, leaves_of
 
 __all__: list[str] = []
 
-#: A container, and the key of a tensor in it.
-Place: TypeAlias = tuple[Any, Any]
+#: A table, and the key of a value in it.
+Place: TypeAlias = tuple[dict[str, Any], str]
 
 #: The attributes that every module has.
 OWN = {*nn.Module().__dict__}
+
+CONTAINERS = (list, tuple, dict)
 
 
 class UntraceableError(Exception):
@@ -39,65 +39,49 @@ class UntraceableError(Exception):
 
 
 class Places:
-    """The tensors of some modules: parameters, buffers, and tensors in attributes.
+    """The state of some modules: parameters, buffers, and attributes.
 
     Args:
         modules: the modules, with all that is in them.
-        others: further objects that decide what is computed, as a loss function.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], others: Iterable[Any] = ()) -> None:
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = [*dict.fromkeys(x for some in modules for x in some.modules())]
-        self._found: list[Place] = []
-        for module in self._modules:
-            own = module.__dict__
-            self._found += [(own, key) for key, x in own.items() if isinstance(x, Tensor)]
-            for some in own.values():
-                if type(some) is list:
-                    # Recurrent layers have a list of their weights.
-                    self._found += [(some, k) for k, x in enumerate(some) if isinstance(x, Tensor)]
-                elif isinstance(some, dict):
-                    self._found += [(some, key) for key, x in some.items() if isinstance(x, Tensor)]
-        #: The attributes and the submodules of each module, and copies to compare them with.
+        #: The attributes and the submodules of each module.
         self._tables = [table for x in self._modules for table in (x.__dict__, x._modules)]
-        self._before: list[dict[str, Any]] = [*map(dict, self._tables)]
-        #: Objects in attributes, which may change without the attribute.
-        self._held = [x for module in self._modules for x in _objects(module)]
-        self._held += [("the loss", x) for x in others]
-        self._known = frozenset(map(id, self._modules))
-        self._sources = Sources(self._held, map(type, self._modules), self._known)
-        self._objects = self._snapshot()
+        self._stores = [table for x in self._modules for table in (x._parameters, x._buffers)]
+        self._found: list[Place] = [
+            (table, key)
+            for table in (*self._tables[::2], *self._stores)
+            for key, x in table.items()
+            if isinstance(x, Tensor)
+        ]
+        self._containers = [
+            (module, key)
+            for module in self._modules
+            for key, x in module.__dict__.items()
+            if key not in OWN and isinstance(x, CONTAINERS)
+        ]
+        self._before = [*map(dict, self._tables)]
         self._now = self._look()
 
     def read(self) -> list[Tensor]:
         """The tensors that are in the places now, each once."""
         return [*{id(x): x for x in (table[key] for table, key in self._found)}.values()]
 
-    def put(self, tensors: Sequence[Tensor]) -> Substitution:
-        """Put other tensors in the places, in the order of :meth:`read`, in a ``with`` block."""
-        return Substitution(self._found, dict(zip(map(id, self.read()), tensors)))
-
     @property
-    def fault(self) -> str:
-        """The reason why changes of an object cannot be seen; empty if they can."""
-        return self._objects.fault
-
-    def restored(self) -> Restored:
-        """Restore all attributes after a ``with`` block, and see which of them have changed."""
-        names = [type(x).__name__ for x in self._modules for _ in range(2)]
-        variables = [(x.owner, x) for x in self._sources.tables.values()]
-        return Restored([*zip(names, self._tables), *variables], self._snapshot)
+    def has_hooks(self) -> bool:
+        """Whether hooks run around the forward or the backward of a module."""
+        return has_global_hooks() or any(
+            x._forward_hooks or x._forward_pre_hooks or x._backward_hooks or x._backward_pre_hooks
+            for x in self._modules
+        )
 
     def are_current(self) -> bool:
-        """Whether the modules have the same attributes, and tensors of the same kind, as before."""
+        """Whether the modules are in the same state as before."""
         try:
             # Dicts compare what they hold by identity first.
-            return (
-                self._tables == self._before
-                and self._look() == self._now
-                and self._sources.are_same()
-                and self._snapshot().same(self._objects)
-            )
+            return self._tables == self._before and self._look() == self._now
         except Exception:
             # Objects that cannot be compared, as arrays, or that are not there any more.
             return False
@@ -107,157 +91,109 @@ class Places:
         first: dict[int, int] = {}
         # Which places hold the same tensor.
         ties = [first.setdefault(id(x), len(first)) for x in tensors]
+        # Numbers of two types may be equal.
         types = [[*map(type, x.values())] for x in self._tables]
-        # Zeros are equal, so their signs are compared.
-        signs = [
-            math.copysign(1, x)
-            for table, some in zip(self._tables, types)
-            if float in some
-            for x in table.values()
-            if type(x) is float
-        ]
-        empty = [
-            [(key, value is None) for key, value in table.items()]
-            for x in self._modules
-            for table in (x._parameters, x._buffers)
-            if table
-        ]
-        return kinds(tensors), ties, types, signs, empty
+        stores = [(*x, *map(type, x.values())) for x in self._stores if x]
+        return (
+            *(kinds(tensors), ties, types, stores, [*map(type, self._modules)], self.has_hooks),
+            [(type(x), [(k, _plain(y)) for k, y in _items(x).items()]) for _, x in self._held()],
+        )
 
-    def _snapshot(self) -> Snapshot:
-        marked = [x for x in self.read() if x.__dict__]
-        own = [("a parameter", found) for x in marked if (found := attributes_of(x))]
-        return Snapshot([*self._held, *self._sources.values(), *own], self._known)
+    def _held(self) -> list[tuple[str, Any]]:
+        """The containers in attributes, and those within them, each with the attribute's name."""
+        found: dict[int, tuple[str, Any]] = {}
+        stack = [
+            (f"{type(module).__name__}.{key}", module.__dict__[key])
+            for module, key in self._containers
+        ]
+        while stack:
+            name, x = stack.pop()
+            if isinstance(x, CONTAINERS) and id(x) not in found:
+                found[id(x)] = name, x
+                stack += [(name, y) for y in _items(x).values()]
+        return [*found.values()]
 
     def difference(self, other: Places) -> str:
         """The name of an attribute that differs in ``other``, which is of the same modules."""
         for module, now, before in zip(self._modules, self._before[::2], other._before[::2]):
-            for key in {**now, **before}:
-                if not equal(now.get(key, MISSING), before.get(key, MISSING)):
-                    return f"{type(module).__name__}.{key}"
-        return ""
+            if key := _different(now, before):
+                return f"{type(module).__name__}.{key}"
+        return "a list or a dict"
+
+    @contextmanager
+    def put(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Put other tensors in the places, in the order of :meth:`read`, in a ``with`` block.
+
+        Raises:
+            UntraceableError: layers have put yet others there, or replaced their memory.
+        """
+        others = dict(zip(map(id, self.read()), tensors))
+        places = [(table, key, table[key]) for table, key in self._found]
+        memory = [*map(storage_of, tensors)]
+        moved = False
+        for table, key, tensor in places:
+            other = table[key] = others[id(tensor)]
+            # Layers may read attributes of their tensors.
+            other.__dict__.update({**tensor.__dict__, **other.__dict__})
+        try:
+            yield
+        finally:
+            for table, key, tensor in places:
+                moved |= table.get(key) is not others[id(tensor)]
+                table[key] = tensor
+        if moved or memory != [*map(storage_of, tensors)]:
+            raise UntraceableError("it replaces a buffer in its forward")
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore all attributes after a ``with`` block, and the lists and dicts in them.
+
+        Raises:
+            UntraceableError: the block has changed some.
+        """
+        names = [type(x).__name__ for x in self._modules for _ in range(2)]
+        tables = [*zip(names, self._tables), *zip(names, self._stores), *self._held()]
+        before = [_items(table) for _, table in tables]
+        changed: list[str] = []
+        try:
+            yield
+        finally:
+            for (name, table), items in zip(tables, before):
+                if key := _different(_items(table), items):
+                    changed.append(f"{name}.{key}")
+                    # Fake tensors may be in it.
+                    table.clear()
+                    if isinstance(table, dict):
+                        table.update(items)
+                    else:
+                        table.extend(items.values())
+        if changed:
+            raise UntraceableError(f"its forward changes attributes ({changed[0]})")
 
 
-def _objects(module: nn.Module) -> Iterable[tuple[str, Any]]:
-    """The objects in attributes of a module that are no numbers, texts or tensors."""
-    for key, x in module.__dict__.items():
-        if key not in OWN and type(x) not in ATOMS and not isinstance(x, Tensor):
-            yield f"{type(module).__name__}.{key}", x
+def _items(container: Any) -> dict[Any, Any]:
+    return dict(container) if isinstance(container, dict) else dict(enumerate(container))
 
 
-class Substitution:
-    """Replace the tensors in some places within a ``with`` block.
-
-    Args:
-        places: the places.
-        others: the other tensors, by the identities of the tensors that they replace.
-    """
-
-    def __init__(self, places: Sequence[Place], others: dict[int, Tensor]) -> None:
-        self._places = [(table, key, table[key]) for table, key in places]
-        self._others = others
-        #: The other tensors, with the attributes copied from the tensors that they replace.
-        self._attributes: list[tuple[Tensor, dict[str, Any]]] = []
-        #: Whether layers have put another tensor into a place within the block.
-        self.moved = False
-        #: Whether layers have set an attribute of a tensor.
-        self.is_marked = False
-
-    def __enter__(self) -> Substitution:
-        for table, key, tensor in self._places:
-            other = table[key] = self._others[id(tensor)]
-            for name, x in attributes_of(tensor).items():
-                other.__dict__.setdefault(name, x)
-            self._attributes.append((other, dict(other.__dict__)))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for table, key, tensor in self._places:
-            self.moved |= _at(table, key) is not self._others[id(tensor)]
-            table[key] = tensor
-        for other, before in self._attributes:
-            # PyTorch itself sets private attributes of fake tensors.
-            now = {k: x for k, x in other.__dict__.items() if k in before or k[0] != "_"}
-            self.is_marked |= bool(_different(now, before))
+def _plain(value: Any) -> Any:
+    """Type of an item, with the item itself unless that is a tensor, or looked at elsewhere."""
+    return type(value) if isinstance(value, (Tensor, *CONTAINERS)) else (type(value), value)
 
 
-class Restored:
-    """Restore the contents of containers after a ``with`` block.
-
-    Args:
-        tables: attributes of modules, with the names of their owners.
-        look: takes a snapshot of all objects in them.
-    """
-
-    def __init__(self, tables: Sequence[tuple[str, Any]], look: Callable[[], Snapshot]) -> None:
-        self._look, self._objects = look, look()
-        containers = [*tables, *self._objects.containers]
-        self._before = [(name, x, _copied(x)) for name, x in containers]
-        #: What has changed, if anything has.
-        self.changed: str | None = None
-
-    def __enter__(self) -> Restored:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for name, table, before in self._before:
-            keys = _different(_copied(table), before)
-            if keys:
-                self.changed = f"{name}{keys}"
-                # Fake tensors may be in it.
-                table.clear()
-                (table.extend if isinstance(table, list | deque) else table.update)(before)
-        if self.changed is None and not self._look().same(self._objects):
-            self.changed = "an object"
-
-
-def _copied(table: Any) -> Any:
-    """Copy the contents of a container into a dict or list."""
-    if isinstance(table, Slots | Elements | Variables):
-        return table.copy()
-    return dict(table) if isinstance(table, dict) else [*table]
-
-
-def _different(now: Any, before: Any) -> str:
-    """A text about the first entry that differs, by identity; empty if there is none."""
-    if isinstance(now, dict):
-        keys = [x for x in {**before, **now} if now.get(x, MISSING) is not before.get(x, MISSING)]
-        return f".{keys[0]}" if keys else ""
-    return "" if [*map(id, now)] == [*map(id, before)] else " "
-
-
-def _at(table: Any, key: Any) -> Any:
-    try:
-        return table[key]
-    except LookupError:
-        return None
+def _different(now: dict[Any, Any], before: dict[Any, Any]) -> str:
+    """The first key whose values are two objects; empty if there is none."""
+    keys = {**before, **now}
+    return next((str(x) for x in keys if now.get(x, MISSING) is not before.get(x, MISSING)), "")
 
 
 def kinds(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
     """The properties of tensors that a graph depends on."""
     return tuple(
         [
-            (
-                x.shape,
-                x.stride(),
-                x.dtype,
-                x.requires_grad,
-                x.device,
-                x.is_conj(),
-                x.is_neg(),
-                type(x),
-            )
+            (x.shape, x.stride(), x.dtype, x.requires_grad)
+            + (x.device, type(x), x.is_conj(), x.is_neg())
             for x in tensors
         ]
-    )
-
-
-def has_hooks(modules: Iterable[nn.Module]) -> bool:
-    """Whether hooks run around the forward or the backward of a module."""
-    return has_global_hooks() or any(
-        x._forward_hooks or x._forward_pre_hooks or x._backward_hooks or x._backward_pre_hooks
-        for some in modules
-        for x in some.modules()
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from math import inf
 from typing import Any, NamedTuple
 
@@ -37,65 +37,42 @@ __all__: list[str] = []
 
 
 def split_masks(joint: Joint) -> Joint:
-    """Make two nodes of each operator that computes gradients of both kinds by a mask."""
+    """Make two nodes of each operator that computes gradients of both kinds by a mask.
+
+    Returns:
+        A copy. Where I and W are one B, one operator takes less time than two.
+    """
+    joint = joint.copied()
     effects = Effects(joint.module.graph.nodes)
     first = effects.needed([x for x in joint.input_grads if x is not None], joint.backward)
-    for node in joint.calls:
+    for node in joint.late:
         place = _mask_of(node)
-        if place is None or node not in first or node not in joint.backward:
+        early = [x for x in node.users if x in first]
+        late = [x for x in node.users if x not in first]
+        # Nothing of it is for the input, or nothing for the weights, or it is used as a whole.
+        if place is None or not early or not late or not all(map(is_item, node.users)):
             continue
-        items = [*node.users]
-        early = [x for x in items if x in first]
-        late = [x for x in items if x not in first]
-        if late and early and all(map(is_item, items)):
-            _split(joint, node, place, early, late)
-    joint.module.graph.lint()
+        mask: Any = node.args[place]
+        with joint.module.graph.inserting_after(node):
+            other = joint.module.graph.node_copy(node)
+        joint.backward.add(other)
+        for one, items in ((node, early), (other, late)):
+            kept = {x.args[1] for x in items}
+            one.update_arg(place, [needed and k in kept for k, needed in enumerate(mask)])
+            value = [x if k in kept else None for k, x in enumerate(one.meta["val"])]
+            one.meta = {**one.meta, "val": tuple(value)}
+        for item in late:
+            item.update_arg(0, other)
     return joint
-
-
-def as_one(node: Node, whole: Node, twin: Node) -> None:
-    """Let one copied node compute the gradients of its twin, too.
-
-    Where I and W are one B, one operator takes less time than two.
-
-    Args:
-        node: the copy of ``whole`` in another graph.
-        whole: the node.
-        twin: its twin.
-    """
-    place = _mask_of(whole)
-    assert place is not None
-    masks: Any = whole.args[place], twin.args[place]
-    node.update_arg(place, [a or b for a, b in zip(*masks)])
 
 
 def _mask_of(node: Node) -> int | None:
     """The index of the mask among the arguments of an operator with much arithmetic; else None."""
     schema = schema_of(node.target)
-    packet: Any = getattr(node.target, "overloadpacket", None)
-    if schema is None or packet not in flop_registry:
+    if schema is None or getattr(node.target, "overloadpacket", None) not in flop_registry:
         return None
-    names = [x.name for x in schema.arguments]
-    place = names.index("output_mask") if "output_mask" in names else len(node.args)
-    return place if place < len(node.args) else None
-
-
-def _split(joint: Joint, node: Node, place: int, early: list[Node], late: list[Node]) -> None:
-    mask: Any = node.args[place]
-    graph = joint.module.graph
-    with graph.inserting_after(node):
-        other = graph.node_copy(node)
-    joint.backward.add(other)
-    joint.twins[other] = node
-    for one, items in ((node, early), (other, late)):
-        kept = {x.args[1] for x in items}
-        one.update_arg(place, [needed and k in kept for k, needed in enumerate(mask)])
-        one.meta = {
-            **one.meta,
-            "val": tuple([x if k in kept else None for k, x in enumerate(one.meta["val"])]),
-        }
-    for item in late:
-        item.update_arg(0, other)
+    places = [k for k, x in enumerate(schema.arguments) if x.name == "output_mask"]
+    return places[0] if places and places[0] < len(node.args) else None
 
 
 # Tidying: leave nodes out that compute nothing.
@@ -172,20 +149,14 @@ METHODS = {"expand", "reshape", "view"}
 def call_directly(graph: Graph) -> None:
     """Replace operators in a graph by functions and methods of PyTorch."""
     for node in graph.nodes:
-        name = _name(node)
+        schema = schema_of(node.target)
+        if schema is None or node.kwargs or not schema.name.startswith("aten::"):
+            continue
+        name = schema.name.removeprefix("aten::")
         if name in METHODS:
             node.op, node.target = "call_method", name
         elif name in FUNCTIONS and callable(function := getattr(torch, name, None)):
             node.target = function
-
-
-def _name(node: Node) -> str:
-    """The name of an operator if all its arguments are positional; an empty string otherwise."""
-    schema = schema_of(node.target)
-    if schema is None or node.kwargs or not schema.name.startswith("aten::"):
-        return ""
-    name: str = schema.name.removeprefix("aten::")
-    return name
 
 
 # Slices: some nodes of a joint graph as a graph, and a function, of their own.
@@ -218,36 +189,13 @@ def sliced(nodes: Sequence[Node], outputs: Iterable[Node | None]) -> Slice:
     return Slice([*dict.fromkeys(x for x in taken if x not in own)], [*nodes], found)
 
 
-def crossing(
-    effects: Effects, inside: Collection[Node], after: Iterable[Node], results: Iterable[Node]
-) -> list[Node]:
-    """The nodes of one slice whose values a later one takes, in order.
-
-    Args:
-        effects: the effects of the graph.
-        inside: the nodes of the first slice.
-        after: the nodes of the later slice.
-        results: the outputs of the later slice.
-    """
-    found = {x for node in after for x in node.all_input_nodes if x in inside}
-    found |= {x for x in results if x in inside}
-    return effects.in_order(found)
-
-
-def graph_of(part: Slice, twins: Mapping[Node, Node]) -> Graph:
-    """The graph of a slice, with a placeholder for each input.
-
-    Args:
-        part: the slice.
-        twins: for each node that a mask has split in two, its other half.
-    """
-    graph = Graph()
-    known: dict[Node, Node] = {}
+def graph_of(part: Slice) -> Graph:
+    """The graph of a slice, with a placeholder for each input."""
+    graph, known = Graph(), dict[Node, Node]()
     for node in part.inputs:
         known[node] = graph.placeholder(node.name)
         known[node].meta = node.meta
-    _fill(graph, part, known, twins)
-    return graph
+    return _filled(graph, part, known)
 
 
 def function_of(joint: Joint, part: Slice) -> Function:
@@ -258,24 +206,68 @@ def function_of(joint: Joint, part: Slice) -> Function:
     """
     graph = Graph()
     box = graph.placeholder("values")
-    known: dict[Node, Node] = {}
-    for node in reversed(part.inputs):
-        known[node] = graph.call_method("pop", (box,))
-    _fill(graph, part, known, joint.twins)
-    call_directly(graph)
+    known = {node: graph.call_method("pop", (box,)) for node in reversed(part.inputs)}
+    call_directly(_filled(graph, part, known))
     function: Function = GraphModule(joint.module, graph).forward
     return function
 
 
-def _fill(graph: Graph, part: Slice, known: dict[Node, Node], twins: Mapping[Node, Node]) -> None:
+def _filled(graph: Graph, part: Slice, known: dict[Node, Node]) -> Graph:
     for node in part.nodes:
-        twin = twins.get(node)
-        if twin in known:
-            known[node] = known[twin]
-            as_one(known[node], twin, node)
-            continue
         known[node] = graph.node_copy(node, known.__getitem__)
     graph.output([None if x is None else known[x] for x in part.outputs])
+    return graph
+
+
+# A pass for a backward in which some outputs have no gradient.
+#
+# Zeros in their place would be wrong: a weight that gets no gradient must have None, and some
+# derivatives, as that of a square root at 0, turn a gradient of 0 into NaN. So what depends on
+# missing gradients alone goes, and a sum with it becomes its other summand. Where another operator
+# takes it beside a gradient that is there, it takes zeros, as autograd's own operators do.
+
+
+def without(joint: Joint, missing: Collection[int]) -> Joint:
+    """Make a copy for a backward in which outputs of these indices have no gradient."""
+    joint = joint.copied()
+    graph = joint.module.graph
+    lost = {joint.tangents[k] for k in missing} - {None}
+    there = {*joint.tangents} - lost
+    for node in joint.late:
+        taken = {*node.all_input_nodes}
+        if taken & there and node.target is aten.add.Tensor and len(taken & lost) == 1:
+            (other,) = taken - lost
+            if not node.kwargs and tensors_of(other)[0].shape == tensors_of(node)[0].shape:
+                joint.replace(node, other)
+                lost.add(node)
+                continue
+        if not taken & there:
+            lost |= {node} if taken & lost else set()
+            continue
+        there.add(node)
+        for x in taken & lost:
+            assert x is not None
+            with graph.inserting_before(node):
+                (like,) = tensors_of(x)
+                made = graph.call_function(
+                    _zeros, (like.shape, like.stride(), like.dtype, like.device)
+                )
+            made.meta = {**x.meta}
+            joint.backward.add(made)
+            node.replace_input_with(x, made)
+    joint.input_grads = [None if x in lost else x for x in joint.input_grads]
+    joint.weight_grads = [None if x in lost else x for x in joint.weight_grads]
+    joint.tangents = [None if x in lost else x for x in joint.tangents]
+    graph.output_node().args = (joint.results,)
+    for node in reversed(joint.calls):
+        if node in lost:
+            graph.erase_node(node)
+            joint.backward.discard(node)
+    return tidy(joint)
+
+
+def _zeros(shape: Any, strides: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_()
 
 
 # A pass that cuts a backward in two: I, for the input, and W, for the weights.
@@ -294,7 +286,7 @@ def _fill(graph: Graph, part: Slice, known: dict[Node, Node], twins: Mapping[Nod
 
 def backward(joint: Joint) -> Slice:
     """The whole backward (B), which returns the gradients of the input, then of the weights."""
-    return sliced(_backward(joint), [*joint.input_grads, *joint.weight_grads])
+    return sliced(joint.late, [*joint.input_grads, *joint.weight_grads])
 
 
 def halves(joint: Joint) -> tuple[Slice, Slice]:
@@ -305,7 +297,7 @@ def halves(joint: Joint) -> tuple[Slice, Slice]:
         the gradients of the weights.
     """
     effects = Effects(joint.module.graph.nodes)
-    nodes = _backward(joint)
+    nodes = joint.late
     region = set(nodes)
     wanted = [x for x in joint.input_grads if x is not None]
     first = effects.needed(wanted, region)
@@ -318,30 +310,22 @@ def halves(joint: Joint) -> tuple[Slice, Slice]:
     # An operator with several results hands on those that W needs, and not all of them.
     # guard: results of an operator that both halves need
     first |= {x for node in first for x in node.users if is_item(x) and x in region}
-    if not _are_apart(effects, nodes, first):
+    if any(
+        effects.written_by(x) & (effects.reads(y) | effects.memory[y])
+        for x in nodes
+        if x in effects.written
+        for y in nodes
+        if (x in first) != (y in first)
+    ):
+        # No half may change memory that the other one has, or reads.
         # guard: changes in place across the halves
         first = region
     of_input = effects.in_order(first)
     of_weights = [x for x in nodes if x not in first]
     results = [x for x in joint.weight_grads if x is not None]
-    live = crossing(effects, first, of_weights, results)
+    taken = {*results, *[x for node in of_weights for x in node.all_input_nodes]}
+    live = effects.in_order(taken & first)
     return sliced(of_input, [*joint.input_grads, *live]), sliced(of_weights, joint.weight_grads)
-
-
-def _backward(joint: Joint) -> list[Node]:
-    return [x for x in joint.calls if x in joint.backward]
-
-
-def _are_apart(effects: Effects, nodes: list[Node], first: set[Node]) -> bool:
-    """Whether no half changes memory in place that the other one has, or reads."""
-    for node in nodes:
-        for x in effects.written.get(node, ()):
-            for other in nodes:
-                if (other in first) != (node in first) and (
-                    x in effects.reads(other) or x in effects.memory[other]
-                ):
-                    return False
-    return True
 
 
 # The passes that choose what R computes again, and so what a cell keeps from F until then.
@@ -357,36 +341,21 @@ def _are_apart(effects: Effects, nodes: list[Node], first: set[Node]) -> bool:
 # second.
 
 
-class Again(NamedTuple):
-    """A choice of the nodes to recompute.
-
-    Args:
-        kept: the nodes whose values a cell keeps from F until R.
-        nodes: the nodes that R computes, in order.
-    """
-
-    kept: list[Node]
-    nodes: list[Node]
+#: Chooses the nodes that are computed again, in order, to get the values of some nodes.
+Choice = Callable[[Joint, Effects, Sequence[Node]], list[Node]]
 
 
-#: Chooses what is computed again, to get the values of some nodes.
-Choice = Callable[[Joint, Effects, Sequence[Node]], Again]
-
-
-def everything(joint: Joint, effects: Effects, saved: Sequence[Node]) -> Again:
+def everything(joint: Joint, effects: Effects, saved: Sequence[Node]) -> list[Node]:
     """Recompute everything that the backward needs, from the input and what layers keep."""
     forward = joint.forward
     # guard: random numbers in the same order
     others = [x for x in forward if is_random(x) or is_void(x)]
     # guard: what layers keep of a graph
     region = {*forward} - joint.kept
-    nodes = effects.in_order(effects.needed([*saved, *others], region))
-    given = {*joint.inputs, *joint.more, *joint.kept.intersection(forward)}
-    taken = {*saved, *[x for node in nodes for x in node.all_input_nodes]}
-    return Again(effects.in_order(taken & given), nodes)
+    return effects.in_order(effects.needed([*saved, *others], region))
 
 
-def min_cut(joint: Joint, effects: Effects, saved: Sequence[Node]) -> Again:
+def min_cut(joint: Joint, effects: Effects, saved: Sequence[Node]) -> list[Node]:
     """Recompute cheap operators only, from the values that take the fewest bytes."""
     # A dependency of PyTorch.
     import networkx  # type: ignore[import-untyped]
@@ -414,7 +383,7 @@ def min_cut(joint: Joint, effects: Effects, saved: Sequence[Node]) -> Again:
     _, (near, _) = networkx.minimum_cut(graph, "source", "sink")
     kept = {x for x in [*given, *region] if (x, 0) in near and (x, 1) not in near}
     nodes = effects.needed([x for x in saved if x not in kept], region - kept)
-    return Again(effects.in_order(kept), effects.in_order(nodes))
+    return effects.in_order(nodes)
 
 
 def _is_fixed(effects: Effects, node: Node) -> bool:

@@ -12,27 +12,23 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.ambient.context import current_hooks
-from torchgpipe.ambient.modes import with_autocast
 from torchgpipe.ambient.notes import warn
-from torchgpipe.engine.body import Body
 from torchgpipe.engine.computation import Forward
 from torchgpipe.engine.criterion import Criterion
 from torchgpipe.engine.loop import Executor
 from torchgpipe.graphs.gate import gate
 from torchgpipe.graphs.joint import bytes_of, tensors_of
-from torchgpipe.graphs.overlap import Overlaps, cost
+from torchgpipe.graphs.listing import listing
+from torchgpipe.graphs.overlap import cost
 from torchgpipe.graphs.parts import Maker, Parts
-from torchgpipe.graphs.picture import text, write_svg
 from torchgpipe.graphs.places import UntraceableError, kinds
 from torchgpipe.graphs.slices import Choice, Slice
-from torchgpipe.graphs.trace import Marks, OutputForm, chosen, trace
+from torchgpipe.graphs.trace import Marks, trace
 from torchgpipe.graphs.traced import (
     KINDS,
     Entry,
@@ -41,12 +37,10 @@ from torchgpipe.graphs.traced import (
     Traced,
     current_settings,
 )
-from torchgpipe.recompute.once import updated_in
 from torchgpipe.recompute.runs import checkpointing
 from torchgpipe.schedule.costs import Costs
 from torchgpipe.schedule.program import Op
 from torchgpipe.skip.tracker import Parcels
-from torchgpipe.values.division import Division
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import TUPLE, Structure, flatten
 
@@ -63,23 +57,15 @@ class StageGraphs:
         j: the stage.
         layers: the layers.
         loss: what runs after them, as a part of the stage; None but for the last stage.
-        overlaps: interleaved functions of parts of this stage and others.
         make: makes a function of a part of a graph.
         recompute: chooses what is computed again under checkpointing.
     """
 
     def __init__(
-        self,
-        j: int,
-        layers: nn.Module,
-        loss: Any,
-        overlaps: Overlaps,
-        make: Maker,
-        recompute: Choice,
+        self, j: int, layers: nn.Module, loss: Any, make: Maker, recompute: Choice
     ) -> None:
         self._modules = [layers, loss] if isinstance(loss, nn.Module) else [layers]
-        self._others = [] if loss is None else [loss]
-        self.j, self.overlaps = j, overlaps
+        self.j = j
         self._make, self._recompute = make, recompute
         self.states: list[StageState] = []
         self._lock = threading.Lock()
@@ -102,13 +88,13 @@ class StageGraphs:
 
     def _current_state(self) -> StageState:
         for state in self.states:
-            if state.is_current():
+            if state.places.are_current():
                 break
         else:
-            state = StageState(self._modules, self._others)
+            state = StageState(self._modules)
             if len(self.states) == STATES and all(x.steps == 1 for x in self.states):
                 name = state.places.difference(self.states[0].places)
-                self.say(f"its attributes are others in each step ({name or 'an object'})")
+                self.say(f"its attributes are others in each step ({name})")
                 # The state changes in each step, so a trace would serve one step only.
                 state.is_brief = True
         # The one that was used last is looked at first.
@@ -117,47 +103,36 @@ class StageGraphs:
 
     def traced(self, now: StageInStep, run: Forward) -> Traced | None:
         """Trace the stage for the micro-batch of an F."""
-        executor, criterion, i, again = run.executor, run.criterion, run.i, run.again
-        body, batch = executor.step.bodies[self.j], run.given
-        more, structure = of_loss(criterion, i)
-        loss = keyed = None
-        marks = Marks()
-        if criterion is not None:
-            # A copy, so that a later trace does not hold the objects of this step.
-            loss = Criterion(criterion.loss, [], Division([]), None, criterion.outputs is not None)
-            keyed = bool(criterion.arguments[i][1])
+        criterion, body, marks = run.criterion, run.executor.step.bodies[self.j], Marks()
+        more, structure = of_loss(criterion, run.i)
 
         def compute(batch: Batch, more: Sequence[Tensor]) -> Any:
-            with checkpointing(marks) if again else nullcontext():
-                if loss is None:
-                    return body.run(batch), flatten((None, None))
+            rest: list[Any] = [(None, None)]
+
+            def after(output: Batch) -> Batch:
+                if criterion is None:
+                    return output
                 given = structure.unflatten(tuple(more))
-                args, kwargs = given if keyed else (given, {})
-                return _with_loss(body, batch, loss, args, kwargs)
+                args, kwargs = given if criterion.arguments[run.i][1] else (given, {})
+                loss, weight = criterion.compute(output, args, kwargs)
+                rest[0] = weight, None if criterion.outputs is None else output.value
+                return Batch(loss)
 
-        # All that a later trace needs. It must not refer to objects that refer to the graph.
-        places, casts, recorded = now.state.places, now.settings.casts, torch.is_grad_enabled()
-        make, recompute, devices = self._make, self._recompute, [x.device for x in now.tensors]
-
-        def parts(needs_grad: Sequence[bool] | None = None) -> tuple[Parts, OutputForm]:
-            # A later trace may run in backward, outside of the caller's autocast.
-            with body.lock, with_autocast(casts):
-                joint, form = trace(
-                    *(places, devices, compute, batch, more, own, marks),
-                    recorded=recorded,
-                    roots=needs_grad,
-                )
-            return Parts(joint, make, recompute), form
+            with checkpointing(marks) if run.again else nullcontext():
+                return body.run(batch, after=after), flatten(rest[0])
 
         try:
-            own = chosen(now.tensors, executor.sums.weights[self.j])
-            now.verify()
-            made, form = parts()
+            if not now.state.places.are_current():
+                raise UntraceableError("its attributes change within a step")
+            weights = run.executor.sums.weights[self.j]
+            with body.lock:
+                joint, form = trace(
+                    now.state.places, now.tensors, compute, run.given, more, weights, marks
+                )
         except UntraceableError as error:
             self.say(str(error))
             return None
-        batch, more = made.joint.like(batch, more)
-        self.last = Traced(made, form, places.read(), lambda needs_grad: parts(needs_grad)[0])
+        self.last = Traced(Parts(joint, self._make, self._recompute), form, now.state.places)
         return self.last
 
     def print(self, split: bool = True) -> None:
@@ -169,28 +144,13 @@ class StageGraphs:
         Raises:
             ValueError: there is no graph.
         """
-        print(text(self._last().parts, split, self.j))
-
-    def svg(self, path: str | PathLike[str], split: bool = True) -> None:
-        """Draw the parts of the graph that was traced last into an SVG file.
-
-        Args:
-            path: the file.
-            split: whether the backward is I and W; otherwise it is B.
-
-        Raises:
-            ValueError: there is no graph.
-        """
-        write_svg(path, self._last().parts, split, self.j)
-
-    def _last(self) -> Traced:
         if self.last is None:
             raise ValueError(
                 "a stage has a graph once a step, or costs(), has traced it (stage: "
                 f"{self.j}, reasons for eager cells: {self.reasons}); "
                 f"{'change the layer' if self.reasons else 'run another step of as many rows'}"
             )
-        return self.last
+        print(listing(self.last.parts, split, self.j))
 
     def say(self, reason: str) -> None:
         """Warn that cells of this stage are eager ones, if that was not said before."""
@@ -236,20 +196,12 @@ class StageInStep:
         """
         batch, criterion = run.given, run.criterion
         more, structure = of_loss(criterion, run.i)
+        fault = self.settings.fault or self.state.fault
         if batch.shared:
             # A change of one of them in place would not be seen in the other.
-            self.graphs.say("tensors that come to it share memory")
-            return None, more
-        if current_hooks() is not None:
-            self.graphs.say("hooks for saved tensors are active")
-            return None, more
-        if self.settings.replaced:
-            # The graph would contain the work of the mode, or hide its operators from the mode.
-            self.graphs.say("a mode for functions or operators is active")
-            return None, more
-        if torch.is_anomaly_enabled():
-            # Anomaly mode would not see the gradients within a graph.
-            self.graphs.say("anomaly mode is on")
+            fault = "tensors that come to it share memory"
+        if fault:
+            self.graphs.say(fault)
             return None, more
         key = (
             *(run.again, torch.is_grad_enabled(), self.settings, tuple(batch.parts)),
@@ -268,48 +220,10 @@ class StageInStep:
         with gate.tracing():
             # Another thread may have been first.
             if not entry.is_tried:
-                self._try(entry, run)
+                self.state.count += 1
+                entry.traced = self.graphs.traced(self, run)
+                entry.is_tried = True
         return entry, more
-
-    def _try(self, entry: Entry, run: Forward) -> None:
-        self.state.count += 1
-        try:
-            entry.verify()
-        except UntraceableError as error:
-            self.graphs.say(str(error))
-        else:
-            entry.traced = self.graphs.traced(self, run)
-        entry.is_tried = True
-
-    def verify(self) -> None:
-        """Check that the layers may be traced.
-
-        Raises:
-            UntraceableError: they may not.
-        """
-        if self.state.hooks:
-            raise UntraceableError("its modules have hooks")
-        if any(map(updated_in, self.graphs._modules)):
-            raise UntraceableError("it has state that is updated once per mini-batch")
-        if self.state.places.fault:
-            raise UntraceableError(self.state.places.fault)
-        if not self.state.is_current():
-            raise UntraceableError("its attributes change within a step")
-
-
-def _with_loss(
-    body: Body, batch: Batch, criterion: Criterion, args: Any, kwargs: Any
-) -> tuple[Batch, tuple[Sequence[Tensor], Structure]]:
-    """Run the layers and the loss; return the loss, then its weight and the output."""
-    rest: list[Any] = []
-
-    def after(output: Batch) -> Batch:
-        loss, weight = criterion.compute(output, args, kwargs)
-        rest.append((weight, output.value if criterion.outputs is not None else None))
-        return Batch(loss)
-
-    output = body.run(batch, after=after)
-    return output, flatten(rest[0])
 
 
 def of_loss(criterion: Criterion | None, i: int) -> tuple[Sequence[Tensor], Structure]:
@@ -386,15 +300,13 @@ def costs_of(traced: Sequence[Traced]) -> Costs:
         R=times([x.again.slice for x in parts]),
         activation=[x.bytes_of(x.saved) for x in parts],
         pending=[x.bytes_of(x.weight.slice.inputs) for x in parts],
-        checkpoint=[*map(checkpoint_of, parts)],
+        # Copies of buffers that R changes, too.
+        checkpoint=[
+            x.bytes_of(x.kept)
+            + bytes_of(y for k in x.changed_again for y in tensors_of(x.joint.state[k]))
+            for x in parts
+        ],
     )
-
-
-def checkpoint_of(parts: Parts) -> int:
-    """The memory that a checkpointed cell keeps from F until R, in bytes."""
-    # Copies of buffers that R changes, too.
-    changed = [x for k in parts.changed_again for x in tensors_of(parts.joint.state[k])]
-    return parts.bytes_of(parts.kept) + bytes_of(changed)
 
 
 def _like(traced: Traced, device: torch.device) -> Batch:
@@ -404,6 +316,4 @@ def _like(traced: Traced, device: torch.device) -> Batch:
         x = node.meta["val"]
         made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
         tensors.append(made.requires_grad_(needed))
-    form = traced.form
-    parts = {key: tuple([tensors[k] for k in places]) for key, places in form.parts.items()}
-    return Batch.of(parts, form.structures, frozenset())
+    return traced.form.output(tensors, frozenset())

@@ -23,7 +23,6 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
-from torchgpipe._torch.attributes import storage_of
 from torchgpipe._torch.dynamo import keep_guard
 from torchgpipe.ambient.modes import own_casts, without_autocast
 from torchgpipe.graphs.joint import Effects, Joint, is_random, tensors_of
@@ -58,6 +57,11 @@ class OutputForm:
         #: The further outputs, if no tensor is among them.
         self.fixed = None if places else structure.unflatten(())
 
+    def output(self, tensors: Sequence[Tensor], shared: frozenset[Any]) -> Batch:
+        """The output with these tensors, of which parts share memory."""
+        parts = {key: tuple([tensors[k] for k in places]) for key, places in self.parts.items()}
+        return Batch.of(parts, self.structures, shared)
+
 
 class Marks:
     """The values that layers keep for a recomputation, while they are traced."""
@@ -71,11 +75,6 @@ class Marks:
             self.tensors.append(leaf)
         return leaf
 
-    def take(self) -> list[Tensor]:
-        """The tensors so far, each as a node that returns it."""
-        found, self.tensors = self.tensors, []
-        return [x.detach() for x in found]
-
 
 #: Runs the layers on a micro-batch with further arguments of the loss; returns the output, and the
 #: further outputs with their structure.
@@ -84,65 +83,60 @@ Run = Callable[[Batch, Sequence[Tensor]], tuple[Batch, tuple[Sequence[Tensor], S
 
 def trace(
     places: Places,
-    devices: Sequence[torch.device],
+    tensors: Sequence[Tensor],
     run: Run,
     batch: Batch,
     more: Sequence[Tensor],
-    chosen: Sequence[int],
+    weights: Sequence[Tensor],
     marks: Marks,
-    *,
-    recorded: bool,
-    roots: Sequence[bool] | None = None,
 ) -> tuple[Joint, OutputForm]:
-    """Trace a stage.
+    """Trace a stage, with its backward if grad mode is on.
 
     Args:
         places: where the layers have their tensors.
-        devices: the device on which the stage has each of these.
+        tensors: the tensors that the stage computes with in these places.
         run: runs the layers.
         batch: a micro-batch.
         more: the tensors among the further arguments of the loss.
-        chosen: the indices of the tensors of the layers whose gradients are wanted.
+        weights: the tensors whose gradients are wanted.
         marks: takes what the layers keep for a recomputation.
-        recorded: whether there is a backward.
-        roots: for each output, whether its gradient is given; by default if it is wanted.
 
     Raises:
         UntraceableError: the stage cannot be a graph.
     """
-    tensors = [*map(_on, places.read(), devices)]
-    if roots is None:
-        verify_plain([*tensors, *batch, *more])
+    verify_plain([*tensors, *batch, *more])
+    recorded, own = torch.is_grad_enabled(), {id(x): k for k, x in enumerate(tensors)}
+    if not all(id(x) in own for x in weights):
+        raise UntraceableError("it uses a weight of elsewhere")
+    chosen = [own[id(x)] for x in weights]
     if recorded and {k for k, x in enumerate(tensors) if x.requires_grad} - {*chosen}:
         raise UntraceableError("it has a tensor that requires a gradient, and is no parameter")
     forms: list[OutputForm] = []
     counts: list[int] = []
 
     def joint(state: list[Tensor], inputs: list[Tensor], more: list[Tensor]) -> list[Tensor | None]:
-        memory = [storage_of(x) for x in state]
         # Layers may ask whether a tensor is a parameter.
         state = [
             nn.Parameter(x, x.requires_grad) if isinstance(original, nn.Parameter) else x
-            for x, original in zip(state, tensors)
+            for x, original in zip(state, places.read())
         ]
-        with places.put(state) as replaced, ReadingNothing(state):
+        with places.put(state), ReadingNothing(state):
             output, (rest, structure) = run(batch.replace(_entered(inputs)), more)
             form, values = _formed(output, rest, structure)
             forms.append(form)
             results = [x.detach() for x in values]
-            kept = marks.take()
-            if roots is not None:
-                form.needs_grad[:] = roots
+            kept = [x.detach() for x in marks.tensors]
             ends = [x for x, needed in zip(values, form.needs_grad) if needed and recorded]
             # Gradients of outputs; their shapes are known only now. They become placeholders.
             tangents = [torch.empty_like(x) for x in ends]
             wanted = [x for x in [*inputs, *[state[k] for k in chosen]] if x.requires_grad]
-            # Within the block, since checkpoints of PyTorch run layers again in backward.
-            found = dict(zip(map(id, wanted), _grad(ends, wanted, tangents)))
-        if replaced.moved or memory != [storage_of(x) for x in state]:
-            raise UntraceableError("it replaces a buffer in its forward")
-        if replaced.is_marked:
-            raise UntraceableError("its forward changes attributes (of a parameter)")
+            found: dict[int, Tensor | None] = {}
+            if ends and wanted:
+                # Within the block, since checkpoints of PyTorch run layers again in backward; in
+                # this thread, where the tracer records operators.
+                with torch.autograd.set_multithreading_enabled(False), without_autocast():
+                    grads = torch.autograd.grad(ends, wanted, tangents, allow_unused=True)
+                found = dict(zip(map(id, wanted), grads))
         of_inputs = [found.get(id(x)) for x in inputs]
         of_weights = [found.get(id(state[k])) for k in chosen]
         each = results, tangents, of_inputs, of_weights, kept
@@ -156,11 +150,10 @@ def trace(
     keep_guard()
     # Casts of fake weights must not stay in autocast's cache, nor notes of PyTorch's checkpoints.
     with (
-        torch.set_grad_enabled(recorded),
         own_casts(),
         # guard: notes of checkpoints in a trace
         preserve_node_meta(),
-        places.restored() as restored,
+        places.restored(),
         drawing_nothing(),
     ):
         try:
@@ -169,32 +162,9 @@ def trace(
             raise
         except Exception as error:
             raise UntraceableError(_reason(error)) from error
-    if restored.changed:
-        raise UntraceableError(f"its forward changes attributes ({restored.changed.strip()})")
     made = _with_roles(module, [len(x) for x in arguments], counts, forms[0])
     _verify(made)
     return made, forms[0]
-
-
-def _on(tensor: Tensor, device: torch.device) -> Tensor:
-    """Replace a tensor of another device by an uninitialised one: a trace needs no values."""
-    if tensor.device == device:
-        return tensor
-    found = torch.empty_like(tensor, device=device)
-    return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
-
-
-def chosen(tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> list[int]:
-    """The indices of weights among the tensors of the layers.
-
-    Raises:
-        UntraceableError: a weight is of other layers.
-    """
-    own = {id(x): k for k, x in enumerate(tensors)}
-    missing = [x for x in weights if id(x) not in own]
-    if missing:
-        raise UntraceableError(f"it uses a weight of elsewhere (shape: {tuple(missing[0].shape)})")
-    return [own[id(x)] for x in weights]
 
 
 class NoLeaves(torch.autograd.Function):
@@ -233,16 +203,6 @@ def _formed(
     return form, [*distinct.values()]
 
 
-def _grad(
-    roots: Sequence[Tensor], wanted: Sequence[Tensor], tangents: Sequence[Tensor]
-) -> Sequence[Tensor | None]:
-    if not roots or not wanted:
-        return [None] * len(wanted)
-    # Backward must run in this thread, where the tracer records operators.
-    with torch.autograd.set_multithreading_enabled(False), without_autocast():
-        return torch.autograd.grad(roots, wanted, tangents, allow_unused=True)
-
-
 def _with_roles(
     module: GraphModule, given: Sequence[int], counts: Sequence[int], form: OutputForm
 ) -> Joint:
@@ -251,28 +211,21 @@ def _with_roles(
     nodes = [*graph.nodes]
     placeholders = iter([x for x in nodes if x.op == "placeholder"])
     state, inputs, more = ([next(placeholders) for _ in range(count)] for count in given)
-    (returned,) = nodes[-1].args
-    assert isinstance(returned, list | tuple)
+    made: Any = nodes[-1].args[0]
+    made = made[counts[0] : counts[0] + counts[1]]
+    backward = {*nodes[nodes.index(made[0]) : -1]} - {*made} if made else set[Node]()
+    last = [*state, *inputs, *more][-1] if made else None
+    for node in made:
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"grad_of_{node.name}")
+        last.meta = dict(node.meta)
+        node.replace_all_uses_with(last)
+        graph.erase_node(node)
+    returned: Any = nodes[-1].args[0]
     results = iter(returned)
-    outputs, made, of_inputs, of_weights, kept = (
+    outputs, tangents, of_inputs, of_weights, kept = (
         [next(results) for _ in range(count)] for count in counts
     )
-    tangents: list[Any] = []
-    backward: set[Node] = set()
-    if made:
-        first = nodes.index(made[0])
-        backward = {*nodes[first:-1]} - {*made}
-        last = [*state, *inputs, *more][-1]
-        for node in made:
-            with graph.inserting_after(last):
-                last = graph.placeholder(f"grad_of_{node.name}")
-            last.meta = dict(node.meta)
-            tangents.append(last)
-            node.replace_all_uses_with(last)
-    # A stage may hand a gradient on as it is.
-    instead = dict(zip(made, tangents))
-    of_inputs = [instead.get(x, x) for x in of_inputs]
-    of_weights = [instead.get(x, x) for x in of_weights]
     rest = iter(tangents)
     joint = Joint(
         *(module, state, inputs, more, outputs),
@@ -281,10 +234,7 @@ def _with_roles(
         # Of what is given to a stage, its cells keep what they need anyway.
         kept={x for node in kept for x in node.all_input_nodes if x.op == "call_function"},
     )
-    graph.erase_node(nodes[-1])
-    graph.output(joint.results)
-    for node in made:
-        graph.erase_node(node)
+    nodes[-1].args = (joint.results,)
     return joint
 
 
@@ -306,21 +256,15 @@ def _verify(joint: Joint) -> None:
     effects = Effects(joint.module.graph.nodes)
     if any(effects.changes(x) for x in joint.kept):
         raise UntraceableError("it changes in place what it keeps for a recomputation")
-    for node in joint.backward:
-        for x in node.all_input_nodes:
-            if x not in joint.backward:
-                _verify_lasting(joint, effects, node, x)
-
-
-def _verify_lasting(joint: Joint, effects: Effects, node: Node, saved: Node) -> None:
-    """Check that no node changes a value that a node of the backward takes from the forward."""
-    if effects.written.get(node, frozenset()) & effects.memory[saved]:
-        raise UntraceableError("its backward changes what its forward has made")
-    for x in effects.memory[saved] & effects.reads(node):
-        for writer in effects.writers.get(x, ()):
+    late = joint.backward
+    for node, saved in [(x, y) for x in late for y in x.all_input_nodes if y not in late]:
+        if effects.written_by(node) & effects.memory[saved]:
+            raise UntraceableError("its backward changes what its forward has made")
+        for x in effects.memory[saved] & effects.reads(node):
             # The next micro-batch changes a buffer again.
-            late = effects.position[writer] > effects.position[saved]
-            if late or any(x in effects.memory[own] for own in joint.state):
+            lasts = any(x in effects.memory[own] for own in joint.state)
+            writers = effects.writers.get(x, ())
+            if any(lasts or effects.position[y] > effects.position[saved] for y in writers):
                 raise UntraceableError("it changes in place what its backward needs")
 
 
@@ -338,44 +282,25 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def drawing_nothing() -> Iterator[None]:
-    """Check that a block leaves these generators alone, and restore them if it does not.
+    """Check that a block leaves these generators alone.
 
     Draws from PyTorch's own generator are part of the graph. Other threads may draw from it at the
-    same time, so only a new seed counts. For the other generators it is unknown which thread has
-    drawn: if another one has, it may draw the same numbers again.
+    same time, so only a new seed counts.
 
     Raises:
         UntraceableError: the block has drawn from the others, or seeded PyTorch's.
     """
-    # If NumPy is not imported, nobody has drawn from its generator.
-    numpy: Any = sys.modules.get("numpy")
-    mine, state = random.getstate(), torch.get_rng_state()
-    other: Any = numpy.random.get_state() if numpy else None
-    seed = torch.initial_seed()
-    moved = False
-    try:
-        yield
-    finally:
-        if _is_seeded(seed, state):
-            moved = True
-            torch.set_rng_state(state)
-        if random.getstate() != mine:
-            moved = True
-            random.setstate(mine)
-        if numpy:
-            now = numpy.random.get_state()
-            if (now[1].tobytes(), *now[2:]) != (other[1].tobytes(), *other[2:]):
-                moved = True
-                numpy.random.set_state(other)
-    if moved:
+    before, state, seed = _drawn(), torch.get_rng_state(), torch.initial_seed()
+    yield
+    now = torch.get_rng_state()
+    # The same seed counts, too.
+    again = torch.Generator().manual_seed(seed).get_state()
+    seeded = torch.initial_seed() != seed or (torch.equal(now, again) and not now.equal(state))
+    if seeded or before != _drawn():
         raise UntraceableError("it draws random numbers of Python or NumPy, or seeds PyTorch's")
 
 
-def _is_seeded(seed: int, state: Tensor) -> bool:
-    """Whether PyTorch's generator was seeded since, maybe with the same seed."""
-    if torch.initial_seed() != seed:
-        return True
-    now = torch.get_rng_state()
-    if torch.equal(now, state):
-        return False
-    return torch.equal(now, torch.Generator().manual_seed(seed).get_state())
+def _drawn() -> Any:
+    """The states of Python's generator, and of NumPy's if that is imported."""
+    numpy: Any = sys.modules.get("numpy")
+    return random.getstate(), str(numpy.random.get_state(legacy=False)) if numpy else ""

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Node
 
 from torchgpipe import _torch
+from torchgpipe.ambient.context import current_hooks
 from torchgpipe.devices.streams import device_types
-from torchgpipe.graphs.gate import gate
-from torchgpipe.graphs.joint import tensors_of
-from torchgpipe.graphs.parts import Parts
-from torchgpipe.graphs.places import Places, UntraceableError, has_hooks
-from torchgpipe.graphs.snapshot import Snapshot
+from torchgpipe.graphs.parts import Backward, Parts
+from torchgpipe.graphs.places import Places
 from torchgpipe.graphs.trace import OutputForm
-from torchgpipe.values.structure import ATOMS, Structure
+from torchgpipe.recompute.once import updated_in
+from torchgpipe.values.structure import Structure
 
 __all__: list[str] = []
 
@@ -31,61 +30,25 @@ class Traced:
     Args:
         parts: the parts of the graph.
         form: the output.
-        tensors: the parameters and buffers that the stage was traced with.
-        trace: traces the stage once more, for gradients of fewer outputs.
+        places: where the stage has its tensors.
     """
 
-    def __init__(
-        self,
-        parts: Parts,
-        form: OutputForm,
-        tensors: Sequence[Tensor],
-        trace: Callable[[Sequence[bool]], Parts],
-    ) -> None:
-        self.parts, self.form, self._trace = parts, form, trace
+    def __init__(self, parts: Parts, form: OutputForm, places: Places) -> None:
+        self.parts, self.form = parts, form
+        tensors = places.read()
         #: The indices of buffers that the backward needs as they were in the forward.
         self.lasting = [
             k for k in parts.state_of_backward if not isinstance(tensors[k], nn.Parameter)
         ]
-        whole = tuple(form.needs_grad)
-        #: The parts for gradients of some outputs, and which of the saved values they take.
-        self._known: dict[tuple[bool, ...], tuple[Parts, Sequence[int]]] = {
-            whole: (parts, range(len(parts.saved)))
-        }
+        #: The backward for gradients of some outputs.
+        self._known: dict[tuple[bool, ...], Backward] = {tuple(form.needs_grad): parts}
 
-    def with_grads(self, grads: Sequence[Tensor | None]) -> tuple[Parts, Sequence[int]]:
-        """Find the parts for a backward in which only these outputs have gradients.
-
-        Zeros for the other outputs would be wrong: a weight that gets no gradient must have None,
-        and some derivatives, as that of a square root at 0, turn a gradient of 0 into NaN.
-        """
+    def with_grads(self, grads: Sequence[Tensor | None]) -> Backward:
+        """Find the backward in which only these outputs have gradients."""
         key = tuple([x is not None and needed for x, needed in zip(grads, self.form.needs_grad)])
         if key not in self._known:
-            with gate.tracing():
-                # Another thread may have been first.
-                if key not in self._known:
-                    self._known[key] = self._traced(key)
+            self._known[key] = self.parts.without([k for k, x in enumerate(key) if not x])
         return self._known[key]
-
-    def _traced(self, key: Sequence[bool]) -> tuple[Parts, Sequence[int]]:
-        try:
-            parts = self._trace(key)
-            places = {_identity(x): k for k, x in enumerate(self.parts.saved)}
-            # A backward from fewer outputs needs no more of the forward than one from all.
-            if not all(_identity(x) in places for x in parts.saved):
-                raise UntraceableError("its forward was another one when it was traced again")
-        except UntraceableError as error:
-            raise RuntimeError(
-                "a stage that is a graph must be traceable for gradients of some of its "
-                f"outputs, too (reason: {error}); use stages='eager'"
-            ) from error
-        return parts, [places[_identity(x)] for x in parts.saved]
-
-
-def _identity(node: Node) -> tuple[object, ...]:
-    """Name a node such that it has the same name in another trace of the same forward."""
-    kinds = [(x.shape, x.dtype) for x in tensors_of(node)]
-    return node.name, node.target if node.op == "call_function" else "", *kinds
 
 
 # Settings of the thread and the process that decide which operators layers call.
@@ -96,12 +59,12 @@ class Settings(NamedTuple):
 
     Args:
         casts: the types of device whose operators autocast casts.
-        replaced: whether modes see, and may replace, what layers call.
+        fault: why no stage can be a graph; empty if it can.
         others: everything else, to be compared.
     """
 
     casts: tuple[str, ...]
-    replaced: bool
+    fault: str
     others: tuple[Any, ...]
 
 
@@ -110,20 +73,28 @@ def current_settings() -> Settings:
     casts = tuple([kind for kind in device_types() if torch.is_autocast_enabled(kind)])
     attention = torch.backends.cuda
     modes = [_torch.function_mode_at(k) for k in range(_torch.count_function_modes())]
+    fault = ""
+    if current_hooks() is not None:
+        fault = "hooks for saved tensors are active"
+    elif _torch.count_dispatch_modes() or not all(
+        isinstance(mode, _torch.DeviceContext) for mode in modes
+    ):
+        # The graph would contain the work of the mode, or hide its operators from the mode.
+        fault = "a mode for functions or operators is active"
+    elif torch.is_anomaly_enabled():
+        # Anomaly mode would not see the gradients within a graph.
+        fault = "anomaly mode is on"
     return Settings(
         casts,
-        bool(_torch.count_dispatch_modes())
-        or not all(isinstance(mode, _torch.DeviceContext) for mode in modes),
+        fault,
         (
             *[torch.get_autocast_dtype(kind) for kind in casts],
             torch.get_default_dtype(),
             torch.get_default_device(),
             torch.are_deterministic_algorithms_enabled(),
             # Attention becomes the operators of a backend that is enabled.
-            attention.flash_sdp_enabled(),
-            attention.mem_efficient_sdp_enabled(),
-            attention.math_sdp_enabled(),
-            attention.cudnn_sdp_enabled(),
+            *(attention.flash_sdp_enabled(), attention.mem_efficient_sdp_enabled()),
+            *(attention.math_sdp_enabled(), attention.cudnn_sdp_enabled()),
         ),
     )
 
@@ -138,57 +109,36 @@ def current_settings() -> Settings:
 KINDS = 32
 
 
+@dataclass
 class Entry:
     """One kind of micro-batch.
 
     Args:
         structures: the structures of its parts, and that of the loss's further arguments.
+        has_run: whether the layers have run on this kind.
+        is_tried: whether it was tried to trace it.
+        traced: the graph; None for eager cells.
     """
 
-    def __init__(self, structures: Sequence[Structure]) -> None:
-        self._structures = structures
-        self._objects = _objects(structures)
-        #: Whether the layers have run on this kind, and whether it was tried to trace it.
-        self.has_run = self.is_tried = False
-        #: The graph; None for eager cells.
-        self.traced: Traced | None = None
-
-    def fits(self, structures: Sequence[Structure]) -> bool:
-        """Whether the structures of a micro-batch fit; its tensors are compared elsewhere."""
-        return all(a.equals(b) for a, b in zip(self._structures, structures)) and (
-            # The same object may have changed since.
-            self._objects is None or self._objects.same(_objects(structures) or self._objects)
-        )
-
-    def verify(self) -> None:
-        """Check that changes of objects in the structures can be seen.
-
-        Raises:
-            UntraceableError: they cannot.
-        """
-        if self._objects is not None and self._objects.fault:
-            raise UntraceableError(self._objects.fault)
-
-
-def _objects(structures: Sequence[Structure]) -> Snapshot | None:
-    others = [x for some in structures for x in some.others.values()]
-    # Zeros are equal, so the snapshot compares their signs.
-    found = [x for x in others if type(x) not in ATOMS or (type(x) is float and x == 0)]
-    return Snapshot([("an argument", x) for x in found]) if found else None
+    structures: Sequence[Structure]
+    has_run: bool = False
+    is_tried: bool = False
+    traced: Traced | None = None
 
 
 class StageState:
-    """The layers of a stage in one state.
+    """The graphs of a stage for one state of its layers.
 
     Args:
         modules: the layers, and the loss if it is a module.
-        others: the loss.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], others: Sequence[Any]) -> None:
-        self._modules = modules
-        self.hooks = has_hooks(modules)
-        self.places = Places(modules, others)
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.places = Places(modules)
+        #: Why the stage cannot be a graph; empty if it may be one.
+        self.fault = "its modules have hooks" if self.places.has_hooks else ""
+        if any(map(updated_in, modules)):
+            self.fault = "it has state that is updated once per mini-batch"
         self._entries: dict[Any, list[Entry]] = {}
         #: The number of kinds of micro-batches that became graphs, or were tried.
         self.count = 0
@@ -196,15 +146,11 @@ class StageState:
         #: not last long enough for a trace.
         self.steps, self.is_brief = 0, False
 
-    def is_current(self) -> bool:
-        """Whether the layers are in this state."""
-        return self.places.are_current() and has_hooks(self._modules) == self.hooks
-
     def entry(self, key: Any, structures: Sequence[Structure]) -> Entry:
         """The entry of a kind of micro-batch."""
         entries = self._entries.get(key, ())
         for entry in entries:
-            if entry.fits(structures):
+            if all(a.equals(b) for a, b in zip(entry.structures, structures)):
                 return entry
         if len(self._entries) > 8 * KINDS:
             # Kinds that came once are forgotten.

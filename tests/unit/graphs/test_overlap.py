@@ -14,8 +14,8 @@ from tests.support.size import some
 from torchgpipe.devices.streams import current_stream
 from torchgpipe.graphs.overlap import (
     Interleaving,
-    Overlaps,
     cut,
+    interleaved,
     overlapped,
 )
 
@@ -68,16 +68,14 @@ def test_random_programs(seed, other, m, n, backward, again):
 
 
 def test_parts_without_messages_are_left_alone():
-    overlaps = Overlaps()
     quiet, loud = stage_of(1, 0).parts.forward, stage_of(1, 1).parts.forward
-    assert overlaps.get(quiet, quiet) is None
-    assert overlaps.get(quiet, loud) is overlaps.get(quiet, loud) is not None
+    assert interleaved(quiet, quiet) is None
+    assert interleaved(quiet, loud) is interleaved(quiet, loud) is not None
 
 
 def test_functions_are_let_go_of_with_their_parts():
-    overlaps = Overlaps()
     one, two = stage_of(1, 1), stage_of(1, 1)
-    function = weakref.ref(overlaps.get(one.parts.forward, two.parts.forward))
+    function = weakref.ref(interleaved(one.parts.forward, two.parts.forward))
     assert function() is not None
     del two
     gc.collect()

@@ -40,12 +40,15 @@ def test_random_programs(seed, needs_grad):
     for found in (stage.backward(saved, [grad]), stage.halves(saved, [grad])):
         same([*found[0], *found[1]], grads)
     parts = stage.parts
-    same(stage.call(parts.evaluation, input=[x], more=[]), [expected])
     same(stage.checkpointed()[1], saved)
     # Each node of the backward is in one half, and none is lost.
     early, late = parts.input.slice.nodes, parts.weight.slice.nodes
     assert not set(early) & set(late)
-    assert {*early, *late} == set(parts.backward.slice.nodes)
+    whole = {x.name for x in parts.backward.slice.nodes}
+    more = {x.name for x in [*early, *late]} - whole
+    assert whole <= {x.name for x in [*early, *late]}
+    # An operator with a mask is one of B, and two of the halves.
+    assert all("convolution" in x for x in more)
     # What a half does not need is not in it.
     needed = {x for node in [*early, *late] for x in node.all_input_nodes}
     results = {*parts.input.slice.outputs, *parts.weight.slice.outputs}
@@ -65,7 +68,7 @@ def test_random_numbers_stay_in_order():
     parts = stage.parts
     assert parts.forward.is_random
     states = []
-    for part in (parts.forward, parts.evaluation, parts.first, parts.again):
+    for part in (parts.forward, parts.first, parts.again):
         torch.manual_seed(0)
         stage.call(part, input=[stage.x], more=[], kept=[stage.x])
         states.append(torch.get_rng_state())

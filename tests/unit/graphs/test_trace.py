@@ -98,7 +98,7 @@ def test_gradients_of_some_outputs():
             return x.sin(), x.sqrt()
 
     x = torch.zeros(2, requires_grad=True)
-    stage = Stage(Two(), x, roots=[True, False])
+    stage = Stage(Two(), x)
     _, saved = stage.forward()
     (grad,), _ = stage.backward(saved, [torch.ones(2), None])
     # The derivative of the square root is infinite there.

@@ -1,4 +1,4 @@
-"""Generators of others are put back, and it is an error to use them."""
+"""What draws from generators that a graph cannot draw from is found out."""
 
 import random
 
@@ -20,13 +20,8 @@ DRAWS = {
 @pytest.mark.parametrize("name", DRAWS)
 def test_draws(name):
     torch.rand(1)
-    states = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     with pytest.raises(UntraceableError, match="random numbers"), drawing_nothing():
         DRAWS[name]()
-    assert states == (
-        *(random.getstate(), numpy.random.get_state()[1].tolist()),
-        torch.get_rng_state().tolist(),
-    )
 
 
 def test_nothing():
@@ -37,5 +32,3 @@ def test_nothing():
 def test_numbers_that_another_thread_draws():
     with drawing_nothing():
         torch.rand(2)
-        expected = torch.get_rng_state()
-    assert torch.equal(torch.get_rng_state(), expected)

@@ -1,16 +1,13 @@
-"""Pictures of graphs: tables, and SVG."""
+"""Listings of graphs: a table for each part."""
 
 from functools import cache
-from xml.etree import ElementTree
 
 import pytest
 import torch
 from torch import nn
 
 from tests.support.graphs import Stage
-from torchgpipe.graphs.picture import text, write_svg
-
-SVG = "{http://www.w3.org/2000/svg}"
+from torchgpipe.graphs.listing import listing
 
 
 @cache
@@ -65,7 +62,7 @@ def columns(parts, split):
 
 def test_text():
     assert (
-        text(mlp(), stage=1)
+        listing(mlp(), stage=1)
         == """\
 stage 1: 16 operators, 144 B saved from F, 264 B kept for W
 
@@ -109,7 +106,7 @@ W, backward for the weights: 8 operators, hands on 232 B
 def test_text_of_an_empty_part():
     parts = STAGES["without operators"]()
     assert (
-        text(parts, split=False)
+        listing(parts, split=False)
         == """\
 a stage: no operators, 0 B saved from F
 
@@ -122,7 +119,7 @@ B, backward: no operators, hands on 12 B
 
 
 def test_buffers_that_change_are_marked():
-    lines = text(convolution()).splitlines()
+    lines = listing(convolution()).splitlines()
     (norm,) = [x for x in lines if x.startswith("  native_batch_norm ")]
     assert "2x8x6x6, 8, 8 float32  changes state[4], changes state[5]  convolution" in norm
     (count,) = [x for x in lines if x.startswith("  add_ ")]
@@ -131,7 +128,7 @@ def test_buffers_that_change_are_marked():
 
 @pytest.mark.parametrize("split", [True, False])
 def test_text_has_every_node(parts, split):
-    sections = text(parts, split).split("\n\n")[1:]
+    sections = listing(parts, split).split("\n\n")[1:]
     for (kind, part), section in zip(columns(parts, split).items(), sections, strict=True):
         head, *lines = section.splitlines()
         assert head.startswith(f"{kind}, ")
@@ -139,26 +136,3 @@ def test_text_has_every_node(parts, split):
         given = len(part.slice.inputs)
         assert names[:given] == [f"{role}[{k}]" for role, k in sorted(part.sources)]
         assert names[given:] == [x.name for x in part.slice.nodes]
-
-
-def rects(tree):
-    """Return the boxes with a tooltip: the classes, the tooltip and the place of each."""
-    for rect in tree.iter(f"{SVG}rect"):
-        title = rect.find(f"{SVG}title")
-        if title is not None:
-            place = [float(rect.get(x)) for x in ("x", "y", "width", "height")]
-            yield rect.get("class").split(), title.text, place
-
-
-@pytest.mark.parametrize("split", [True, False])
-def test_svg_has_a_box_for_every_node(parts, split, tmp_path):
-    write_svg(tmp_path / "stage.svg", parts, split, stage=2)
-    tree = ElementTree.parse(tmp_path / "stage.svg")
-    words = [x.text for x in tree.iter(f"{SVG}text")]
-    assert words[0] == text(parts, split, stage=2).splitlines()[0]
-    boxes = [x for x in rects(tree) if "given" not in x[0]]
-    for kind, part in columns(parts, split).items():
-        names = [tip.split(" = ")[0] for classes, tip, _ in boxes if kind in classes]
-        assert names == [x.name for x in part.slice.nodes]
-    results = {tip.split(" = ")[0] for classes, tip, _ in boxes if "result" in classes}
-    assert results == {x.name for x in parts.joint.results if x.op != "placeholder"}
