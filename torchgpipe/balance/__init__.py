@@ -33,7 +33,7 @@ from torchgpipe.partition.arguments import (
     verify_scale,
 )
 from torchgpipe.partition.split import verify_module
-from torchgpipe.planner.blocks import ModelRun, Times, refined, timed
+from torchgpipe.planner.blocks import Times, recorded, refined, timed
 from torchgpipe.planner.cuts import evenest
 from torchgpipe.planner.maps import proposed
 
@@ -237,7 +237,10 @@ def map_by_size(
     verify_scale(param_scale)
 
     def measure(blocks: dict[str, nn.Module]) -> Times:
-        kept = ModelRun(model, blocks).kept(args, kwargs)
+        kept: dict[str, float] = {}
+        for x in recorded(model, blocks, args, kwargs, is_trained=False).parts:
+            if x.block is not None and x.is_call:
+                kept[x.block] = kept.get(x.block, 0.0) + x.kept
         own = {x: sum(y.nbytes for y in blocks[x].parameters()) for x in kept}
         return Times(blocks, {x: size + param_scale * own[x] for x, size in kept.items()}, {})
 

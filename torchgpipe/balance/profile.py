@@ -19,9 +19,9 @@ from torch import nn
 from torchgpipe.checks import checked_flag, verify
 from torchgpipe.devices.streams import CPU, Device, accelerators
 from torchgpipe.partition.arguments import MISSING, checked_chunks, checked_device, checked_timeout
+from torchgpipe.partition.placement import tensors
 from torchgpipe.partition.split import verify_module
-from torchgpipe.planner.memory_tracker import Run
-from torchgpipe.planner.record import GIVEN, Section, Value
+from torchgpipe.planner.meter import Meter
 from torchgpipe.planner.sandbox import (
     Sandbox,
     copied,
@@ -195,15 +195,14 @@ def profile_layers(
 
 def _activations(sandbox: Sandbox) -> int:
     """The bytes that the forward of a layer leaves behind."""
-    batch = sandbox.input()
-    run = Run(sandbox.layer, [Section("", True)])
-    for x in batch:
-        run.give(Value(GIVEN, 0), x)
-    with run.watching():
+    meter = Meter([x for _, x in tensors(sandbox.layer)])
+    with meter.watching():
+        batch = sandbox.input()
+        section = meter.enter()
         output = sandbox.forward(batch)
-    size = sum(x.size for x in run.alive)
+        size = section.alive
     del output
-    return round(size)
+    return size
 
 
 def _row(

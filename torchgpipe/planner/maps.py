@@ -38,7 +38,7 @@ from torchgpipe.partition.keeping import (
 from torchgpipe.planner.blocks import Times, recorded, refined, timed
 from torchgpipe.planner.cuts import cut, evenest
 from torchgpipe.planner.given import (
-    FILLED_WITH_SKIPS,
+    FILLED,
     Memory,
     arguments_of,
     has_no_place,
@@ -180,8 +180,7 @@ def chosen_map(
         found = on_cpu(model)
     elif isinstance(device_map, str):
         places = places_of(devices, are_one_each=False)
-        # A value may be used anywhere after, as a skip is, and predictions are off by as much.
-        limits = limits_of(memory, places, FILLED_WITH_SKIPS)
+        limits = [FILLED * x for x in limits_of(memory, places)]
         # Several entries of one device share its memory.
         limits = [x / places.count(y) for x, y in zip(limits, places)]
         arguments = _arguments_of(model, sample)
@@ -312,7 +311,7 @@ def _needs(
     """
     blocks, there = times.blocks, next((x for x in places if has_streams(x)), CPU)
     try:
-        sections = recorded(model, blocks, *arguments, there)
+        run = recorded(model, blocks, *arguments)
     except RuntimeError as error:
         warn(
             "the memory of a model is seen in a backward of its sample, which has failed here, so "
@@ -323,7 +322,7 @@ def _needs(
     # What the CPU keeps is in the memory of the host, and the last micro-batches stay anyway.
     offload = offload_of(checkpoint) if has_streams(there) and leaving(chunks) else None
     footprint = Footprint(
-        sections,
+        run,
         weights_of(model, blocks),
         chunks,
         checkpointed(recomputed_by(checkpoint), chunks),

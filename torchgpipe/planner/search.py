@@ -5,7 +5,7 @@ balance whose slowest partition is fastest. Where not all fits, cells keep less:
 again, or leave for the memory of the host, those first that free the most memory for their time,
 or all of them, of which some then keep more. From the best of these, one layer is moved at a time,
 as long as that helps, or all balances are tried if they are few. At last the fastest are looked at
-closely, with all that cells may keep at each balance, and begin again with shorter or longer ends.
+closely, with all that cells may keep at each balance.
 """
 
 from __future__ import annotations
@@ -42,10 +42,6 @@ HOPE = 1.5
 #: AmoebaNet-D on eight devices, the best one came from a trial that took 7 % more than the fastest.
 NEAR = 1.1
 
-#: How long both ends of other balances to begin with are, beside the middle. All workers begin
-#: sooner if they are short; where a worker waits at its ends anyway, long ones cost nothing.
-ENDS = 0.5, 1.5
-
 
 class Search(Trials):
     """The search for the best trials of a problem."""
@@ -68,8 +64,8 @@ class Search(Trials):
                 best = self.keeping_more(trial) if trial.beats(best) else best
         return best
 
-    def _even(self, m: int, placement: tuple[int, ...], ends: float = 1.0) -> tuple[int, ...]:
-        """The balance whose slowest partition is fastest, or with shorter or longer ends."""
+    def _even(self, m: int, placement: tuple[int, ...]) -> tuple[int, ...]:
+        """The balance whose slowest partition is fastest."""
         problem, count, rows = self.problem, len(placement), self.rows(m)
         #: The time of all layers before each, that of their forwards, and their weights' memory.
         times = [*accumulate([x.time(rows) for x in problem.layers], initial=0.0)]
@@ -92,8 +88,7 @@ class Search(Trials):
             time = times[end] - times[start]
             if given and recomputed_by(given[j]) != "never":
                 time += again[end] - again[start]
-            inner = 2 * min(j, count - 1 - j) / max(1, count - 1)
-            return time * problem.slowness[w] / (ends + (1 - ends) * inner)
+            return time * problem.slowness[w]
 
         return tuple(cut(problem.count, count, cost))
 
@@ -134,7 +129,7 @@ class Search(Trials):
         found = []
         for j, (stage, time) in enumerate(zip(stages, times)):
             own: list[tuple[float, Keeping]] = []
-            less = stage.held - sum(x.size for x in stage.arrivals if not x.is_kept)
+            less = stage.kept - stage.stored
             if less > 0 and trial.modes[j] != "always":
                 own.append((time.R / less, "always"))
             if trial.modes[j] != "never":
@@ -180,18 +175,6 @@ class Search(Trials):
             found = next((x for x in tried if x.beats(trial)), None)
         return trial
 
-    def finished(self, trial: Trial) -> Trial:
-        """Improve a trial closely, and what shorter or longer ends lead to if that is better."""
-        schedule, modes = trial.setting.schedule, trial.modes
-        trial = self.improved(trial, closely=True)
-        for ends in ENDS:
-            balance = self.even(schedule.chunks, schedule.placement, ends)
-            other = self.trial(trial.setting, balance, modes)
-            other = self.improved(self.lighter(other, sends=any(map(offload_of, modes))))
-            if other.beats(trial):
-                trial = self.improved(other, closely=True)
-        return trial
-
     def keeping_more(self, trial: Trial, than: Trial | None = None) -> Trial:
         """Try other modes for each partition of a trial that fits, where it does not keep all.
 
@@ -222,6 +205,10 @@ class Search(Trials):
                 trial = more if more.beats(trial) else trial
         return trial
 
+    def fastest(self, setting: Setting, balance: tuple[int, ...]) -> Trial:
+        """The trial of which nothing is computed again."""
+        return self.trial(setting, balance, ("never",) * len(balance))
+
     def _with(self, trial: Trial, modes: tuple[Keeping, ...]) -> Trial:
         return self.trial(trial.setting, trial.balance, modes)
 
@@ -229,7 +216,7 @@ class Search(Trials):
         """Yield trials with another balance, of which those that cannot be better are left out."""
         setting, placement = trial.setting, trial.setting.schedule.placement
         sends = any(map(offload_of, trial.modes))
-        fullest = max(range(len(trial.memory)), key=lambda w: trial.memory[w])
+        fullest = trial.memory.index(max(trial.memory)) if 0 < trial.excess < inf else 0
         for balance in others(trial.balance):
             if self.effort > EFFORT:
                 return
@@ -240,7 +227,7 @@ class Search(Trials):
             else:
                 # Nothing is faster than without recomputation.
                 is_hopeful = trial.excess > 0 or (
-                    self.fastest(setting, tuple(balance)) < trial.time
+                    self.fastest(setting, tuple(balance)).time < trial.time
                 )
             if is_hopeful:
                 found = self.trial(setting, tuple(balance), trial.modes)
@@ -263,14 +250,14 @@ def search(problem: Problem, chunks: Iterable[int]) -> list[Trial]:
     best = min(begun, key=attrgetter("key"))
     ranked = []
     for trial in sorted(begun, key=lambda x: (x.excess > 0, x.time)):
-        if best.excess or found.fastest(trial.setting, trial.balance) < HOPE * best.time:
+        if best.excess or found.fastest(trial.setting, trial.balance).time < HOPE * best.time:
             trial = found.improved(trial)
             best = min(best, trial, key=attrgetter("key"))
         ranked.append(trial)
     if not best.excess:
         # Compared with the fastest one before: others may become as much faster as it does.
         ranked = [
-            found.finished(x) if x.time < NEAR * best.time and not x.excess else x
+            found.improved(x, closely=True) if x.time < NEAR * best.time and not x.excess else x
             for x in sorted(ranked, key=attrgetter("key"))
         ]
     trials = sorted([x for x in ranked if x.excess < inf], key=attrgetter("key"))

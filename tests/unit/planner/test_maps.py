@@ -14,7 +14,7 @@ from torchgpipe.mapped.device_map import Wholes
 from torchgpipe.planner import maps
 from torchgpipe.planner.cuts import evenest
 from torchgpipe.planner.memory import weights_of
-from torchgpipe.planner.stage_memory import Weights
+from torchgpipe.planner.layers import Weights
 
 
 def every_cut(n, count):
@@ -83,11 +83,11 @@ def test_weights():
     model.blocks[3].weight = model.blocks[0].weight
     own = 4 * (8 * 8 + 8)
     assert weights_of(model, Wholes.of(model).blocks()) == {
-        None: Weights(12, 4),
-        "blocks.0": Weights(32, 32),
+        None: Weights(12, 4, 0, 4),
+        "blocks.0": Weights(32, 32, 0, 32),
         "blocks.1": Weights(own, 0),
-        "blocks.2": Weights(own, own),
-        "blocks.3": Weights(own, own),
+        "blocks.2": Weights(own, own, 0, 256),
+        "blocks.3": Weights(own, own, 0, 256),
     }
 
 

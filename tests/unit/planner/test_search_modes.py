@@ -22,7 +22,7 @@ def problem():
     found = problem_of(layers, x, [torch.device("cpu")] * 2, 8, **data)
     times = [Line(0, time) for time in [*[4, 1] * 8, 0]]
     layers = [
-        replace(x, adding=Line(), forward=y, input=y, weight=y, late=y)
+        replace(x, forward=y, input=y, weight=y, late=y)
         for x, y in zip(found.layers, times)
     ]
     links = {way: Line(0.002) for w in range(2) for way in ((w, HOST), (HOST, w))}
@@ -53,19 +53,10 @@ def one_by_one(search, trial):
 
 def test_all_modes(problem):
     found = set()
-    for share in (1.0, 0.9):
+    for share in (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7):
         for search, trial in trials(problem, share):
             if trial.fits:
                 best = search.keeping_more(trial)
                 assert best.modes == one_by_one(search, trial).modes
                 found |= {*best.modes}
     assert {"never", "except_last", "always", "offload"} <= found
-
-
-def test_memory_of_what_does_not_fit(problem):
-    """A walk that has ended early tells nothing about the rest."""
-    for search, trial in trials(problem, 0.5):
-        known = search.trial(trial.setting, trial.balance, trial.modes).fits
-        other = choice.Search(problem).trial(trial.setting, trial.balance, trial.modes)
-        assert not known
-        assert trial.memory == other.memory
