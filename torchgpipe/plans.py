@@ -28,7 +28,7 @@ from torchgpipe.planner.given import (
 )
 from torchgpipe.planner.layers import Layer
 from torchgpipe.planner.problem import problem_of
-from torchgpipe.planner.proof import PROVEN, Found, Proof, proof_of, ranked
+from torchgpipe.planner.proving import PROVEN, Proof, Ranked, proof_of, ranked
 from torchgpipe.planner.trial import Trial, by_device
 from torchgpipe.schedule.limits import bounds
 from torchgpipe.schedule.simulator import Report, simulate
@@ -126,7 +126,7 @@ def plan(
     problem = replace(problem, memory=room, state=state)
 
     def proven(trial: Trial) -> Proof | None:
-        wrap = _candidate(Found(trial, 0.0), loss).wrap
+        wrap = _candidate(Ranked(trial, 0.0), loss).wrap
         return proof_of(trial, wrap, layers, input, loss, targets)
 
     candidates = [_candidate(x, loss) for x in ranked(problem, tried, prove, proven)]
@@ -138,7 +138,7 @@ def plan(
     )
 
 
-def _candidate(found: Found, loss: Callable[..., Any] | None) -> Candidate:
+def _candidate(found: Ranked, loss: Callable[..., Any] | None) -> Candidate:
     trial = found.trial
     schedule, costs = trial.schedule, trial.costs
     report = simulate(schedule, costs)

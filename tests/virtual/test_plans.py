@@ -104,7 +104,9 @@ def test_wrapped(case):
     training(x.to(places[0]), y.to(places[1])).backward()
     text = str(plans)
     assert text.splitlines()[1].startswith(best.schedule)
-    assert re.fullmatch(rf"{best.schedule}, balance=.*: [\d.]+ ms a step, .* bubble .*%, .* ms", str(best))
+    assert re.fullmatch(
+        rf"{best.schedule}, balance=.*: [\d.]+ ms a step, .* bubble .*%, .* ms", str(best)
+    )
     assert "and" in text.splitlines()[-1]
     without = planned(layers, x, {"devices": options["devices"], "timeout": 0, "chunks": [4]})
     assert isinstance(without.best.wrap(layers), GPipe)

@@ -16,7 +16,7 @@ from torchgpipe.testing import observe
 
 pytestmark = pytest.mark.usefixtures("one_round")
 
-proof = import_module("torchgpipe.planner.proof")
+proof = import_module("torchgpipe.planner.proving")
 ROWS, WIDTH = 512, 64
 
 

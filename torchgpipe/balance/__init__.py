@@ -85,8 +85,7 @@ def balance_by_time(
     found = profile_layers(
         module, sample, args=args, kwargs=kwargs, timeout=timeout, device=device, progress=progress
     )
-    times, spreads = found.times()
-    return evenest(times, partitions, spreads)
+    return evenest(found.times(), partitions)
 
 
 def balance_by_size(
@@ -242,7 +241,7 @@ def map_by_size(
             if x.block is not None and x.is_call:
                 kept[x.block] = kept.get(x.block, 0.0) + x.kept
         own = {x: sum(y.nbytes for y in blocks[x].parameters()) for x in kept}
-        return Times(blocks, {x: size + param_scale * own[x] for x, size in kept.items()}, {})
+        return Times(blocks, {x: size + param_scale * own[x] for x, size in kept.items()})
 
     return proposed(places, *refined(measure, Wholes.of(model, no_split), len(places)))
 

@@ -17,7 +17,7 @@ from torchgpipe.partition.arguments import MISSING, checked_chunks
 from torchgpipe.partition.keeping import checked_keepings, counted, is_policy, keepings_of
 from torchgpipe.planner.given import chunks_of, has_no_place, input_of, places_of, rows_of
 from torchgpipe.planner.problem import problem_of
-from torchgpipe.planner.proof import PROVEN, Proof, agreed, proof_of, ranked
+from torchgpipe.planner.proving import PROVEN, Proof, agreed, proof_of, ranked
 from torchgpipe.planner.trial import Trial, by_device
 
 __all__: list[str] = []

@@ -23,7 +23,7 @@ from torchgpipe.engine.unchanged import unchanged
 from torchgpipe.mapped.device_map import Wholes
 from torchgpipe.mapped.on_demand import can_fill_itself
 from torchgpipe.planner.meter import Meter, bytes_of, strided
-from torchgpipe.planner.sandbox import pooled, rounds, spread, undisturbed, verify_timed
+from torchgpipe.planner.sandbox import pooled, rounds, verify_timed
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import map_leaves
 
@@ -31,14 +31,13 @@ __all__: list[str] = []
 
 
 class Times(NamedTuple):
-    """The blocks of a model, the seconds of their forwards, and how far these may be off.
+    """The blocks of a model, and the seconds of their forwards, in the order of the calls.
 
-    They are by name, costs in the order of the calls. A block that is not called is left out.
+    A block that is not called has no time.
     """
 
     blocks: dict[str, nn.Module]
     costs: dict[str, float]
-    spreads: dict[str, float]
 
 
 def refined(measure: Callable[[dict[str, nn.Module]], Times], wholes: Wholes, count: int) -> Times:
@@ -88,9 +87,9 @@ def timed(
             once()
     names, each = [*samples()], [*samples().values()]
     kinds = [kind_of(blocks[name]) for name in names]
-    times, noise = pooled(kinds, [*map(undisturbed, each)], [*map(spread, each)])
+    times = pooled(kinds, each)
     verify_timed(times, home, "blocks", "move the model to the CPU before, by model.cpu()")
-    return Times({**blocks}, dict(zip(names, times)), dict(zip(names, noise)))
+    return Times({**blocks}, dict(zip(names, times)))
 
 
 def kind_of(block: nn.Module) -> tuple[object, ...]:

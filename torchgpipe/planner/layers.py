@@ -25,7 +25,7 @@ from torchgpipe.engine.outcome import LARGE
 from torchgpipe.partition.placement import tensors
 from torchgpipe.planner.blocks import kind_of
 from torchgpipe.planner.meter import Meter, bytes_of, memory_of, size_of, strided
-from torchgpipe.planner.sandbox import Sandbox, brought, in_rounds, pooled, spread, undisturbed
+from torchgpipe.planner.sandbox import Sandbox, brought, in_rounds, pooled, undisturbed
 from torchgpipe.values.microbatch import VALUE, Batch
 
 __all__: list[str] = []
@@ -64,7 +64,8 @@ class Weights(NamedTuple):
     """The bytes of the weights of a layer or block."""
 
     all: int = 0
-    #: Of the parameters that get a gradient.
+    #: Of the parameters, and of those that get a gradient.
+    parameters: int = 0
     trainable: int = 0
     #: Of those whose gradients wait for the end of a backward, to be added.
     small: int = 0
@@ -148,10 +149,12 @@ def measured(
     others: Mapping[int, Batch],
     device: torch.device,
     *,
-    timeout: float = 1.0,
+    timeout: float | None = 1.0,
     progress: bool = False,
 ) -> list[Layer]:
     """Measure layers, one by one: the times and the memory that they take.
+
+    A timeout of None takes no times, which are 0 then.
 
     The batches, by their rows, are of the one or two sizes to take times with. The others are of
     each size to look at the memory with; what is too large for the device is left out.
@@ -168,7 +171,9 @@ def measured(
         if not weights:
             looks.update({rows: brought(others[rows], device) for rows in sorted(others)})
         weights[title], memory[title] = _weights_of(sandbox.layer), {}
-        kinds.append((kind_of(sandbox.layer), *[(x.shape, x.dtype) for x in sandbox.batch]))
+        given = [(x.shape, x.dtype, x.requires_grad) for x in sandbox.batch]
+        trained = [x.requires_grad for x in sandbox.layer.parameters()]
+        kinds.append((kind_of(sandbox.layer), *trained, *given))
         for rows, batch in [*looks.items()]:
             try:
                 look = Sandbox(sandbox.layer, batch, device)
@@ -182,7 +187,7 @@ def measured(
     few = batches.values()
     times = in_rounds(module, few, see, _sample, device, timeout=timeout, progress=progress)
     found = []
-    best = [_best([size[title] for title in weights], kinds) for size in times]
+    best = [_best([size[title] or [(0.0,) * 5] for title in weights], kinds) for size in times]
     for (title, own), *each in zip(weights.items(), *best):
         forward, input, backward, again, late = (through(*zip(batches, x)) for x in zip(*each))
         weight = Line(
@@ -198,16 +203,15 @@ def _best(
     samples: Sequence[Sequence[tuple[float, ...]]], kinds: Sequence[object]
 ) -> list[tuple[float, ...]]:
     """The times of each layer, one for layers that nobody can tell apart."""
-    found = []
-    for each in zip(*[zip(*own) for own in samples]):
-        found.append(pooled(kinds, [*map(undisturbed, each)], [*map(spread, each)])[0])
-    return [*zip(*found)]
+    return [*zip(*[pooled(kinds, each) for each in zip(*[zip(*own) for own in samples])])]
 
 
 def _weights_of(layer: nn.Module) -> Weights:
     sizes = [x.nbytes for x in {*layer.parameters()} if x.requires_grad]
     own = bytes_of([x for _, x in tensors(layer)])
-    return Weights(own, sum(sizes), sum(x for x in sizes if x < LARGE), max(sizes, default=0))
+    every = sum(x.nbytes for x in layer.parameters())
+    small = sum(x for x in sizes if x < LARGE)
+    return Weights(own, every, sum(sizes), small, max(sizes, default=0))
 
 
 def _sample(sandbox: Sandbox) -> tuple[float, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby
 
 from torch import Tensor, nn
 
@@ -37,15 +37,20 @@ class Stage:
         taken: the memory of all layers.
         weights: their weights.
         own: the numbers of the layers of this stage.
+        is_summed: whether a schedule adds up gradients, which it does in place, and not autograd.
     """
 
-    def __init__(self, taken: Sequence[Taken], weights: Sequence[Weights], own: range) -> None:
+    def __init__(
+        self, taken: Sequence[Taken], weights: Sequence[Weights], own: range, *, is_summed: bool
+    ) -> None:
         self._taken, self._own = taken, own
-        each = [weights[k] for k in own]
+        self._weights = each = [weights[k] for k in own]
         #: The bytes of weights, of trained ones, and of gradients that wait to be added.
         self.weights = sum(x.all for x in each)
         self.trainable = sum(x.trainable for x in each)
-        self._waiting = sum(x.small for x in each) + max([x.largest for x in each], default=0)
+        self._waiting = sum(x.small for x in each)
+        if not is_summed:
+            self._waiting += max([x.largest for x in each], default=0)
         before = taken[own.start - 1] if own.start else None
         #: By the layers that they come from, the sizes and gradients of what arrives.
         self.arrivals: list[tuple[int, float, float]] = []
@@ -113,7 +118,9 @@ class Stage:
         for x, there in zip(reversed(own), reversed(gets)):
             halved = max(halved, rest + x.backward + there)
             rest += max(0.0, x.pending - x.own)
-        late = max(x.weight for x in own) + self.trainable
+        # The gradients of all weights are there before they are added to the sums.
+        sums = accumulate((x.trainable for x in self._weights), initial=0)
+        late = max(x.weight + y for x, y in zip(own, sums))
         return {
             "F": whole + self.sent,
             "again": again + self.sent,
@@ -142,18 +149,14 @@ class Footprint:
     #: How its cells leave for the memory of the host, if they do.
     offload: Offload | None = None
 
-    def need(self, blocks: Collection[str | None]) -> tuple[float, float]:
-        """Find the memory of a device with some blocks, and with None for all else.
-
-        Returns:
-            The most bytes, and those that leave of the cells of a micro-batch there.
-        """
+    def need(self, blocks: Collection[str | None]) -> float:
+        """The most bytes of a device with some blocks, and with None for all else."""
         own = [self.weights[x] for x in blocks if x in self.weights]
         now = sum(x.all + (1 + self.state) * x.trainable for x in own)
         here = [x.block in blocks for x in self.run.parts]
         mine = [x for x, is_here in zip(self.run.parts, here) if is_here]
         if not mine:
-            return now, 0.0
+            return now
         visits = groupby(zip(here, self.run.parts), lambda x: x[0])
         firsts = [next(each)[1] for is_here, each in visits if is_here]
         # What arrives is a copy, but not what the caller gives.
@@ -177,7 +180,7 @@ class Footprint:
             now += m * self.run.given
         if here[-1]:
             now += m * self.run.output * (1 if self.run.has_loss else OUTSIDE)
-        return now, away
+        return now
 
 
 def weights_of(
@@ -202,7 +205,7 @@ def weights_of(
         before = found.get(last, Weights())
         largest = max(before.largest, changed)
         if own is None or home in own:
-            found[last] = Weights(before.all + x.nbytes, before.trainable + changed, 0, largest)
+            found[last] = Weights(before.all + x.nbytes, 0, before.trainable + changed, 0, largest)
         elif here:
-            found[last] = Weights(before.all + x.nbytes + changed, before.trainable, 0, largest)
+            found[last] = Weights(before.all + x.nbytes + changed, 0, before.trainable, 0, largest)
     return found

@@ -112,21 +112,16 @@ def verify_timed(times: Sequence[float], device: object, what: str, elsewhere: s
         )
 
 
-def pooled(
-    kinds: Sequence[Hashable], times: Sequence[float], spreads: Sequence[float]
-) -> tuple[list[float], list[float]]:
-    """Give layers of one kind one time, as far as the measurement cannot tell them apart.
+def pooled(kinds: Sequence[Hashable], samples: Sequence[Sequence[float]]) -> list[float]:
+    """The undisturbed time of each layer, one for those that nobody can tell apart.
 
     Equal blocks are the rule in large models, and the middle of several measurements is surer than
     each. But a kind is only what can be seen from outside. So a layer keeps its own time if that is
     farther from the middle one of its kind than :data:`NOISE` spreads: its own, or the usual one,
     since of few rounds a layer's own spread may be small by chance.
-
-    Returns:
-        The times and the spreads, the same for layers that are pooled: the median of each.
     """
-    found, noise = [*times], [*spreads]
-    groups: dict[Hashable, list[int]] = {}
+    times, spreads = [*map(undisturbed, samples)], [*map(spread, samples)]
+    found, groups = [*times], dict[Hashable, list[int]]()
     for k, kind in enumerate(kinds):
         groups.setdefault(kind, []).append(k)
     for group in groups.values():
@@ -134,10 +129,9 @@ def pooled(
         middle = sorted(group, key=times.__getitem__)[(len(group) - 1) // 2]
         usual = median(spreads[k] for k in group)
         near = [k for k in group if abs(times[k] - times[middle]) <= NOISE * max(spreads[k], usual)]
-        time, spread = median(times[k] for k in near), median(spreads[k] for k in near)
         for k in near:
-            found[k], noise[k] = time, spread
-    return found, noise
+            found[k] = median(times[k] for k in near)
+    return found
 
 
 Sample = TypeVar("Sample", bound=tuple[float, ...])

@@ -228,7 +228,8 @@ class Trials:
 
     def _stage(self, start: int, stop: int, m: int) -> Stage:
         weights = [x.weights for x in self.problem.layers]
-        return Stage(self.taken(self.rows(m)), weights, range(start, stop))
+        taken, is_summed = self.taken(self.rows(m)), self.problem.has_loss
+        return Stage(taken, weights, range(start, stop), is_summed=is_summed)
 
     def _times(self, start: int, stop: int, m: int, splits: bool) -> Durations:
         rows, own = self.rows(m), self.problem.layers[start:stop]

@@ -21,7 +21,7 @@ __all__ = ["Timeline", "Advice", "panel", "characters"]
 
 @dataclass(frozen=True)
 class Advice:
-    """What takes the time of a step, with its figure, and what to change.
+    """A change that helps, and the figure of a step that says so.
 
     Args:
         reason: what takes the time now.

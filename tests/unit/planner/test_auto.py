@@ -13,7 +13,7 @@ from tests.support.skips import Pop, Stash
 from torchgpipe import GPipe, NoChunk, Offload, arguments
 from torchgpipe.partition.arguments import MISSING
 from torchgpipe.planner import auto as choice
-from torchgpipe.planner import proof
+from torchgpipe.planner import proving as proof
 from torchgpipe.planner.problem import problem_of
 
 # Layers that are as small as these may well be fastest in one piece.

@@ -21,10 +21,7 @@ def problem():
     data = {"loss": F.mse_loss, "targets": (x,), "timeout": 0}
     found = problem_of(layers, x, [torch.device("cpu")] * 2, 8, **data)
     times = [Line(0, time) for time in [*[4, 1] * 8, 0]]
-    layers = [
-        replace(x, forward=y, input=y, weight=y, late=y)
-        for x, y in zip(found.layers, times)
-    ]
+    layers = [replace(x, forward=y, input=y, weight=y, late=y) for x, y in zip(found.layers, times)]
     links = {way: Line(0.002) for w in range(2) for way in ((w, HOST), (HOST, w))}
     return replace(found, layers=layers, links=links, memory=[inf] * 2)
 

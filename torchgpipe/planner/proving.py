@@ -30,6 +30,10 @@ PROVEN = 2
 #: How many are tried, at most, for each that is proven: most of those may have too little memory.
 TRIES = 3
 
+#: The shares of the memory that candidates to be proven may fill by their predictions, which count
+#: too much rather than too little: the next one, if nothing of one fits.
+SHARES = 1.1, 1.0, FILLED
+
 
 class Proof(NamedTuple):
     """The milliseconds of a step that a candidate was trained for, and its memory."""
@@ -38,7 +42,7 @@ class Proof(NamedTuple):
     memory: dict[torch.device, int]
 
 
-class Found(NamedTuple):
+class Ranked(NamedTuple):
     """A candidate, by how many bytes it has too little memory, and what its steps have taken."""
 
     trial: Trial
@@ -56,35 +60,33 @@ class Found(NamedTuple):
 Prove = Callable[[Trial], Proof | None]
 
 
-def ranked(problem: Problem, chunks: Sequence[int], most: int, prove: Prove) -> list[Found]:
+def ranked(problem: Problem, chunks: Sequence[int], most: int, prove: Prove) -> list[Ranked]:
     """Search a problem, and prove so many of the best candidates, if devices have streams.
 
     What is not proven fills a share of each device's memory.
     """
-    small = replace(problem, memory=[FILLED * x for x in problem.memory])
-
-    def judged(trial: Trial) -> Found:
-        return Found(trial, trial.excess or trial.over(small.memory))
-
+    room = [FILLED * x for x in problem.memory]
     is_proven = most > 0 and all(map(has_streams, problem.places))
-    if not is_proven or not problem.is_limited:
-        found = [*map(judged, search(small, chunks))]
-        return _proven(found, problem, most, prove) if is_proven else found
-    # What is proven may fill all of the memory. If nothing fits so, there is the margin.
-    found = _proven([*map(judged, search(problem, chunks))], problem, most, prove)
-    if found[0].excess or found[0].proof is None:
-        more = [*map(judged, search(small, chunks))]
-        found = sorted([*found, *_proven(more, problem, most, prove)], key=lambda x: x.key)
-    return found
+    found: list[Ranked] = []
+    for share in SHARES if is_proven and problem.is_limited else (FILLED,):
+        trials = search(replace(problem, memory=[share * x for x in problem.memory]), chunks)
+        found += [Ranked(x, x.excess or x.over(room)) for x in trials]
+        if is_proven:
+            found = _proven(found, problem, most, prove)
+            if found[0].proof is not None and not found[0].excess:
+                break
+    return sorted(found, key=lambda x: x.key)
 
 
-def _proven(found: Sequence[Found], problem: Problem, most: int, prove: Prove) -> list[Found]:
+def _proven(found: Sequence[Ranked], problem: Problem, most: int, prove: Prove) -> list[Ranked]:
     limits = by_device(problem.places, problem.memory)
-    left = sorted((x for x in found if not x.trial.excess), key=lambda x: x.trial.time)
-    rest = [x for x in found if x.trial.excess]
-    proven: list[Found] = []
+    left = [x for x in found if x.proof is None and not x.trial.excess]
+    done = [x for x in found if x.proof is not None or x.trial.excess]
     best, count = inf, 0
-    while left and count < most and len(proven) < TRIES * most and left[0].trial.time < best:
+    left.sort(key=lambda x: x.trial.time)
+    for _ in range(TRIES * most):
+        if not left or count == most or left[0].trial.time >= best:
+            break
         trial = left[0].trial
         proof = prove(trial)
         if proof is None:
@@ -92,10 +94,10 @@ def _proven(found: Sequence[Found], problem: Problem, most: int, prove: Prove) -
         over = [size - limits[x] for x, size in proof.memory.items() if x in limits]
         # Nobody knows how much a step lacks that has failed.
         excess = max(0.0, float(proof.time == inf), *over)
-        proven.append(Found(trial, excess, proof))
+        done.append(Ranked(trial, excess, proof))
         count, best = count + (not excess), best if excess else min(best, proof.time)
         del left[0]
-    return sorted([*proven, *left, *rest], key=lambda x: x.key)
+    return sorted([*done, *left], key=lambda x: x.key)
 
 
 def proof_of(
@@ -158,7 +160,9 @@ def _step(
     """The milliseconds of a step."""
     watches = [Stopwatch(device) for device in devices]
     for device, watch in zip(devices, watches):
-        torch.accelerator.synchronize(device)
+        # What was issued before is over then.
+        watch.start()
+        watch.stop()
         forget_peak(device)
         watch.start()
     ends = [x for x in leaves_of(model(input, *targets)) if isinstance(x, Tensor)]
