@@ -107,7 +107,7 @@ class MappedGPipe(Wrapper):
             one. The model computes the sample where it is, and backward, too, if the memory of a
             device is limited, and at last by the map; it does not change.
         devices: for ``"auto"`` only: the devices, by default all accelerators.
-        memory: for ``"auto"`` only: the bytes that a device may use, of which the map leaves 5 %
+        memory: for ``"auto"`` only: the bytes that a device may use, of which the map leaves 15 %
             free, by default nine tenths of what it has. One number is for all devices, a list has
             one for each, and a table has them by device, as ``{0: "10GiB", 1: 8e9}``. A device that
             is not used, as the CPU may be in a table of Accelerate, counts for nothing.

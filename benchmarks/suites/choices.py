@@ -80,8 +80,8 @@ def summarise(result: Result) -> Summary:
         missed = sum(row["best_ms"] is not None for row, x in own if not x["fits"])
         counts.append(
             f"{way}: {near} of {len(fitting)} within {most - 1:.0%} of the best, {above} above "
-            f"their limit; nothing was said to fit {len(own) - len(fitting)} times, and something does "
-            f"{missed} times"
+            f"their limit; nothing was said to fit {len(own) - len(fitting)} times, and something "
+            f"does {missed} times"
         )
     columns = ["model", "n", "limit", "way", "chosen", "ms", "over the best", "of the limit"]
     columns += ["predicted peak", "seconds"]

@@ -54,8 +54,7 @@ def balance_by_time(
     """Balance by the time that each layer takes for forward and backward.
 
     The slowest partition sets the pace of a pipeline. With this balance the slowest partition is as
-    fast as it can be, give or take the noise of the measurement. Among such balances it is the
-    evenest one. All layers are measured on one device, so the devices should be alike, and in train
+    fast as it can be. Among such balances it is the evenest one. All layers are measured on one device, so the devices should be alike, and in train
     mode, whatever the mode of the module.
 
     Args:
@@ -172,8 +171,7 @@ def map_by_time(
         pipe = MappedGPipe(model, device_map, chunks=8)
 
     Forwards are measured, where the model is; backwards are taken to be in proportion. Of the maps
-    whose slowest device is as fast as can be, give or take the noise of the measurement, it is the
-    evenest one.
+    whose slowest device is as fast as can be, it is the evenest one.
 
     Args:
         devices: the devices, which should be alike.

@@ -54,7 +54,7 @@ def test_defaults():
     assert limits_of(100, [CPU, CPU]) == [100, 100]
     assert limits_of({"cpu": 100}, [CPU, CPU]) == [100, 100]
     texts = ["1KB", "1 KiB", "1.5MB", "10GiB", "1TiB"]
-    assert limits_of(texts, [CPU] * 5) == [x for x in (1000, 1024, 1.5e6, 10 * 2**30, 2**40)]
+    assert limits_of(texts, [CPU] * 5) == [1000, 1024, 1.5e6, 10 * 2**30, 2**40]
 
 
 @pytest.mark.parametrize(
