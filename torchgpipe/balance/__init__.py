@@ -54,8 +54,8 @@ def balance_by_time(
     """Balance by the time that each layer takes for forward and backward.
 
     The slowest partition sets the pace of a pipeline. With this balance the slowest partition is as
-    fast as it can be. Among such balances it is the evenest one. All layers are measured on one device, so the devices should be alike, and in train
-    mode, whatever the mode of the module.
+    fast as it can be. Among such balances it is the evenest one. All layers are measured on one
+    device, so the devices should be alike, and in train mode, whatever the mode of the module.
 
     Args:
         partitions: how many partitions to make.

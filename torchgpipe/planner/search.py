@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import accumulate
 from math import inf
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 from torchgpipe.partition.keeping import (
     Keeping,
@@ -101,61 +101,44 @@ class Search(Trials):
 
         What cells keep may leave for the host, too. Modes that are given stay.
         """
-        left, count = None, 1
+        placement, count = trial.setting.schedule.placement, 1
         while trial.excess and self.problem.modes is None:
-            left = left or self._lighter(trial, sends)
-            # Some of each worker that has too little memory.
-            found: dict[int, list[tuple[float, int]]] = {}
-            for j, w in enumerate(trial.setting.schedule.placement):
-                if left[j] and trial.memory[w] > self.problem.memory[w]:
-                    found.setdefault(w, []).append((left[j][0][0], j))
-            if not found:
-                break
             modes = [*trial.modes]
-            for own in found.values():
-                for _, j in sorted(own)[:count]:
-                    modes[j] = left[j].pop(0)[1]
+            for w, (size, limit) in enumerate(zip(trial.memory, self.problem.memory)):
+                # Some of each worker that has too little memory.
+                own = [j for j, v in enumerate(placement) if v == w and size > limit]
+                less = [x for j in own if (x := self._less(trial, j, sends)) is not None]
+                for _, j, mode in sorted(less, key=itemgetter(0))[:count]:
+                    modes[j] = mode
+            if modes == [*trial.modes]:
+                break
             count *= 2
-            trial = self.trial(trial.setting, trial.balance, tuple(modes))
+            trial = self._with(trial, tuple(modes))
         return trial
 
-    def _lighter(self, trial: Trial, sends: bool) -> list[list[tuple[float, Keeping]]]:
-        """For each stage the modes that keep less, with the time that each freed byte costs.
+    def _less(self, trial: Trial, j: int, sends: bool) -> tuple[float, int, Keeping] | None:
+        """The mode of a stage that keeps less, with the time that each freed byte costs."""
+        stages, times = self.each(trial.balance, trial.setting)
+        less, found = stages[j].kept - stages[j].stored, list[tuple[float, int, Keeping]]()
+        if less > 0 and trial.modes[j] != "always":
+            found.append((times[j].R / less, j, "always"))
+        sent = self._sent(trial, j) if sends and trial.modes[j] == "never" else None
+        if sent is not None:
+            late = max(0.0, sent.out - times[j].F) + max(0.0, sent.back - times[j].I - times[j].W)
+            found.append((late / sent.away, j, "offload"))
+        return min(found, key=itemgetter(0), default=None)
 
-        The cheapest one comes first, and nothing after all is computed again.
-        """
+    def _sent(self, trial: Trial, j: int) -> Departure | None:
+        """The way of the cells of a stage to the host and back, if that may pay."""
         setting, balance = trial.setting, trial.balance
-        stages, times = self.each(balance, setting)
-        found = []
-        for j, (stage, time) in enumerate(zip(stages, times)):
-            own: list[tuple[float, Keeping]] = []
-            less = stage.kept - stage.stored
-            if less > 0 and trial.modes[j] != "always":
-                own.append((time.R / less, "always"))
-            if trial.modes[j] != "never":
-                found.append(own)
-                continue
-            for mode, sent in self._sending(setting, balance, j) if sends else ():
-                hidden = min(0.0, time.F - sent.out) + min(0.0, time.I + time.W - sent.back)
-                if not own or -hidden / sent.away < own[0][0]:
-                    own = [(-hidden / sent.away, mode), *own]
-                    break
-            found.append(own)
-        return found
-
-    def _sending(
-        self, setting: Setting, balance: tuple[int, ...], j: int
-    ) -> Iterator[tuple[Keeping, Departure]]:
-        """Yield the ways to send cells of a stage to the host that may pay."""
         if j not in self.leaving(setting):
-            return
+            return None
         m, placement = setting.schedule.chunks, setting.schedule.placement
-        _, times = self.each(balance, setting)
-        slow = self.problem.slowness[placement[j]]
+        slow, (_, times) = self.problem.slowness[placement[j]], self.each(balance, setting)
         sent = self.sent(balance, m, placement, ["never"] * j + ["offload"])[j]
         # What takes longer delays a step by more than it takes to compute all again.
-        if sent.away and max(sent.out, sent.back) <= 2 * slow * times[j].F:
-            yield "offload", sent
+        is_fast = sent.away and max(sent.out, sent.back) <= 2 * slow * times[j].F
+        return sent if is_fast else None
 
     def _leaving(self, setting: Setting) -> frozenset[int]:
         """The stages of which some cells can leave: enough lies between forward and backward."""
@@ -194,15 +177,10 @@ class Search(Trials):
             if more.beats(trial):
                 trial = more
             elif more.time < trial.time:
-                for other, _ in self._sending(trial.setting, trial.balance, j):
+                lighter = ["offload"] if self._sent(trial, j) is not None else []
+                for other in (*lighter, "except_last"):
                     more = self._with(trial, (*before, other, *after))
-                    if more.beats(trial):
-                        trial = more
-                    elif more.time < trial.time:
-                        # It does not fit, nor does one that comes back earlier.
-                        break
-                more = self._with(trial, (*before, "except_last", *after))
-                trial = more if more.beats(trial) else trial
+                    trial = more if more.beats(trial) else trial
         return trial
 
     def fastest(self, setting: Setting, balance: tuple[int, ...]) -> Trial:

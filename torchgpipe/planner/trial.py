@@ -163,17 +163,11 @@ def settings(problem: Problem, chunks: Iterable[int]) -> Iterator[Setting]:
         if not problem.has_loss:
             yield Setting(None, fill_drain(workers, m))
             continue
-        for name, schedule in simulated(workers, m):
-            if len(schedule.placement) <= problem.count:
+        for name, schedule in built_in(workers, m):
+            # What two computations of one device gain side by side, nobody can tell beforehand.
+            overlaps = any(isinstance(x, Overlap) for line in schedule.program for x in line)
+            if not overlaps and len(schedule.placement) <= problem.count:
                 yield Setting(name, schedule)
-
-
-def simulated(workers: int, m: int) -> Iterator[tuple[str, Schedule]]:
-    """Yield the built-in schedules whose time a simulation tells."""
-    for name, schedule in built_in(workers, m):
-        # What two computations of one device gain side by side, nobody can tell beforehand.
-        if not any(isinstance(x, Overlap) for line in schedule.program for x in line):
-            yield name, schedule
 
 
 class Durations(NamedTuple):

@@ -36,8 +36,7 @@ def trials(problem, share):
 def one_by_one(search, trial):
     """Try all modes of each partition, and keep the best one."""
     sending = [
-        [mode for mode, _ in search._sending(trial.setting, trial.balance, j)]
-        for j in range(len(trial.modes))
+        ["offload"] if search._sent(trial, j) is not None else [] for j in range(len(trial.modes))
     ]
     for j, modes in enumerate(sending):
         for mode in ("never", *modes, "except_last"):
