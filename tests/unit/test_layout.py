@@ -38,7 +38,6 @@ ELSEWHERE = {
     "planner/meter": "virtual/test_plan_memory.py",
     "planner/observed": "virtual/test_advice_strays.py",
     "planner/problem": "virtual/test_plans.py",
-    "planner/proving": "virtual/test_plans_proven.py",
     "recompute/offload": "virtual/test_offload.py",
     "recompute/selective": "virtual/test_selective.py",
     "recompute/storage": "virtual/test_offload.py",

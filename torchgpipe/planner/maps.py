@@ -390,3 +390,22 @@ def _too_large(
         "chunks of the same mini-batch and a sample with fewer rows, or pass a device map of your "
         "own"
     )
+
+
+def try_backward(model: nn.Module, outputs: Iterable[Iterable[Tensor]]) -> None:
+    """Run backward, whose gradients go nowhere, to see that the memory of the devices is enough.
+
+    Another failure than that may be no failure of the user's own backward: some models can only add
+    to their gradients.
+    """
+    roots = [x for output in outputs for x in output if x.requires_grad]
+    roots = [x for x in roots if not x.dim()] or roots
+    weights = [x for x in model.parameters() if x.requires_grad]
+    try:
+        if roots and weights:
+            grads = [torch.ones_like(x) for x in roots]
+            torch.autograd.grad(roots, weights, grads, allow_unused=True)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        pass

@@ -30,9 +30,9 @@ PROVEN = 2
 #: How many are tried, at most, for each that is proven: most of those may have too little memory.
 TRIES = 3
 
-#: The shares of the memory that candidates to be proven may fill by their predictions, which count
-#: too much rather than too little: the next one, if nothing of one fits.
-SHARES = 1.1, 1.0, FILLED
+#: The shares of the memory that candidates to be proven may fill by their predictions: the next
+#: one, if nothing of one fits.
+SHARES = 1.0, FILLED
 
 
 class Proof(NamedTuple):
