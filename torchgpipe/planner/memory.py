@@ -93,8 +93,9 @@ class Stage:
         self.stored = arriving + sum(x for _, x, _ in leaving)
         if not own.start and first.in_place:
             self.stored += first.input
-        made = sum(max(0.0, taken[k].pending - taken[k].own) for k in own)
-        self.pending = self.kept + self.gets + (made if self.gives_back else 0.0)
+        # I lets go of what only I needed, and notes gradients.
+        noted = sum(taken[k].pending - taken[k].own for k in own)
+        self.pending = self.kept + self.gets + (noted if self.gives_back else 0.0)
 
     @property
     def gives_back(self) -> bool:
