@@ -105,7 +105,9 @@ class GPipe(Wrapper):
         verify_skippables(module)
         # A plan refuses modes that it does not choose among.
         mode: Any = checkpoint
-        own, places, chunks, mode, best = chosen(module, balance, sample, devices, chunks, mode)
+        own, places, chunks, mode, predicted = chosen(
+            module, balance, sample, devices, chunks, mode, GPipe
+        )
         self._balance = checked_balance(own, module)
         self._devices = checked_devices(places, len(self._balance))
         verify_sharding(module, self._devices)
@@ -118,8 +120,8 @@ class GPipe(Wrapper):
             defer(self.partitions)
         self.partitions.training = module.training
         self._wrapped("GPipe")
-        if best is not None:
-            self._stages.predict(best.time, best.by_device, self, None, best.problem)
+        if predicted is not None:
+            self._stages.predict(*predicted, self, None)
 
     def _prepare(self) -> None:
         super()._prepare()

@@ -48,7 +48,7 @@ from torchgpipe.mapped.threads import Threads, Turns
 from torchgpipe.partition.arguments import checked_device, checked_threads
 from torchgpipe.partition.keeping import Keeping, keepings_of, words_of
 from torchgpipe.planner.given import Memory
-from torchgpipe.planner.maps import chosen_map
+from torchgpipe.planner.maps import chosen_map, try_backward
 from torchgpipe.show.describe import Description
 from torchgpipe.values.microbatch import VALUE, Batch
 from torchgpipe.values.order import Order
@@ -107,10 +107,9 @@ class MappedGPipe(Wrapper):
             one. The model computes the sample where it is, and backward, too, if the memory of a
             device is limited, and at last by the map; it does not change.
         devices: for ``"auto"`` only: the devices, by default all accelerators.
-        memory: for ``"auto"`` only: the bytes that a device may use, of which the map leaves 5 %
+        memory: for ``"auto"`` only: the bytes that a device may use, of which the map leaves 15 %
             free, by default nine tenths of what it has. One number is for all devices, a list has
-            one for each, and a table has them by device, as ``{0: "10GiB", 1: 8e9}``. A device that
-            is not used, as the CPU may be in a table of Accelerate, counts for nothing.
+            one for each, and a table has them by device, as ``{0: "10GiB", 1: 8e9}``.
 
     Raises:
         TypeError: the module is none, the map is no mapping of names, or a sample or devices are of
@@ -176,7 +175,7 @@ class MappedGPipe(Wrapper):
         place(self.module, self._map)
 
     def _rehearse(self, device_map: Mapping[str, Device], given: Arguments) -> None:
-        """Run a sample as one micro-batch, by a map that was measured."""
+        """Train with a sample as one micro-batch, by a map that was measured."""
         self._place(device_map)
         self._prepare()
         try:
@@ -187,6 +186,7 @@ class MappedGPipe(Wrapper):
                 step = MappedStep(self._lasting, devices, self.module, 1, {})
                 run = partial(self._run, step, batches, Order(self.module))
                 compute(partial(holding, step.numbers.locks, run), self, [])
+                try_backward(self.module, batches)
         finally:
             for call in self._calls:
                 let_go(call)

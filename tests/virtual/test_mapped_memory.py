@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import CausalLMOutput
 
 from tests.support.mapping import GPT, EncoderDecoder, measured, tokens
-from tests.support.planning import links
 from tests.support.size import some
 from torchgpipe import MappedGPipe, Offload
 from torchgpipe.mapped.device_map import Wholes
@@ -20,7 +19,6 @@ from torchgpipe.planner.blocks import Times, recorded
 from torchgpipe.planner.given import USABLE
 from torchgpipe.planner.maps import Units
 from torchgpipe.planner.memory import Footprint, weights_of
-from torchgpipe.testing import observe
 
 # Embedding and head are one weight, used on the streams of two visits.
 pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
@@ -31,7 +29,7 @@ ROWS = 4
 def equal(model, *_, blocks=None, **__):
     """Each block takes one second."""
     blocks = blocks or Wholes.of(model).blocks()
-    return Times(blocks, dict.fromkeys(blocks, 1.0), dict.fromkeys(blocks, 0.0))
+    return Times(blocks, dict.fromkeys(blocks, 1.0))
 
 
 @pytest.fixture
@@ -57,15 +55,15 @@ def predicted(model, sizes, devices, arguments, chunks, mode):
     """The device map with so many units on each device, and the memory that it is said to take."""
     times = equal(model)
     units = Units(*times)
-    sections = recorded(model, times.blocks, arguments, {}, devices[0])
+    run = recorded(model, times.blocks, arguments, {})
     found = []
     for a, b in pairwise(accumulate(sizes, initial=0)):
         own = {x for names in [*units.members.values()][a:b] for x in names}
         own = own if a else {*own, None}
         weights = weights_of(model, times.blocks, own)
         again = checkpointed(recomputed_by(mode), chunks)
-        footprint = Footprint(sections, weights, chunks, again, 2.0, offload_of(mode))
-        found.append(footprint.need(own)[0])
+        footprint = Footprint(run, weights, chunks, again, 2.0, offload_of(mode))
+        found.append(footprint.need(own))
     return units.placed(devices, sizes), found
 
 
@@ -106,14 +104,9 @@ def test_prediction_is_what_is_measured(devices, name, chunks, mode):
     arguments = tuple([tokens(ROWS) for _ in range(count)])
     device_map, found = predicted(model, sizes, places, arguments, chunks, mode)
     whole = [tokens(ROWS * chunks) for _ in range(count)]
-    # Of the threads of backward, one may come late: 0.054 on a busy machine, and 0.23 once in 20
-    # runs of all tests.
-    for _ in range(3):
-        memory = measured(copied(make), device_map, whole, chunks, mode)
-        expected = pytest.approx([*memory.values()], rel=0.06)
-        if found == expected:
-            break
-    assert found == expected
+    memory = measured(copied(make), device_map, whole, chunks, mode)
+    for most, place in zip(found, memory):
+        assert 0.96 * memory[place] <= most <= 1.6 * memory[place]
 
 
 WIDES = (1024, 1024, 256, 64, 64, 64)
@@ -141,7 +134,8 @@ def test_limits(devices, usable, mode, form):
     whole = [tokens(ROWS * m)]
     fastest = auto(copied(make), places, m, mode)
     before = measured(copied(make), fastest, whole, m, mode)
-    limit = int(0.95 * before[places[0]])
+    # More is counted than a step takes, and a share of the limit stays free.
+    limit = int(1.25 * before[places[0]])
     memory = {
         "device": usable(dict.fromkeys(places, limit)) if form == "device" else None,
         "one": limit,
@@ -158,35 +152,10 @@ def test_limits(devices, usable, mode, form):
 def test_a_model_that_fits_if_its_cells_leave(devices):
     m, places = 8, devices[:2]
     fastest = auto(GPT(), places, m, "offload")
-    limit = 1.1 * max(measured(GPT(), fastest, [tokens(ROWS * m)], m, "offload").values())
+    limit = 1.5 * max(measured(GPT(), fastest, [tokens(ROWS * m)], m, "offload").values())
     assert auto(GPT(), places, m, "offload", memory=limit) == fastest
     with pytest.raises(ValueError, match="checkpoint: never, the nearest map"):
         auto(GPT(), places, m, memory=limit)
-
-
-class Wide(nn.Module):
-    """Blocks of which the first ones keep the most for backward."""
-
-    def __init__(self):
-        super().__init__()
-        tanhs = [[nn.Tanh()] * count for count in (4, 4, 1, 1)]
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(64, 64), *own) for own in tanhs])
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-@pytest.mark.usefixtures("alike")
-@pytest.mark.parametrize(("speed", "chunks", "count"), [(1e6, 4, 2), (16, 4, 1), (16, 2, 2)])
-def test_copies_that_take_longer_than_a_forward(devices, speed, chunks, count):
-    """The device that sends the most has fewer blocks, unless no micro-batch leaves."""
-    options = {"chunks": chunks, "checkpoint": "offload", "devices": devices[:2], "memory": "1TiB"}
-    with observe(bandwidth=links(devices, host=speed)):
-        sample = torch.rand(64, 64, device=devices[0])
-        pipe = MappedGPipe(Wide().to(devices[0]), "auto", sample=sample, **options)
-    assert [pipe.device_map[f"blocks.{k}"] for k in range(4)].count(devices[0]) == count
 
 
 @pytest.mark.usefixtures("alike")
@@ -204,7 +173,7 @@ def test_nothing_fits(devices, usable):
     assert all(x.grad is None for x in model.parameters())
     with pytest.raises(ValueError, match="use more devices, a larger limit"):
         auto(model, places, 4, "always")
-    with pytest.raises(ValueError, match=f"{places[1]} lacks .* bytes, and may fill 9500"):
+    with pytest.raises(ValueError, match=f"{places[1]} lacks .* bytes, and may fill 8500"):
         auto(model, places, 4, memory={places[0]: "1TiB", places[1]: 1e4})
 
 
@@ -215,7 +184,7 @@ def test_a_copy_of_a_tied_weight_takes_memory(devices, usable):
     fastest = auto(copied(make), places, m)
     assert [fastest["embed"], fastest["head"]] == places
     whole = [tokens(ROWS * m)]
-    limit = 0.95 * measured(copied(make), fastest, whole, m, "never")[places[1]]
+    limit = 1.2 * measured(copied(make), fastest, whole, m, "never")[places[1]]
     usable({places[1]: limit})
     found = auto(copied(make), places, m)
     assert [*found.values()].count(places[1]) < [*fastest.values()].count(places[1])
@@ -237,9 +206,8 @@ def test_blocks_that_look_alike_and_are_frozen(devices, mode):
     model = Lower()
     device_map, found = predicted(model, [3, 3, 3], devices[:3], (tokens(ROWS),), 4, mode)
     memory = measured(model, device_map, [tokens(ROWS * 4)], 4, mode)
-    # A plan counts on threads of backward that come early. Where they do not, 0.11 is left.
     for most, place in zip(found, memory):
-        assert 0.89 * most <= memory[place] <= 1.001 * most
+        assert 0.96 * memory[place] <= most <= 1.6 * memory[place]
 
 
 class Reentrant(GPT):

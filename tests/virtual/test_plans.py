@@ -75,9 +75,8 @@ def test_prediction_is_what_is_measured(devices, seed):
     best = plans.best
     time, memory = run(best.wrap, layers, x, y, options["devices"])
     assert best.time == pytest.approx(time)
-    # Under autograd, threads run backward, and the host's timing decides which one is ahead.
-    error = 0.06 if best.schedule is None else 0.02
-    assert max(best.memory.values()) == pytest.approx(max(memory.values()), rel=error)
+    # More is counted than a step takes, and hardly less.
+    assert 0.96 < max(best.memory.values()) / max(memory.values()) < 1.5
     assert max(memory.values()) <= limit
 
 
@@ -105,7 +104,9 @@ def test_wrapped(case):
     training(x.to(places[0]), y.to(places[1])).backward()
     text = str(plans)
     assert text.splitlines()[1].startswith(best.schedule)
-    assert re.fullmatch(rf"{best.schedule}, balance=.*: [\d.]+ ms a step, .* bubble .*%", str(best))
+    assert re.fullmatch(
+        rf"{best.schedule}, balance=.*: [\d.]+ ms a step, .* bubble .*%, .* ms", str(best)
+    )
     assert "and" in text.splitlines()[-1]
     without = planned(layers, x, {"devices": options["devices"], "timeout": 0, "chunks": [4]})
     assert isinstance(without.best.wrap(layers), GPipe)

@@ -94,11 +94,7 @@ def test_cause(devices, name):
     assert f"{timeline.step().makespan:.0f}" == time
     assert span([x.bubble for x in timeline.shares]) == bubble
     assert span([x.host for x in timeline.shares]) == host
-    if advice == "none":
-        assert timeline.advice is None
-    else:
-        change, gain = re.fullmatch(r"``(.+)``: (\d+) % less", advice).groups()
-        assert f"{change} is expected to take {gain}% less" in str(timeline.advice)
+    assert advice in str(timeline.advice)
 
 
 def test_where_a_table_costs_little(devices):

@@ -33,7 +33,7 @@ from torchgpipe.partition.arguments import (
     verify_scale,
 )
 from torchgpipe.partition.split import verify_module
-from torchgpipe.planner.blocks import ModelRun, Times, refined, timed
+from torchgpipe.planner.blocks import Times, recorded, refined, timed
 from torchgpipe.planner.cuts import evenest
 from torchgpipe.planner.maps import proposed
 
@@ -54,9 +54,8 @@ def balance_by_time(
     """Balance by the time that each layer takes for forward and backward.
 
     The slowest partition sets the pace of a pipeline. With this balance the slowest partition is as
-    fast as it can be, give or take the noise of the measurement. Among such balances it is the
-    evenest one. All layers are measured on one device, so the devices should be alike, and in train
-    mode, whatever the mode of the module.
+    fast as it can be. Among such balances it is the evenest one. All layers are measured on one
+    device, so the devices should be alike, and in train mode, whatever the mode of the module.
 
     Args:
         partitions: how many partitions to make.
@@ -85,8 +84,7 @@ def balance_by_time(
     found = profile_layers(
         module, sample, args=args, kwargs=kwargs, timeout=timeout, device=device, progress=progress
     )
-    times, spreads = found.times()
-    return evenest(times, partitions, spreads)
+    return evenest(found.times(), partitions)
 
 
 def balance_by_size(
@@ -173,8 +171,7 @@ def map_by_time(
         pipe = MappedGPipe(model, device_map, chunks=8)
 
     Forwards are measured, where the model is; backwards are taken to be in proportion. Of the maps
-    whose slowest device is as fast as can be, give or take the noise of the measurement, it is the
-    evenest one.
+    whose slowest device is as fast as can be, it is the evenest one.
 
     Args:
         devices: the devices, which should be alike.
@@ -237,9 +234,12 @@ def map_by_size(
     verify_scale(param_scale)
 
     def measure(blocks: dict[str, nn.Module]) -> Times:
-        kept = ModelRun(model, blocks).kept(args, kwargs)
+        kept: dict[str, float] = {}
+        for x in recorded(model, blocks, args, kwargs, is_trained=False).parts:
+            if x.block is not None and x.is_call:
+                kept[x.block] = kept.get(x.block, 0.0) + x.kept
         own = {x: sum(y.nbytes for y in blocks[x].parameters()) for x in kept}
-        return Times(blocks, {x: size + param_scale * own[x] for x, size in kept.items()}, {})
+        return Times(blocks, {x: size + param_scale * own[x] for x, size in kept.items()})
 
     return proposed(places, *refined(measure, Wholes.of(model, no_split), len(places)))
 

@@ -20,21 +20,12 @@ from torchgpipe.checks import checked_flag, verify
 from torchgpipe.devices.streams import CPU, Device, accelerators
 from torchgpipe.partition.arguments import MISSING, checked_chunks, checked_device, checked_timeout
 from torchgpipe.partition.split import verify_module
-from torchgpipe.planner.memory_tracker import Run
-from torchgpipe.planner.record import GIVEN, Section, Value
-from torchgpipe.planner.sandbox import (
-    Sandbox,
-    copied,
-    in_rounds,
-    leaves,
-    pooled,
-    spread,
-    undisturbed,
-    verify_timed,
-)
+from torchgpipe.planner.layers import measured
+from torchgpipe.planner.sandbox import copied, leaves, verify_timed
 from torchgpipe.show.tables import aligned, in_bytes
 from torchgpipe.skip.skippable import verify_skippables
-from torchgpipe.values.microbatch import VALUE, Batch, scatter
+from torchgpipe.values.division import row_count
+from torchgpipe.values.microbatch import Batch, scatter
 from torchgpipe.values.structure import arguments
 
 __all__ = ["LayerProfile", "Profile", "detach", "layerwise_sandbox", "profile_layers"]
@@ -56,9 +47,6 @@ class LayerProfile:
     """Bytes that the forward leaves behind: tensors kept for backward, and the output."""
     output: int
     """Bytes of the output alone."""
-    spread: float = 0.0
-    """Seconds by which forward and backward together vary between rounds: half the distance of the
-    quartiles. Smaller differences of times mean nothing."""
 
 
 @dataclass(frozen=True)
@@ -71,31 +59,27 @@ class Profile:
     """A row for each layer."""
 
     def __str__(self) -> str:
-        titles = ["layer", "forward ms", "backward ms", "spread ms"]
+        titles = ["layer", "forward ms", "backward ms"]
         titles += ["parameters", "activations", "output"]
         rows = [
             [
                 layer.name,
-                *[f"{1000 * x:.3f}" for x in (layer.forward, layer.backward, layer.spread)],
+                *[f"{1000 * x:.3f}" for x in (layer.forward, layer.backward)],
                 *map(in_bytes, (layer.parameters, layer.activations, layer.output)),
             ]
             for layer in self.layers
         ]
         return aligned([titles, *rows])
 
-    def times(self) -> tuple[list[float], list[float]]:
-        """The time of each layer for forward and backward, and its spread, in seconds.
-
-        Layers that are alike (of one class, with as many bytes of parameters and of output) have
-        one time, unless their times differ by far more than they vary.
+    def times(self) -> list[float]:
+        """The seconds of each layer for forward and backward.
 
         Raises:
             ValueError: no layer takes any time.
         """
         times = [layer.forward + layer.backward for layer in self.layers]
         verify_timed(times, self.device, "layers", "on the CPU, by device='cpu'")
-        kinds = [(x.name.rpartition(" (")[2], x.parameters, x.output) for x in self.layers]
-        return pooled(kinds, times, [layer.spread for layer in self.layers])
+        return times
 
     def to_json(self) -> str:
         """The table as JSON, times in seconds and sizes in bytes."""
@@ -177,40 +161,14 @@ def profile_layers(
             "kwargs: None); pass a sample, or several arguments as args=(...) and kwargs={...}"
         )
     where = [*accelerators(), CPU][0] if device is None else checked_device(device)
-    memory: dict[str, tuple[int, int, int]] = {}
-
-    def look(_: int, title: str, sandbox: Sandbox) -> None:
-        memory[title] = (
-            sum(x.nbytes for x in sandbox.layer.parameters()),
-            _activations(sandbox),
-            sum(x.nbytes for x in sandbox.output.parts[VALUE]),
-        )
-
-    first = [scatter(arguments((*args,), dict(kwargs or {})), chunks)[0]]
-    (found,) = in_rounds(
-        module, first, look, Sandbox.sample, where, timeout=timeout, progress=progress
-    )
-    return Profile(str(where), tuple([_row(title, x, memory[title]) for title, x in found.items()]))
-
-
-def _activations(sandbox: Sandbox) -> int:
-    """The bytes that the forward of a layer leaves behind."""
-    batch = sandbox.input()
-    run = Run(sandbox.layer, [Section("", True)])
-    for x in batch:
-        run.give(Value(GIVEN, 0), x)
-    with run.watching():
-        output = sandbox.forward(batch)
-    size = sum(x.size for x in run.alive)
-    del output
-    return round(size)
-
-
-def _row(
-    title: str, samples: Sequence[tuple[float, float]], memory: tuple[int, int, int]
-) -> LayerProfile:
-    if not samples:
-        return LayerProfile(title, 0.0, 0.0, *memory)
-    forward, backward = zip(*samples)
-    noise = spread([*map(sum, samples)])
-    return LayerProfile(title, undisturbed(forward), undisturbed(backward), *memory, noise)
+    first = scatter(arguments((*args,), dict(kwargs or {})), chunks)[0]
+    rows = max(1, row_count(first.value))
+    batches = {rows: first}
+    found = measured(module, batches, batches, where, timeout=timeout, progress=progress)
+    layers = []
+    for x in found:
+        taken = x.taken(rows)
+        times = x.forward.at(rows) / 1000, (x.input.at(rows) + x.weight.at(rows)) / 1000
+        sizes = x.weights.parameters, taken.own + taken.loose, taken.output
+        layers.append(LayerProfile(x.name, *times, *map(round, sizes)))
+    return Profile(str(where), tuple(layers))

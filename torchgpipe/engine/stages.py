@@ -64,8 +64,6 @@ class Stages:
         self.figures: StepFigures | None = None
         #: The figures that a plan had for a step.
         self.prediction: PlanFigures | None = None
-        #: What the plan knows of the memory of other settings.
-        self.room: Any = None
 
     def predict(
         self,
@@ -73,7 +71,6 @@ class Stages:
         memory: Mapping[torch.device, int],
         settings: Wrapper,
         schedule: str | None = None,
-        room: Any = None,
     ) -> None:
         """Take note of what a plan has predicted.
 
@@ -82,7 +79,6 @@ class Stages:
             memory: the most bytes of each device.
             settings: the wrapper, whose settings now are those of the plan.
             schedule: the name of the schedule; None for the order of :class:`~torchgpipe.GPipe`.
-            room: tells the memory of other settings.
         """
         # No plan knows that partitions on the CPU compute one after another.
         if [*self.devices].count(CPU) > 1:
@@ -90,7 +86,6 @@ class Stages:
         sizes = {str(device): size for device, size in memory.items()}
         modes = words_of(settings.checkpoint, len(self.devices))
         self.prediction = PlanFigures(time, sizes, settings.chunks, modes, schedule)
-        self.room = room
 
     def describe(
         self,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchgpipe.batchnorm import has_batch_norms
@@ -15,8 +17,8 @@ from torchgpipe.partition.arguments import MISSING, checked_chunks
 from torchgpipe.partition.keeping import checked_keepings, counted, is_policy, keepings_of
 from torchgpipe.planner.given import chunks_of, has_no_place, input_of, places_of, rows_of
 from torchgpipe.planner.problem import problem_of
-from torchgpipe.planner.search import search
-from torchgpipe.planner.trial import Trial
+from torchgpipe.planner.proving import PROVEN, Proof, agreed, proof_of, ranked
+from torchgpipe.planner.trial import Trial, by_device
 
 __all__: list[str] = []
 
@@ -43,12 +45,15 @@ def chosen(
     devices: Iterable[Device] | None,
     chunks: int,
     checkpoint: Any,
-) -> tuple[Any, Any, Any, Any, Trial | None]:
+    wrap: Callable[..., nn.Module],
+) -> tuple[Any, Any, Any, Any, tuple[float, dict[torch.device, int]] | None]:
     """Choose what ``"auto"`` leaves open, and leave the rest to the user.
 
+    ``wrap`` makes the wrapper of layers, to be tried.
+
     Returns:
-        The balance, devices, chunks and checkpoint modes, and the trial that has them, if they are
-        planned.
+        The balance, devices, chunks and checkpoint modes, and the time and memory that are
+        predicted, if they are planned.
     """
     if not isinstance(balance, str):
         if sample is not None:
@@ -81,10 +86,24 @@ def chosen(
     tried = chunks_of(
         None if own is None else [min(own, rows)], rows, has_norms=has_batch_norms(module)
     )
-    problem = problem_of(module, input, places, rows)
-    best = search(replace(problem, modes=modes and tuple(map(counted, own_modes))), tried)[0]
-    if best.excess:
-        more = POLICY if any(map(is_policy, own_modes)) else ""
-        raise too_large(best.setting.name, best.schedule.chunks, best.balance, best.excess, more)
-    chunks = best.schedule.chunks if own is None else own
-    return [*best.balance], best.devices, chunks, modes or best.checkpoint, best
+
+    def choose() -> tuple[list[int], list[int], int, Any, float, list[float]]:
+        problem = problem_of(module, input, places, rows)
+        problem = replace(problem, modes=modes and tuple(map(counted, own_modes)))
+
+        def prove(trial: Trial) -> Proof | None:
+            options = {"chunks": trial.schedule.chunks, "checkpoint": trial.checkpoint}
+            made = partial(wrap, balance=[*trial.balance], devices=trial.devices, **options)
+            return proof_of(trial, lambda layers, _: made(layers), module, input)
+
+        best = ranked(problem, tried, PROVEN, prove)[0]
+        trial, workers = best.trial, best.trial.setting.schedule.placement
+        m = trial.schedule.chunks
+        if best.excess:
+            more = POLICY if any(map(is_policy, own_modes)) else ""
+            raise too_large(trial.setting.name, m, trial.balance, best.excess, more)
+        return [*trial.balance], [*workers], m, trial.checkpoint, trial.time, trial.memory
+
+    sizes, workers, m, found, time, memory = agreed(choose)
+    predicted = time, by_device(places, memory)
+    return sizes, [places[w] for w in workers], own or m, modes or found, predicted

@@ -8,23 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain, cycle
+from dataclasses import dataclass
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from torchgpipe.autograd.nodes import next_number
 from torchgpipe.devices.recorder import Stopwatch
-from torchgpipe.devices.streams import CPU, has_streams, use_device
+from torchgpipe.devices.streams import CPU
 from torchgpipe.engine.body import starts_in_place
 from torchgpipe.engine.unchanged import unchanged
 from torchgpipe.mapped.device_map import Wholes
 from torchgpipe.mapped.on_demand import can_fill_itself
-from torchgpipe.planner.memory_tracker import Run, memory_of, size_of, strided
-from torchgpipe.planner.record import GIVEN, Record, Section, Value
-from torchgpipe.planner.sandbox import copied, pooled, rounds, spread, undisturbed, verify_timed
+from torchgpipe.planner.meter import Meter, bytes_of, strided
+from torchgpipe.planner.sandbox import pooled, rounds, verify_timed
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import map_leaves
 
@@ -32,14 +31,13 @@ __all__: list[str] = []
 
 
 class Times(NamedTuple):
-    """The blocks of a model, the seconds of their forwards, and how far these may be off.
+    """The blocks of a model, and the seconds of their forwards, in the order of the calls.
 
-    They are by name, costs in the order of the calls. A block that is not called is left out.
+    A block that is not called has no time.
     """
 
     blocks: dict[str, nn.Module]
     costs: dict[str, float]
-    spreads: dict[str, float]
 
 
 def refined(measure: Callable[[dict[str, nn.Module]], Times], wholes: Wholes, count: int) -> Times:
@@ -89,9 +87,9 @@ def timed(
             once()
     names, each = [*samples()], [*samples().values()]
     kinds = [kind_of(blocks[name]) for name in names]
-    times, noise = pooled(kinds, [*map(undisturbed, each)], [*map(spread, each)])
+    times = pooled(kinds, each)
     verify_timed(times, home, "blocks", "move the model to the CPU before, by model.cpu()")
-    return Times({**blocks}, dict(zip(names, times)), dict(zip(names, noise)))
+    return Times({**blocks}, dict(zip(names, times)))
 
 
 def kind_of(block: nn.Module) -> tuple[object, ...]:
@@ -131,159 +129,97 @@ def hooked(
             handle.remove()
 
 
+@dataclass(frozen=True)
+class Part:
+    """The call of a block, or the code after it, with the bytes of one micro-batch."""
+
+    #: The name of the block; None in front of the first one.
+    block: str | None
+    #: Whether it is the call, which can be computed again.
+    is_call: bool
+    #: What it gets as arguments, and makes that is there for backward.
+    input: float
+    kept: float
+    #: The most while it runs forward, and backward above the beginning of that.
+    forward: float
+    backward: float
+
+
+class Run(NamedTuple):
+    """The memory of one run of a model."""
+
+    parts: list[Part]
+    #: The bytes of the arguments, and of the outputs that come back as they are.
+    given: float
+    output: float
+    has_loss: bool
+
+
 def recorded(
     model: nn.Module,
     blocks: Mapping[str, nn.Module],
     args: Any,
     kwargs: Any,
-    device: torch.device = CPU,
-) -> Record:
-    """Run a model forward and backward on a sample, and see what takes memory.
+    *,
+    is_trained: bool = True,
+) -> Run:
+    """Run a model forward on a sample, and backward if it is trained, and see what takes memory.
 
-    The model, its gradients and random numbers stay as they are. The CPU's kernels keep other
-    memory than those of accelerators. So if the model is on the CPU, and will be on an accelerator,
-    a copy of one block of each kind runs there, too.
+    The model, its gradients and random numbers stay as they are.
     """
-    run = ModelRun(model, blocks)
     # The model may change its arguments in place.
-    found = run.record(*map_leaves(cloned, (args, kwargs)))
-    if not has_streams(device):
-        return found
-    there: dict[object, Section | None] = {}
-    for k, section in enumerate(found.sections):
-        if section.block is None or not section.is_call:
-            continue
-        block, kind = blocks[section.block], run.kinds[k]
-        if next((x.device for x in chain(block.parameters(), model.parameters())), CPU) == CPU:
-            # Blocks that look alike may be frozen, or have settings that do less.
-            key = kind, section.kept, section.forward, section.free
-            if key not in there:
-                there[key] = _on(device, block, *run.arguments[kind])
-            other = there[key]
-            if other is not None:
-                section.kept, section.pieces = other.kept, other.pieces
-                section.forward = other.forward
-                section.free, section.held = other.free, other.held
-    return found
+    args, kwargs = map_leaves(cloned, (args, kwargs))
+    given = strided((args, kwargs))
+    meter = Meter([*model.parameters(), *model.buffers(), *given])
+    #: For each section its block, whether it is a call, and the bytes of the arguments.
+    found: list[tuple[str | None, bool, float]] = [(None, False, 0.0)]
+    depth = 0
 
+    def enter(name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
+        nonlocal depth
+        depth += 1
+        if depth == 1:
+            meter.enter()
+            # One that computes in place has clones.
+            times = 2 if starts_in_place(block) else 1
+            found.append((name, True, float(times * bytes_of((args, kwargs)))))
 
-class ModelRun(Run):
-    """The memory of one run of a model: of the calls of its blocks, and of the code after each."""
+    def leave(name: str, *_: Any) -> None:
+        nonlocal depth
+        depth -= 1
+        if not depth:
+            meter.enter()
+            found.append((name, False, 0.0))
 
-    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
-        super().__init__(model, [Section(None, False, next_number())])
-        self.calls, self._model, self._blocks = 0, model, blocks
-        #: The kind of each section that is a call, and the arguments of the first one of a kind.
-        self.kinds: dict[int, object] = {}
-        self.arguments: dict[object, tuple[Any, Any]] = {}
-
-    def record(self, args: Any, kwargs: Any) -> Record:
-        """Run the model forward and backward."""
-        given = strided((args, kwargs))
-        size = sum({memory_of(x): size_of(x) for x in given}.values())
-        weights = [x for x in self._model.parameters() if x.requires_grad]
-        ends = [get_gradient_edge(x) for x in given if x.requires_grad]
-        with self._running():
-            outputs, fills_itself = self._forward(args, kwargs)
-            roots = [x for x in outputs if x.requires_grad]
-            losses = [x for x in roots if not x.dim()]
-            shared = {*map(self._give_back, strided(outputs))}
-            self.settle(shared | {id(x.value) for x in self.pieces.values() if x.is_used})
-            root = self.turn(losses or roots)
-            del outputs, roots
-            self.backward(root, weights, ends)
-        values = [x.value for x in self.pieces.values() if x.is_used]
-        return Record(self.sections, values, size, bool(losses), fills_itself)
-
-    def kept(self, args: Any, kwargs: Any) -> dict[str, float]:
-        """Run the model forward, and see what the calls of each block keep for backward.
-
-        What several keep counts for the first of them.
-        """
-        with self._running():
-            # The output holds what was saved.
-            output = self._forward(args, kwargs)
-            self.settle({id(x.value) for x in self.pieces.values() if x.is_used})
-            del output
-        names = {k: str(x.block) for k, x in enumerate(self.sections) if x.is_call}
-        found = dict.fromkeys(names.values(), 0.0)
-        for k, name in names.items():
-            found[name] += self.sections[k].kept
-        for x in self.pieces.values():
-            savers = x.value.savers & names.keys()
-            if x.is_used and savers:
-                found[names[min(savers)]] += x.size
-        return found
-
-    @contextmanager
-    def _running(self) -> Iterator[None]:
-        with (
-            unchanged(self._model),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            self.watching(),
-        ):
-            yield
-
-    def _forward(self, args: Any, kwargs: Any) -> tuple[list[Tensor], bool]:
-        """Run the model, and return what it returns, and whether that fills itself."""
-        for x in strided((args, kwargs)):
-            self.give(Value(GIVEN, size_of(x)), x)
-        with hooked(self._blocks, self._enter, self._leave), self.saving:
-            output = self._model(*args, **kwargs)
-            found = [*Batch(output)], can_fill_itself(output)
-            del output
-        self.begin(Section(None, False, next_number()))
-        self.sections.pop()
-        # From here on no section uses anything.
-        self.calls += 1
-        return found
-
-    def _give_back(self, x: Tensor) -> int:
-        """Take note that the caller gets a tensor; the identity of its value."""
-        piece = self.pieces.get(memory_of(x))
-        if piece is not None:
-            piece.value.give(x)
-        return id(piece and piece.value)
-
-    def _enter(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
-        self.calls += 1
-        if self.calls > 1:
-            return
-        self.begin(Section(name, True, next_number()))
-        self.use((args, kwargs))
-        tensors = strided((args, kwargs))
-        self.sections[-1].clones = starts_in_place(block) * sum(x.nbytes for x in tensors)
-        sizes = [(x.shape, x.dtype, x.requires_grad) for x in tensors]
-        kind = kind_of(block), *sizes
-        self.kinds[len(self.sections) - 1] = kind
-        self.arguments.setdefault(kind, map_leaves(_detached, (args, kwargs)))
-
-    def _leave(self, name: str, *_: Any) -> None:
-        self.calls -= 1
-        if not self.calls:
-            self.begin(Section(name, False, next_number()))
-
-
-def _on(device: torch.device, block: nn.Module, args: Any, kwargs: Any) -> Section | None:
-    """Record the call of a copy of a block on a device; None if the device is too small for it."""
-
-    def brought(x: Any) -> Any:
-        return cloned(x.to(device)) if isinstance(x, Tensor) else x
-
-    with use_device(device), torch.inference_mode(False), torch.enable_grad():
-        try:
-            copy = copied(block, device)
-            args, kwargs = map_leaves(brought, (args, kwargs))
-            return ModelRun(copy, {"": copy}).record(args, kwargs).sections[1]
-        except torch.OutOfMemoryError:
-            return None
+    with (
+        unchanged(model),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        meter.watching(),
+    ):
+        meter.enter()
+        with hooked(blocks, enter, leave):
+            output = model(*args, **kwargs)
+        roots = [x for x in Batch(output) if x.requires_grad]
+        losses = [x for x in roots if not x.dim()]
+        is_loss = bool(losses)
+        # What fills itself is joined when somebody looks at it.
+        is_joined = not (losses and can_fill_itself(output))
+        size = sum(x.nbytes for x in strided([*Batch(output)]) if x.dim() and is_joined)
+        kept = [float(x.alive) for x in meter.sections]
+        forward = [float(x.forward) for x in meter.sections]
+        if is_trained:
+            weights = [x for x in model.parameters() if x.requires_grad]
+            ends = [get_gradient_edge(x) for x in given if x.requires_grad]
+            tops = losses or roots
+            edges, grads = [*map(get_gradient_edge, tops)], [*map(torch.ones_like, tops)]
+            del output, roots, losses, tops
+            meter.backward(edges, grads, [*weights, *ends])
+    each = zip(found, kept, forward, [float(x.backward) for x in meter.sections])
+    parts = [Part(*x, *sizes) for x, *sizes in each]
+    return Run(parts, float(bytes_of(given)), float(size), is_loss)
 
 
 def cloned(x: Any) -> Any:
     """A copy of a tensor, which is no leaf, so that it may be changed in place."""
-    return _detached(x).clone() if isinstance(x, Tensor) else x
-
-
-def _detached(x: Any) -> Any:
-    return x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+    return x.detach().requires_grad_(x.requires_grad).clone() if isinstance(x, Tensor) else x

@@ -2,9 +2,7 @@
 
 :func:`evenest` is exact. It finds the cost of the largest block by bisection: a bound is feasible
 if blocks that are filled greedily up to it are few enough, and each answer moves one end of the
-search to a cost that a block really has. Times are measured, and a cut that seems better by less
-than the times vary is not. So a block may cost more than that, by what the noise of its own layers
-explains, if all are evener for it.
+search to a cost that a block really has.
 
 Where a block may cost something else at another place, as on a slower device, or not fit there at
 all, :func:`cut` compares all cuts, by dynamic programming.
@@ -18,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from itertools import accumulate, combinations, pairwise
-from math import comb, inf, isqrt, lcm
+from math import comb, inf, lcm
 from numbers import Integral
 
 from torchgpipe.checks import finite, is_number, listed, verify
@@ -29,12 +27,7 @@ __all__ = ["cut", "evenest", "others", "solve"]
 FEW = 100
 
 
-def cut(
-    n: int,
-    blocks: int,
-    cost: Callable[[int, int, int], float],
-    excuses: Callable[[float, int, int], bool] = lambda excess, start, stop: False,
-) -> list[int]:
+def cut(n: int, blocks: int, cost: Callable[[int, int, int], float]) -> list[int]:
     """Cut layers into blocks, of which the largest one costs as little as possible.
 
     Of such cuts it is the evenest one: the squares of its costs have the least sum.
@@ -43,20 +36,16 @@ def cut(
         n: the number of layers.
         blocks: the number of blocks, none of which is empty.
         cost: ``cost(j, start, stop)`` of layers as block ``j``; infinite for what does not fit.
-        excuses: ``excuses(excess, start, stop)``, whether a block may cost so much more than the
-            largest one of the best cut, since nobody can tell one from the other.
     """
     bound, _ = _best(n, blocks, lambda before, *block: max(before, cost(*block)))
-    if bound == inf:
-        # Nothing fits, and any cut is as good.
-        return [*_best(n, blocks, lambda before, *block: before)[1]]
 
-    def squares(before: float, j: int, start: int, stop: int) -> float:
-        own = cost(j, start, stop)
-        fits = own <= bound or excuses(own - bound, start, stop)
-        return before + own * own if fits else inf
+    def squares(before: float, *block: int) -> float:
+        own = cost(*block)
+        return before + own * own if own <= bound < inf else inf
 
-    return [*_best(n, blocks, squares)[1]]
+    found = _best(n, blocks, squares)[1]
+    # If nothing fits, any cut is as good.
+    return [*(found or _best(n, blocks, lambda before, *block: before)[1])]
 
 
 def _best(
@@ -109,38 +98,26 @@ def others(sizes: Sequence[int]) -> Iterator[list[int]]:
                     yield moved
 
 
-def evenest(
-    costs: Sequence[float], partitions: int = 1, spreads: Sequence[float] | None = None
-) -> list[int]:
+def evenest(costs: Sequence[float], partitions: int = 1) -> list[int]:
     """Cut a sequence into the evenest blocks of which none is larger than it has to be.
 
-    The result is exact. It takes time in proportion to the layers, times the layers that fit into
-    a block, at most times the blocks.
+    It takes time in proportion to the layers, times the layers that fit into a block, at most times
+    the blocks.
 
     Args:
         costs: the cost of each layer, in any unit, finite and not negative.
         partitions: how many blocks to make.
-        spreads: how far off each cost may be, in the same unit; by default all costs are certain.
-            Layers err independently, so the squares of their spreads add up to the square of the
-            spread of their block. A spread above its cost counts as the cost.
 
     Returns:
-        How many layers each block takes. Without spreads the largest block costs as little as
-        possible. With them, each block costs at most its own spread more than that.
+        How many layers each block takes. The largest block costs as little as possible.
 
     Raises:
-        ValueError: there are fewer costs than blocks to make, or a cost or a spread is out of
-            range, or there are not as many spreads as costs.
+        ValueError: there are fewer costs than blocks to make, or a cost is out of range.
 
     Example::
 
         >>> evenest([9, 2, 2, 2, 2], 3)
         [1, 2, 2]
-        >>> costs = [9, 9, 9, 9, 20, 10]
-        >>> evenest(costs, 3)  # Blocks of 27, 29 and 10.
-        [3, 2, 1]
-        >>> evenest(costs, 3, spreads=[1] * 6)  # 18, 18 and 30, which may well be 29.
-        [2, 2, 2]
     """
     costs = listed(costs, "costs must be a sequence", "costs", "pass a number for each layer")
     n = len(costs)
@@ -156,35 +133,25 @@ def evenest(
             "there must be at least one layer for each partition "
             f"(layers: {n}, partitions: {partitions}); use fewer partitions"
         )
-    spreads = [0.0] * n if spreads is None else spreads
-    if len(spreads) != n:
-        raise ValueError(
-            "there must be a spread for each cost "
-            f"(costs: {n}, spreads: {len(spreads)}); give 0 for a cost that is certain"
-        )
-    remedy = "measure the layer again, or estimate its cost"
-    for name, numbers in (("costs", costs), ("spreads", spreads)):
-        rule = f"{name} must be finite and not negative"
-        for k, x in enumerate(numbers):
-            verify(is_number(x) and finite(x) and x >= 0, rule, f"{name}[{k}]", x, remedy)
-        remedy = "give 0 for a cost that is certain"
+    rule, remedy = (
+        "costs must be finite and not negative",
+        "measure the layer again, or estimate it",
+    )
+    for k, x in enumerate(costs):
+        verify(is_number(x) and finite(x) and x >= 0, rule, f"costs[{k}]", x, remedy)
     # Costs are counted in whole units, so that sums are exact.
     exact = [Fraction(cost) for cost in costs]
-    # A block of more layers must not seem smaller, as it would if noise grew faster than costs.
-    noise = [min(Fraction(spread), cost) for spread, cost in zip(spreads, exact)]
-    unit = lcm(*[x.denominator for x in (*exact, *noise)])
-    # sums[k] is the cost of the first k layers, and squares[k] the square of their spread.
+    unit = lcm(*[x.denominator for x in exact])
+    #: The cost of the first k layers.
     sums = [0, *accumulate(int(cost * unit) for cost in exact)]
-    squares = [0, *accumulate(int(x * unit) ** 2 for x in noise)]
     bound = _smallest_bound(sums, partitions)
-    most = bound + isqrt(squares[-1]) + 1
 
     def add(before: float, j: int, start: int, stop: int) -> float | None:
         own = sums[stop] - sums[start]
-        if own > bound and (own - bound) ** 2 > squares[stop] - squares[start]:
+        if own > bound:
             return None
         # What is left must not be too much for the other blocks.
-        is_left = sums[n] - sums[stop] > (partitions - j - 1) * most
+        is_left = sums[n] - sums[stop] > (partitions - j - 1) * bound
         return inf if is_left else before + own * own
 
     return [*_best(n, partitions, add)[1]]

@@ -38,14 +38,9 @@ UNITS = {f"{x}{i}B": (1024 if i else 1000) ** k for k, x in enumerate("KMGT", 1)
 #: this library's, but the process's.
 USABLE = 0.9
 
-#: The share of a limit that a plan fills. Of 114 steps under schedules on virtual accelerators none
-#: took more than 0.9 % above its prediction, which counts no small tensors, such as a loss, nor
-#: what allocators round up.
-FILLED = 0.99
-
-#: The same where autograd's threads decide which gradients come early, and values skip layers: such
-#: predictions were up to 3 % too low.
-FILLED_WITH_SKIPS = 0.95
+#: The share of a limit that a plan fills by its prediction alone. What is tried on the devices may
+#: fill the limit.
+FILLED = 0.85
 
 #: The most micro-batches that are tried by default.
 MOST = 64
@@ -120,10 +115,8 @@ def looks_of(input: Any, have: int, rows: int) -> tuple[dict[int, Batch], dict[i
     return found, {x: found[x] for x in few}
 
 
-def limits_of(
-    memory: Memory | None, places: Sequence[torch.device], share: float = FILLED
-) -> list[float]:
-    """The bytes that a plan may fill each device with: a share of those that it may use."""
+def limits_of(memory: Memory | None, places: Sequence[torch.device]) -> list[float]:
+    """The bytes that each device may use."""
     if memory is None:
         return [USABLE * memory_total(x) for x in places]
     given: Sequence[Any]
@@ -149,7 +142,7 @@ def limits_of(
             f"for each or a table by device (memory: {shown(memory)}, devices: {len(places)}); "
             "leave it out to use what there is"
         )
-    return [share * x for x in found]
+    return found
 
 
 def bytes_of(size: Any) -> float | None:

@@ -1,33 +1,31 @@
-"""Costs of each layer at any number of rows: times, and the memory that it takes.
+"""The profile of layers: the times of each at any number of rows, and the memory that it takes.
 
 Times are measured at two sizes of micro-batch. In between, and beyond, a time is taken to be a
 constant part and a part per row, which is what kernels do: a launch, and work for each row. Memory
-needs no repetition, and is looked at for more sizes.
+needs no repetition, and is looked at for more sizes, in one run of each layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.autograd.graph import get_gradient_edge
 
-from torchgpipe import _torch
 from torchgpipe.autograd.halves import Halves
-from torchgpipe.autograd.nodes import enter, next_number
+from torchgpipe.autograd.nodes import enter
 from torchgpipe.devices.recorder import Stopwatch
 from torchgpipe.devices.streams import CPU, has_streams, use_device
 from torchgpipe.engine.outcome import LARGE
 from torchgpipe.partition.placement import tensors
 from torchgpipe.planner.blocks import kind_of
-from torchgpipe.planner.memory_tracker import Run, highest, memory_of, size_of, sizes_of
-from torchgpipe.planner.record import GIVEN, Halved, Record, Section, Sizes, Value
-from torchgpipe.planner.sandbox import Sandbox, brought, in_rounds, pooled, spread, undisturbed
-from torchgpipe.planner.stage_memory import Weights
+from torchgpipe.planner.meter import Meter, bytes_of, memory_of, size_of, strided
+from torchgpipe.planner.sandbox import Sandbox, brought, in_rounds, pooled, undisturbed
 from torchgpipe.values.microbatch import VALUE, Batch
 
 __all__: list[str] = []
@@ -62,9 +60,47 @@ def through(first: tuple[int, float], second: tuple[int, float] | None = None) -
     return Line(constant, slope) if constant > 0 else Line(0.0, value / rows)
 
 
+class Weights(NamedTuple):
+    """The bytes of the weights of a layer or block."""
+
+    all: int = 0
+    #: Of the parameters, and of those that get a gradient.
+    parameters: int = 0
+    trainable: int = 0
+    #: Of those whose gradients wait for the end of a backward, to be added.
+    small: int = 0
+    #: Of the largest one.
+    largest: int = 0
+
+
+class Taken(NamedTuple):
+    """The memory of a layer for a micro-batch of some rows, in bytes."""
+
+    #: What it keeps for backward: of its input, and of what it has made, the output included.
+    input: float = 0
+    own: float = 0
+    #: Its output, what of that nobody keeps, and the gradient of it; skips aside.
+    output: float = 0
+    loose: float = 0
+    gradient: float = 0
+    #: The same of skips that it stashes, by their numbers, with their gradients.
+    stashed: tuple[tuple[int, float, float], ...] = ()
+    #: The numbers of skips that it pops.
+    popped: tuple[int, ...] = ()
+    #: The most of what it makes in forward at a time; and the most of backward, above what there is
+    #: at its beginning, with all gradients that it gets and makes.
+    forward: float = 0
+    backward: float = 0
+    #: What it has made that is there between the halves of backward, and the most during W.
+    pending: float = 0
+    weight: float = 0
+    #: Whether its output is in the memory of its input.
+    in_place: bool = False
+
+
 @dataclass(frozen=True)
-class LayerCosts:
-    """The times of a layer in milliseconds, by the rows of a micro-batch, and its weights."""
+class Layer:
+    """A layer: its times in milliseconds by the rows of a micro-batch, its weights and memory."""
 
     name: str
     forward: Line
@@ -75,15 +111,36 @@ class LayerCosts:
     #: That of a recomputation, up to the last tensor that it saves for backward, if this layer is
     #: the last one of a partition.
     again: Line
-    weights: Weights
-    #: The time to add the gradients of its weights to those of another micro-batch.
-    adding: Line = Line()
     #: The time of the rest by itself: more, where a node computes both halves at once.
-    late: Line = Line()
+    late: Line
+    weights: Weights
+    #: By the rows, few ones first.
+    memory: Mapping[int, Taken]
 
     def time(self, rows: float) -> float:
         """The time of forward and backward."""
         return self.forward.at(rows) + self.input.at(rows) + self.weight.at(rows)
+
+    def taken(self, rows: float) -> Taken:
+        """The memory for some rows: on a line between two sizes that were looked at."""
+        known = [*self.memory]
+        k = min(bisect_left(known, rows, 1), len(known) - 1)
+        y = known[k]
+        # With one size, all is in proportion to it.
+        x, before = (known[k - 1], self.memory[known[k - 1]]) if k else (0, None)
+        found: Taken = _between(before, self.memory[y], (rows - x) / (y - x))
+        return found
+
+
+def _between(x: Any, y: Any, share: float) -> Any:
+    """The number, or each of several, on the line from one to another, or from nothing."""
+    if isinstance(y, tuple):
+        found = [_between(x and x[k], z, share) for k, z in enumerate(y)]
+        return Taken(*found) if isinstance(y, Taken) else (*found,)
+    # Numbers of skips are on no line.
+    if isinstance(y, bool) or (isinstance(y, int) and x in (None, y)):
+        return y
+    return max(0.0, share * y if x is None else x + share * (y - x))
 
 
 def measured(
@@ -92,31 +149,35 @@ def measured(
     others: Mapping[int, Batch],
     device: torch.device,
     *,
-    timeout: float = 1.0,
+    timeout: float | None = 1.0,
     progress: bool = False,
-) -> tuple[list[LayerCosts], Sizes]:
+) -> list[Layer]:
     """Measure layers, one by one: the times and the memory that they take.
 
+    A timeout of None takes no times, which are 0 then.
+
     The batches, by their rows, are of the one or two sizes to take times with. The others are of
-    each size to look at the memory with, the largest first; what is too large for the device is
-    left out.
+    each size to look at the memory with; what is too large for the device is left out.
     """
-    looks: dict[int, tuple[Chain, Batch]] = {}
+    looks: dict[int, Batch] = {}
     weights: dict[str, Weights] = {}
+    memory: dict[str, dict[int, Taken]] = {}
     kinds: list[object] = []
+    numbers: dict[Any, int] = {}
 
     def see(k: int, title: str, sandbox: Sandbox) -> None:
         if k:
             return
         if not weights:
-            looks.update({count: (Chain(), brought(x, device)) for count, x in others.items()})
-        weights[title] = _weights_of(sandbox.layer)
-        kinds.append((kind_of(sandbox.layer), *[(x.shape, x.dtype) for x in sandbox.batch]))
-        for rows, (chain, batch) in [*looks.items()]:
+            looks.update({rows: brought(others[rows], device) for rows in sorted(others)})
+        weights[title], memory[title] = _weights_of(sandbox.layer), {}
+        given = [(x.shape, x.dtype, x.requires_grad) for x in sandbox.batch]
+        trained = [x.requires_grad for x in sandbox.layer.parameters()]
+        kinds.append((kind_of(sandbox.layer), *trained, *given))
+        for rows, batch in [*looks.items()]:
             try:
                 look = Sandbox(sandbox.layer, batch, device)
-                chain.add(look)
-                looks[rows] = chain, look.output
+                memory[title][rows], looks[rows] = _taken(look, numbers), look.output
             except torch.OutOfMemoryError:
                 # A plan with fewer rows may fit all the same.
                 del looks[rows]
@@ -126,62 +187,54 @@ def measured(
     few = batches.values()
     times = in_rounds(module, few, see, _sample, device, timeout=timeout, progress=progress)
     found = []
-    best = [_best([size[title] for title in weights], kinds) for size in times]
+    best = [_best([size[title] or [(0.0,) * 5] for title in weights], kinds) for size in times]
     for (title, own), *each in zip(weights.items(), *best):
-        forward, input, backward, again, *rest = (through(*zip(batches, x)) for x in zip(*each))
+        forward, input, backward, again, late = (through(*zip(batches, x)) for x in zip(*each))
         weight = Line(
             max(0.0, backward.constant - input.constant), max(0.0, backward.slope - input.slope)
         )
-        found.append(LayerCosts(title, forward, input, weight, again, own, *rest))
-    return found, Sizes({rows: chain.record for rows, (chain, _) in looks.items()})
+        # Every layer has the sizes of the last one.
+        seen = {rows: memory[title][rows] for rows in looks}
+        found.append(Layer(title, forward, input, weight, again, late, own, seen))
+    return found
 
 
 def _best(
     samples: Sequence[Sequence[tuple[float, ...]]], kinds: Sequence[object]
 ) -> list[tuple[float, ...]]:
     """The times of each layer, one for layers that nobody can tell apart."""
-    found = []
-    for each in zip(*[zip(*own) for own in samples]):
-        found.append(pooled(kinds, [*map(undisturbed, each)], [*map(spread, each)])[0])
-    return [*zip(*found)]
+    return [*zip(*[pooled(kinds, each) for each in zip(*[zip(*own) for own in samples])])]
 
 
 def _weights_of(layer: nn.Module) -> Weights:
     sizes = [x.nbytes for x in {*layer.parameters()} if x.requires_grad]
-    return Weights(
-        sum(sizes_of([x for _, x in tensors(layer)]).values()),
-        sum(sizes),
-        sum(x for x in sizes if x < LARGE),
-    )
+    own = bytes_of([x for _, x in tensors(layer)])
+    every = sum(x.nbytes for x in layer.parameters())
+    small = sum(x for x in sizes if x < LARGE)
+    return Weights(own, every, sum(sizes), small, max(sizes, default=0))
 
 
 def _sample(sandbox: Sandbox) -> tuple[float, ...]:
-    """Run a layer, and measure six times.
+    """Run a layer twice, and take times.
 
     Returns:
         Milliseconds of the forward (F), the backward for the input (I), the whole backward (B), the
-        recomputation (R), adding up gradients of weights, and the backward for the weights (W). A
-        recomputation ends at the last tensor that the forward saves, weights aside.
+        recomputation (R), and the backward for the weights (W). A recomputation ends at the last
+        tensor that the forward saves, weights aside.
     """
-    watch, own = sandbox.stopwatch, sizes_of([x for _, x in tensors(sandbox.layer)])
+    watch, own = sandbox.stopwatch, {memory_of(x) for x in strided(_state(sandbox))}
     again = only_input = 0.0
 
     def pack(x: Tensor) -> Tensor:
         nonlocal again
-        if x.layout == torch.strided and x.untyped_storage().data_ptr() not in own:
+        if x.layout == torch.strided and memory_of(x) not in own:
             again = watch.stop()
         return x.detach()
 
-    batch, ends = _entered(sandbox, sandbox.input())
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        watch.start()
-        output = sandbox.forward(batch)
-    roots, late = sandbox.roots(output), None
-    weights = [x for x in sandbox.layer.parameters() if x.requires_grad]
-    if roots and ends:
-        grads = [torch.ones_like(x) for x in roots]
-        halves = Halves([get_gradient_edge(x) for x in roots], grads, ends, weights)
-        del batch, output, roots, grads
+        halves = _halves(sandbox, watch.start)
+    late = None
+    if halves is not None:
         watch.start()
         halves.input()
         only_input = watch.stop()
@@ -189,19 +242,104 @@ def _sample(sandbox: Sandbox) -> tuple[float, ...]:
         halves.weight()
         late = watch.stop()
         del halves
-    else:
-        del batch, output, roots
-    adding = 0.0
-    if weights:
-        sums, terms = ([torch.zeros_like(x) for x in weights] for _ in range(2))
-        watch.start()
-        _torch.add_each(sums, terms)
-        adding = watch.stop()
-        del sums, terms
     forward, backward = sandbox.sample()
     only_input, again = min(only_input, backward), min(again, forward)
     late = backward if late is None else late
-    return tuple([1000 * x for x in (forward, only_input, backward, again, adding, late)])
+    return tuple([1000 * x for x in (forward, only_input, backward, again, late)])
+
+
+def _state(sandbox: Sandbox) -> list[Tensor]:
+    return [x for _, x in tensors(sandbox.layer)]
+
+
+def _halves(sandbox: Sandbox, begin: Callable[[], Any], *, is_whole: bool = False) -> Halves | None:
+    """Run a layer forward, and return its backward in halves; None if there is nothing to halve.
+
+    The input is there when forward begins.
+    """
+    batch = sandbox.input()
+    entries = sandbox.entries(batch)
+    entered, ends = enter(*entries) if entries else ((), [])
+    own = dict(zip(map(id, entries), entered))
+    batch = batch.replace([own.get(id(x), x) for x in batch])
+    del entries, entered, own
+    begin()
+    roots = sandbox.roots(sandbox.forward(batch))
+    if not roots or not (ends or is_whole):
+        return None
+    weights = [x for x in sandbox.layer.parameters() if x.requires_grad]
+    grads = [torch.ones_like(x) for x in roots]
+    return Halves([get_gradient_edge(x) for x in roots], grads, [*ends], weights)
+
+
+def _taken(sandbox: Sandbox, numbers: dict[Any, int]) -> Taken:
+    """See what one run of a layer takes, and one whose backward is in halves.
+
+    Args:
+        sandbox: the layer.
+        numbers: the numbers of skips so far, which takes those of others.
+    """
+    before, after = sandbox.batch.skips, sandbox.output.skips
+    meter = Meter(_state(sandbox))
+    with meter.watching():
+        batch = sandbox.input()
+        given = {memory_of(x): size_of(x) for x in strided(batch.parts[VALUE])}
+        ends = [get_gradient_edge(x) for x in sandbox.entries(batch)]
+        section = meter.enter()
+        output = sandbox.forward(batch)
+        roots, whole = sandbox.roots(output), section.alive
+        value = strided(output.parts[VALUE])
+        in_place = any(memory_of(x) in given for x in value)
+        # What is stashed stays, whoever keeps it.
+        skips = {key: output.parts[key] for key in after if key not in before}
+        stashed = [
+            (numbers.setdefault(key, len(numbers)), float(bytes_of(own)), _gradient(own))
+            for key, own in skips.items()
+        ]
+        size, gradient = bytes_of(value), _gradient(value)
+        shapes = [(x.shape, x.dtype, x.device) for x in roots]
+        edges = [get_gradient_edge(x) for x in roots]
+        del output, value, batch, roots
+        kept = section.alive
+        saved = sum(x for memory, x in given.items() if not memory.expired())
+        forward = float(section.forward)
+        skips.clear()
+        weights = [x for x in sandbox.layer.parameters() if x.requires_grad]
+        grads = [torch.ones(x, dtype=y, device=z) for x, y, z in shapes]
+        meter.backward(edges, grads, [*weights, *ends])
+        del grads, edges
+    pending, late = _between_halves(sandbox)
+    popped = [numbers.setdefault(key, len(numbers)) for key in before if key not in after]
+    loose = whole - kept
+    return Taken(
+        *(float(saved), float(kept), float(size), float(loose), gradient),
+        *((*stashed,), (*popped,), forward),
+        *(float(section.backward + sum(_bytes(*x) for x in shapes)), pending, late),
+        in_place=in_place,
+    )
+
+
+def _gradient(values: Sequence[Tensor]) -> float:
+    return float(sum(x.nbytes for x in values if x.requires_grad))
+
+
+def _bytes(shape: torch.Size, dtype: torch.dtype, _: torch.device) -> int:
+    return shape.numel() * dtype.itemsize
+
+
+def _between_halves(sandbox: Sandbox) -> tuple[float, float]:
+    """The bytes that a layer keeps from I until W, and the most of W above that."""
+    meter = Meter(_state(sandbox))
+    with meter.watching():
+        halves = _halves(sandbox, meter.enter, is_whole=True)
+        if halves is None:
+            return 0.0, 0.0
+        meter.turn()
+        halves.input()
+        pending = meter.rest()
+        halves.weight()
+    sandbox.layer.zero_grad()
+    return float(pending), float(meter.sections[0].backward)
 
 
 def measured_links(
@@ -235,156 +373,3 @@ def measured_links(
             points.append((size, undisturbed(times[1:])))
         found[source, target] = through(*points)
     return found
-
-
-class Chain:
-    """The record of layers, to which they are added one after the other."""
-
-    def __init__(self) -> None:
-        self._sections: list[Section] = []
-        self._values: dict[int, Value] = {}
-        #: The values of what the last layer has handed on, with the layer that each comes from.
-        self._handed: dict[StorageWeakRef, tuple[Value, int]] = {}
-        self._last: list[tuple[Value, Tensor]] = []
-
-    def add(self, sandbox: Sandbox) -> None:
-        """Run the next layer, on what those before it have handed on."""
-        k = len(self._sections)
-        section = Section("", True, next_number())
-        self._sections.append(section)
-        layer, before = sandbox.layer, sandbox.batch
-        run = Run(layer, self._sections)
-        batch = sandbox.input()
-        ends: dict[int, GradientEdge] = {}
-        #: The skip of each of these, if it is one.
-        popped: dict[int, Value | None] = {}
-        #: The values of the input, and of the output.
-        given: dict[StorageWeakRef, Value] = {}
-        for key, own in before.parts.items():
-            passes_by = key in sandbox.output.skips
-            for x, y in zip(own, batch.parts[key]):
-                value, source = self._handed.get(memory_of(x)) or (Value(GIVEN, size_of(x)), GIVEN)
-                self._values.setdefault(id(value), value)
-                given[memory_of(x)] = value
-                run.give(value, y)
-                if not passes_by:
-                    value.use(k, x, source, is_skip=key is not VALUE)
-                    if y.requires_grad:
-                        ends[id(y)] = get_gradient_edge(y)
-                        popped[id(y)] = value if key is not VALUE else None
-        with run.watching():
-            with run.saving:
-                output = sandbox.forward(batch)
-            shared, roots = self._hand_on(k, sandbox, output, run), sandbox.roots(output)
-            given |= {memory: value for memory, (value, _) in self._handed.items()}
-            run.settle(shared)
-            root = run.turn(roots)
-            del output, batch, roots
-            if ends:
-                del y
-            weights = [x for x in layer.parameters() if x.requires_grad]
-            sizes = run.backward(root, weights, [*ends.values()])
-        skips = [(value, size) for value, size in zip(popped.values(), sizes) if value is not None]
-        if skips:
-            for value, size in skips:
-                value.holds[k] = sum(size.values())
-            held = {place: x for _, size in skips for place, x in size.items()}
-            every = {place: x for size in sizes for place, x in size.items()}
-            section.rest = sum(every.values()) - sum(held.values())
-        section.halves, late = (Halved(), []) if root is None else halved(sandbox)
-        for x in late:
-            given[memory_of(x)].late.add(k)
-
-    def _hand_on(self, k: int, sandbox: Sandbox, output: Batch, run: Run) -> set[int]:
-        """Take note of what a layer hands on, and of what it has made of that."""
-        shared, handed = set(), {}
-        self._last = []
-        for key, own in sandbox.output.parts.items():
-            passes_by = key in sandbox.batch.skips
-            for x, y in zip(own, output.parts[key]):
-                if x.layout != torch.strided:
-                    continue
-                piece = run.pieces.get(memory_of(y))
-                value = Value(k, size_of(y)) if piece is None else piece.value
-                self._values.setdefault(id(value), value)
-                shared.add(id(value))
-                self._last.append((value, x))
-                before = next(
-                    (self._handed.get(memory_of(z)) for z in sandbox.batch.parts.get(key, ())), None
-                )
-                source = before[1] if passes_by and before is not None else k
-                handed[memory_of(x)] = value, source
-        self._handed = handed
-        return shared
-
-    @property
-    def record(self) -> Record:
-        """The record of all layers, the last of which returns what it hands on."""
-        for value, x in self._last:
-            value.give(x)
-        return Record(self._sections, [*self._values.values()])
-
-
-def halved(sandbox: Sandbox) -> tuple[Halved, list[Tensor]]:
-    """Run the backward of a layer in halves, for its input and for its weights.
-
-    Returns:
-        The memory, and the tensors of the sandbox's input and output that W needs.
-    """
-    run = Run(sandbox.layer, [Section("", True)])
-    batch = sandbox.input()
-    values: dict[StorageWeakRef, Tensor] = {}
-    for x, y in _pairs(sandbox.batch, batch):
-        values[memory_of(y)] = x
-        run.give(Value(GIVEN, 0), y)
-    grad = torch.ones((), device=sandbox.device)
-    with run.watching():
-        batch, ends = _entered(sandbox, batch)
-        output = sandbox.forward(batch)
-        for x, y in _pairs(sandbox.output, output):
-            values.setdefault(memory_of(y), x)
-        root = run.turn(sandbox.roots(output))
-        assert root is not None
-        assert run.ticks is not None
-        weights = [x for x in sandbox.layer.parameters() if x.requires_grad]
-        halves = Halves([get_gradient_edge(root)], [grad], ends, weights)
-        del batch, output, root, x, y
-        before = {*run.pieces}
-        halves.input()
-        middle, noted = len(run.ticks), {memory_of(x) for x in halves.noted}
-        kept = run.alive
-        late = [x for memory, x in values.items() if not memory.expired()]
-        halves.weight()
-    made = [x for at, x in run.pieces.items() if at not in before]
-    outputs, others = ([x for x in made if x.is_root is y] for y in (True, False))
-    # Where the input needs no gradient, W does all, and begins with those of the outputs.
-    first = [x for x in outputs if x.born >= middle]
-    for piece in first:
-        piece.born, piece.gone = middle, None
-    begun = sum(x.size for x in (*kept, *first))
-    pending = [x for x in kept if not x.is_root and x.reference not in values]
-    return (
-        Halved(
-            highest(others, range(middle)) + sum(x.size for x in outputs),
-            highest(made, range(middle)),
-            max(0.0, highest({*kept, *made}, range(middle, len(run.ticks))) - begun),
-            sum(x.size for x in pending),
-            sum(x.size for x in pending if x.reference in noted),
-            any(x.is_root for x in (*kept, *first)),
-        ),
-        late,
-    )
-
-
-def _entered(sandbox: Sandbox, batch: Batch) -> tuple[Batch, list[GradientEdge]]:
-    """An input behind nodes at whose edges the backward for it ends, and these edges."""
-    entries = sandbox.entries(batch)
-    entered, ends = enter(*entries) if entries else ((), [])
-    own = dict(zip(map(id, entries), entered))
-    return batch.replace([own.get(id(x), x) for x in batch]), [*ends]
-
-
-def _pairs(batch: Batch, other: Batch) -> list[tuple[Tensor, Tensor]]:
-    """The tensors of two micro-batches that are alike."""
-    pairs = [pair for key in batch.parts for pair in zip(batch.parts[key], other.parts[key])]
-    return [(x, y) for x, y in pairs if y.layout == torch.strided]

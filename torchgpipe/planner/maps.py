@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import accumulate, chain, pairwise
-from math import hypot, inf
+from math import inf
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from torchgpipe.partition.keeping import (
 from torchgpipe.planner.blocks import Times, recorded, refined, timed
 from torchgpipe.planner.cuts import cut, evenest
 from torchgpipe.planner.given import (
-    FILLED_WITH_SKIPS,
+    FILLED,
     Memory,
     arguments_of,
     has_no_place,
@@ -46,7 +46,6 @@ from torchgpipe.planner.given import (
     places_of,
     state_of,
 )
-from torchgpipe.planner.layers import measured_links
 from torchgpipe.planner.memory import Footprint, weights_of
 from torchgpipe.schedule.trips import leaving
 from torchgpipe.values.marks import Chunk, Chunks, NoChunk
@@ -62,15 +61,10 @@ class Units:
     A block without parameters goes with the one before it. Blocks that share a parameter may be on
     several devices, but not those that share the statistics of a norm, which they change.
 
-    Costs are in the order of the calls, and may be off by their spreads.
+    Costs are in the order of the calls.
     """
 
-    def __init__(
-        self,
-        blocks: Mapping[str, nn.Module],
-        costs: Mapping[str, float],
-        spreads: Mapping[str, float] | None = None,
-    ) -> None:
+    def __init__(self, blocks: Mapping[str, nn.Module], costs: Mapping[str, float]) -> None:
         self._order = [*costs, *[name for name in blocks if name not in costs]]
         weights = {name: [*block.parameters()] for name, block in blocks.items()}
         leader = {name: name for name in blocks}
@@ -99,10 +93,8 @@ class Units:
             home = leader[known[0]] if known else home
             self.members.setdefault(home, []).append(name)
         units = self.members.values()
-        #: What each unit costs, and how far that may be off.
+        #: What each unit costs.
         self.costs = [sum(costs.get(name, 0.0) for name in names) for names in units]
-        spreads = spreads or {}
-        self.spreads = [hypot(*[spreads.get(name, 0.0) for name in names]) for names in units]
 
     def cut(self, devices: Sequence[Device]) -> list[int]:
         """The number of units of each device, such that the slowest is as fast as can be."""
@@ -112,7 +104,7 @@ class Units:
                 f"{len(self.costs)}, devices: {len(devices)}); use fewer devices, or divide larger "
                 "modules with a device map of your own"
             )
-        return evenest(self.costs, len(devices), self.spreads)
+        return evenest(self.costs, len(devices))
 
     def placed(self, devices: Sequence[Device], sizes: Sequence[int]) -> dict[str, Device]:
         """The device map that gives each device as many units as ``sizes`` says, in order."""
@@ -125,13 +117,10 @@ class Units:
 
 
 def proposed(
-    devices: Sequence[Device],
-    blocks: Mapping[str, nn.Module],
-    costs: Mapping[str, float],
-    spreads: Mapping[str, float] | None = None,
+    devices: Sequence[Device], blocks: Mapping[str, nn.Module], costs: Mapping[str, float]
 ) -> dict[str, Device]:
     """Spread blocks over devices in the order of their costs."""
-    units = Units(blocks, costs, spreads)
+    units = Units(blocks, costs)
     return units.placed(devices, units.cut(devices))
 
 
@@ -180,8 +169,7 @@ def chosen_map(
         found = on_cpu(model)
     elif isinstance(device_map, str):
         places = places_of(devices, are_one_each=False)
-        # A value may be used anywhere after, as a skip is, and predictions are off by as much.
-        limits = limits_of(memory, places, FILLED_WITH_SKIPS)
+        limits = [FILLED * x for x in limits_of(memory, places)]
         # Several entries of one device share its memory.
         limits = [x / places.count(y) for x, y in zip(limits, places)]
         arguments = _arguments_of(model, sample)
@@ -281,7 +269,7 @@ def _maps(
         sizes: Sequence[int] = units.cut(places)
         need = None if min(limits) == inf else needs_of(times, units)
         if need is not None:
-            sizes, over = _fitted(units, sizes, limits, *need)
+            sizes, over = _fitted(units, sizes, limits, need)
             if any(over):
                 raise _too_large(places, limits, over, chunks, checkpoint)
         return units.placed(places, sizes)
@@ -304,15 +292,14 @@ def _needs(
     checkpoint: Keeping,
     times: Times,
     units: Units,
-) -> tuple[Callable[[int, int], float], Callable[[int, int, int], float] | None] | None:
+) -> Callable[[int, int], float] | None:
     """The most bytes that a device needs for units from one number to another.
 
-    With them come the seconds by which each device is slower for copies to the host, if it has any.
     None, with a warning, if the backward of the sample fails.
     """
     blocks, there = times.blocks, next((x for x in places if has_streams(x)), CPU)
     try:
-        sections = recorded(model, blocks, *arguments, there)
+        run = recorded(model, blocks, *arguments)
     except RuntimeError as error:
         warn(
             "the memory of a model is seen in a backward of its sample, which has failed here, so "
@@ -323,7 +310,7 @@ def _needs(
     # What the CPU keeps is in the memory of the host, and the last micro-batches stay anyway.
     offload = offload_of(checkpoint) if has_streams(there) and leaving(chunks) else None
     footprint = Footprint(
-        sections,
+        run,
         weights_of(model, blocks),
         chunks,
         checkpointed(recomputed_by(checkpoint), chunks),
@@ -335,26 +322,14 @@ def _needs(
     shared = {k for k, x in blocks.items() if any(counts[y] > 1 for y in x.parameters())}
 
     @cache
-    def need(start: int, stop: int) -> tuple[float, float]:
+    def need(start: int, stop: int) -> float:
         # What belongs to no block goes with the first one.
         own = {*chain([None] if not start else [], *members[start:stop])}
         if shared.isdisjoint(own):
             return footprint.need(own)
         return replace(footprint, weights=weights_of(model, blocks, own)).need(own)
 
-    # A model on the CPU takes a time that no copy of a device can be compared with.
-    watched = offload and has_streams(_home(model))
-    links = {x: measured_links([x]) for x in {*places} if watched and has_streams(x)}
-
-    def delay(j: int, start: int, stop: int) -> float:
-        place, time, away = places[j], sum(units.costs[start:stop]), need(start, stop)[1]
-        if place not in links:
-            return 0.0
-        out, back = (links[place][x].at(away) / 1000 for x in ((place, CPU), (CPU, place)))
-        # A backward takes twice as long as a forward, of which the costs are.
-        return (max(0.0, out - time) + max(0.0, back - 2 * time)) / 3
-
-    return lambda *block: need(*block)[0], delay if links else None
+    return need
 
 
 def _fitted(
@@ -362,19 +337,16 @@ def _fitted(
     sizes: Sequence[int],
     limits: Sequence[float],
     peak: Callable[[int, int], float],
-    delay: Callable[[int, int, int], float] | None = None,
 ) -> tuple[Sequence[int], Sequence[float]]:
     """Cut units into blocks that fit, of which the slowest is as fast as can be.
 
-    Of the cuts that are as fast, but for what the spreads explain, it is the evenest. If nothing
-    fits, it is the cut that needs the least beyond a device's memory. The sizes given are the best
-    if all fit, and nothing delays them.
+    If nothing fits, it is the cut that needs the least beyond a device's memory. The sizes given
+    are the best if all fit.
 
     Returns:
         The sizes, and the bytes that each block has too little.
     """
-    costs, spreads, n = units.costs, units.spreads, len(units.costs)
-    sums = [0.0, *accumulate(costs)]
+    n, sums = len(units.costs), [0.0, *accumulate(units.costs)]
 
     def lacking(j: int, start: int, stop: int) -> float:
         return max(0.0, peak(start, stop) - limits[j])
@@ -384,15 +356,10 @@ def _fitted(
         return [lacking(j, *block) for j, block in ends]
 
     def cost(j: int, start: int, stop: int) -> float:
-        if lacking(j, start, stop):
-            return inf
-        return sums[stop] - sums[start] + (delay(j, start, stop) if delay else 0.0)
+        return inf if lacking(j, start, stop) else sums[stop] - sums[start]
 
-    def excuses(excess: float, start: int, stop: int) -> bool:
-        return excess <= hypot(*map(min, spreads[start:stop], costs[start:stop]))
-
-    if delay or any(lacks(sizes)):
-        sizes = cut(n, len(limits), cost, excuses)
+    if any(lacks(sizes)):
+        sizes = cut(n, len(limits), cost)
     if any(lacks(sizes)):
         sizes = cut(n, len(limits), lacking)
     return sizes, lacks(sizes)
@@ -423,3 +390,22 @@ def _too_large(
         "chunks of the same mini-batch and a sample with fewer rows, or pass a device map of your "
         "own"
     )
+
+
+def try_backward(model: nn.Module, outputs: Iterable[Iterable[Tensor]]) -> None:
+    """Run backward, whose gradients go nowhere, to see that the memory of the devices is enough.
+
+    Another failure than that may be no failure of the user's own backward: some models can only add
+    to their gradients.
+    """
+    roots = [x for output in outputs for x in output if x.requires_grad]
+    roots = [x for x in roots if not x.dim()] or roots
+    weights = [x for x in model.parameters() if x.requires_grad]
+    try:
+        if roots and weights:
+            grads = [torch.ones_like(x) for x in roots]
+            torch.autograd.grad(roots, weights, grads, allow_unused=True)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        pass

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
+from math import inf
 from typing import Any
 
 import torch
@@ -16,16 +18,13 @@ from torchgpipe.devices.streams import CPU
 from torchgpipe.partition.arguments import checked_timeout, verify_loss
 from torchgpipe.partition.keeping import Keeping
 from torchgpipe.planner.given import (
-    FILLED,
-    FILLED_WITH_SKIPS,
     leaves_of,
     limits_of,
     looks_of,
     state_of,
     with_loss,
 )
-from torchgpipe.planner.layers import LayerCosts, Line, measured, measured_links
-from torchgpipe.planner.record import Sizes
+from torchgpipe.planner.layers import Layer, Line, measured, measured_links
 from torchgpipe.planner.sandbox import verify_timed
 from torchgpipe.values.division import row_count
 from torchgpipe.values.microbatch import scatter
@@ -43,8 +42,7 @@ ALIKE = 0.05
 class Problem:
     """A model to plan, and the devices to plan it for."""
 
-    layers: Sequence[LayerCosts]
-    sizes: Sizes
+    layers: Sequence[Layer]
     #: Whether the last layer is the loss.
     has_loss: bool
     batch: int
@@ -68,10 +66,10 @@ class Problem:
     #: Pairs of layers that share a weight, so they must be on one worker.
     ties: Sequence[tuple[int, int]] = ()
 
-    @property
-    def share(self) -> float:
-        """The share of a limit that a plan fills. Without a loss, autograd runs backward."""
-        return FILLED if self.has_loss or not self.sizes.has_skips else FILLED_WITH_SKIPS
+    @cached_property
+    def is_limited(self) -> bool:
+        """Whether the memory of any worker has a limit."""
+        return min(self.memory) < inf
 
     @property
     def count(self) -> int:
@@ -106,7 +104,7 @@ def problem_of(
     # On one device, as on the CPU, all are together.
     ties = _ties([*layers, *after]) if len({*places}) > 1 else []
     module, looks, few = with_loss(layers, loss, targets), *looks_of(input, have, rows)
-    found, sizes = measured(module, few, looks, places[0], timeout=timeout, progress=progress)
+    found = measured(module, few, looks, places[0], timeout=timeout, progress=progress)
     if loss is not None:
         # The targets are counted by themselves.
         own = [x for own in after for x in chain(own.parameters(), own.buffers())]
@@ -117,7 +115,7 @@ def problem_of(
     least = dict([[*few.items()][-1]])
 
     def time_on(place: torch.device) -> float:
-        return sum(x.time(rows) for x in measured(module, least, least, place, timeout=0)[0])
+        return sum(x.time(rows) for x in measured(module, least, least, place, timeout=0))
 
     number = {CPU: HOST} | {place: w for w, place in reversed([*enumerate(places)])}
     links = measured_links(places).items()
@@ -125,7 +123,6 @@ def problem_of(
     scale = rows / have
     problem = Problem(
         found,
-        sizes,
         loss is not None,
         rows,
         places,
@@ -137,7 +134,7 @@ def problem_of(
         scale * sum(x.nbytes for x in leaves_of(targets)[0] if isinstance(x, Tensor)),
         ties=ties,
     )
-    return replace(problem, memory=limits_of(None, places, problem.share))
+    return replace(problem, memory=limits_of(None, places))
 
 
 def slowness_of(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from itertools import chain
 from math import ceil
 from statistics import median
 from time import monotonic
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -27,11 +28,6 @@ from torchgpipe.values.microbatch import VALUE, Batch
 
 __all__: list[str] = []
 
-# Rounds: everything is measured once in each, so that noise falls on all alike.
-#
-# A busy neighbour, or a clock that slows down when it is warm, lasts for a while. Whatever is
-# measured in that while, one after the other, seems slower than the rest. In rounds all are
-# measured at nearly the same time, again and again.
 #: Half distances of quartiles that noise explains: 2.7 standard deviations, if it is normal.
 NOISE = 4
 
@@ -78,21 +74,15 @@ def _are_equal(samples: Collection[Sequence[float]]) -> bool:
 def undisturbed(times: Sequence[float]) -> float:
     """The time that something takes undisturbed: the lower quartile of its times over rounds.
 
-    Noise only adds time, so low times are nearer to the truth than the median. The minimum would be
-    nearer yet for work that is the same each time. But a layer may skip its work at random, as with
-    stochastic depth or experts that get no tokens. The lower quartile stands three disturbed rounds
-    of four, and one of four in which a layer does nothing. Of fewer than :data:`MANY` rounds it is
-    the minimum, since of so few, noise is the greater danger.
+    Noise only adds time. The minimum would be nearer to the truth for work that is the same each
+    time, but a layer may skip its work at random, as with stochastic depth. Of fewer than
+    :data:`MANY` rounds it is the minimum, since of so few, noise is the greater danger.
     """
     return sorted(times)[_quarter(times)]
 
 
 def spread(times: Sequence[float]) -> float:
-    """Half the distance of the quartiles of a time over rounds: how far it varies between them.
-
-    A single round that was disturbed for long does not change it, unless there are fewer than
-    :data:`MANY`, of which it is half the distance of the extremes.
-    """
+    """Half the distance of the quartiles of a time over rounds: how far it varies between them."""
     ordered, quarter = sorted(times), _quarter(times)
     return (ordered[-1 - quarter] - ordered[quarter]) / 2
 
@@ -112,21 +102,16 @@ def verify_timed(times: Sequence[float], device: object, what: str, elsewhere: s
         )
 
 
-def pooled(
-    kinds: Sequence[Hashable], times: Sequence[float], spreads: Sequence[float]
-) -> tuple[list[float], list[float]]:
-    """Give layers of one kind one time, as far as the measurement cannot tell them apart.
+def pooled(kinds: Sequence[Hashable], samples: Sequence[Sequence[float]]) -> list[float]:
+    """The undisturbed time of each layer, one for those that nobody can tell apart.
 
     Equal blocks are the rule in large models, and the middle of several measurements is surer than
     each. But a kind is only what can be seen from outside. So a layer keeps its own time if that is
     farther from the middle one of its kind than :data:`NOISE` spreads: its own, or the usual one,
     since of few rounds a layer's own spread may be small by chance.
-
-    Returns:
-        The times and the spreads, the same for layers that are pooled: the median of each.
     """
-    found, noise = [*times], [*spreads]
-    groups: dict[Hashable, list[int]] = {}
+    times, spreads = [*map(undisturbed, samples)], [*map(spread, samples)]
+    found, groups = [*times], dict[Hashable, list[int]]()
     for k, kind in enumerate(kinds):
         groups.setdefault(kind, []).append(k)
     for group in groups.values():
@@ -134,10 +119,9 @@ def pooled(
         middle = sorted(group, key=times.__getitem__)[(len(group) - 1) // 2]
         usual = median(spreads[k] for k in group)
         near = [k for k in group if abs(times[k] - times[middle]) <= NOISE * max(spreads[k], usual)]
-        time, spread = median(times[k] for k in near), median(spreads[k] for k in near)
         for k in near:
-            found[k], noise[k] = time, spread
-    return found, noise
+            found[k] = median(times[k] for k in near)
+    return found
 
 
 Sample = TypeVar("Sample", bound=tuple[float, ...])
@@ -268,6 +252,7 @@ def in_rounds(
 ) -> list[dict[str, list[Sample]]]:
     """Run layers on a device: once to look at them, and then in rounds to take times.
 
+    All are measured once in each round, so that noise, which lasts for a while, falls on all alike.
     Random numbers that the caller draws next stay as they are. A layer is seen with the number of
     the size, and its title. A timeout of None takes no times.
 
@@ -280,28 +265,21 @@ def in_rounds(
         sizes = [Sandboxes(module, brought(x, device), device) for x in batches]
         found: list[dict[str, list[Sample]]] = [{x: [] for x in own.titles} for own in sizes]
         count = sum(map(len, found))
-        bar = _bar(count * (1 if timeout is None else 1 + LEAST)) if progress else None
+        with _bar(count * (1 if timeout is None else 1 + LEAST), progress) as bar:
 
-        def samples() -> list[Sequence[float]]:
-            return [times for own in found for taken in own.values() for times in zip(*taken)]
-
-        def visit(k: int, is_first: bool, title: str, sandbox: Sandbox) -> None:
-            if is_first:
-                see(k, title, sandbox)
-            else:
-                found[k][title].append(take(sandbox))
-            if bar is not None:
+            def visit(k: int, is_first: bool, title: str, sandbox: Sandbox) -> None:
+                if is_first:
+                    see(k, title, sandbox)
+                else:
+                    found[k][title].append(take(sandbox))
                 bar.update()
 
-        with bar or nullcontext():
-            for expected in chain([0], rounds(timeout, samples)):
-                if bar is not None and expected:
-                    bar.total = count * (1 + expected)
+            for expected in chain([0], rounds(timeout, lambda: _times_of(found))):
+                bar.total = count * (1 + expected) if expected else bar.total
                 for k, own in enumerate(sizes):
                     own.each(partial(visit, k, not expected))
-            if bar is not None:
-                # There may have been fewer rounds than could be seen.
-                bar.total = bar.n
+            # There may have been fewer rounds than could be seen.
+            bar.total = bar.n
         return found
 
     def within() -> list[dict[str, list[Sample]]]:
@@ -311,14 +289,25 @@ def in_rounds(
     return holding(numbers.locks, within)
 
 
-def _bar(total: int) -> Any:
+def _times_of(found: Sequence[dict[str, list[Sample]]]) -> list[Sequence[float]]:
+    """All times, each over the rounds."""
+    return [times for own in found for taken in own.values() for times in zip(*taken)]
+
+
+@contextmanager
+def _bar(total: int, is_shown: bool) -> Iterator[Any]:
+    """A progress bar, or nothing that looks like one."""
+    if not is_shown:
+        yield SimpleNamespace(update=lambda: None, total=total, n=total)
+        return
     try:
         from tqdm import tqdm
     except ImportError as error:
         raise ImportError(
             "a progress bar needs tqdm (progress: True); run `pip install tqdm`"
         ) from error
-    return tqdm(desc="profile", total=total, unit="layer")
+    with tqdm(desc="profile", total=total, unit="layer") as bar:
+        yield bar
 
 
 def brought(batch: Batch, device: torch.device) -> Batch:

@@ -5,7 +5,7 @@ balance whose slowest partition is fastest. Where not all fits, cells keep less:
 again, or leave for the memory of the host, those first that free the most memory for their time,
 or all of them, of which some then keep more. From the best of these, one layer is moved at a time,
 as long as that helps, or all balances are tried if they are few. At last the fastest are looked at
-closely, with all that cells may keep at each balance, and begin again with shorter or longer ends.
+closely, with all that cells may keep at each balance.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import accumulate
 from math import inf
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 from torchgpipe.partition.keeping import (
     Keeping,
@@ -42,10 +42,6 @@ HOPE = 1.5
 #: AmoebaNet-D on eight devices, the best one came from a trial that took 7 % more than the fastest.
 NEAR = 1.1
 
-#: How long both ends of other balances to begin with are, beside the middle. All workers begin
-#: sooner if they are short; where a worker waits at its ends anyway, long ones cost nothing.
-ENDS = 0.5, 1.5
-
 
 class Search(Trials):
     """The search for the best trials of a problem."""
@@ -68,8 +64,8 @@ class Search(Trials):
                 best = self.keeping_more(trial) if trial.beats(best) else best
         return best
 
-    def _even(self, m: int, placement: tuple[int, ...], ends: float = 1.0) -> tuple[int, ...]:
-        """The balance whose slowest partition is fastest, or with shorter or longer ends."""
+    def _even(self, m: int, placement: tuple[int, ...]) -> tuple[int, ...]:
+        """The balance whose slowest partition is fastest."""
         problem, count, rows = self.problem, len(placement), self.rows(m)
         #: The time of all layers before each, that of their forwards, and their weights' memory.
         times = [*accumulate([x.time(rows) for x in problem.layers], initial=0.0)]
@@ -92,8 +88,7 @@ class Search(Trials):
             time = times[end] - times[start]
             if given and recomputed_by(given[j]) != "never":
                 time += again[end] - again[start]
-            inner = 2 * min(j, count - 1 - j) / max(1, count - 1)
-            return time * problem.slowness[w] / (ends + (1 - ends) * inner)
+            return time * problem.slowness[w]
 
         return tuple(cut(problem.count, count, cost))
 
@@ -106,61 +101,44 @@ class Search(Trials):
 
         What cells keep may leave for the host, too. Modes that are given stay.
         """
-        left, count = None, 1
+        placement, count = trial.setting.schedule.placement, 1
         while trial.excess and self.problem.modes is None:
-            left = left or self._lighter(trial, sends)
-            # Some of each worker that has too little memory.
-            found: dict[int, list[tuple[float, int]]] = {}
-            for j, w in enumerate(trial.setting.schedule.placement):
-                if left[j] and trial.memory[w] > self.problem.memory[w]:
-                    found.setdefault(w, []).append((left[j][0][0], j))
-            if not found:
-                break
             modes = [*trial.modes]
-            for own in found.values():
-                for _, j in sorted(own)[:count]:
-                    modes[j] = left[j].pop(0)[1]
+            for w, (size, limit) in enumerate(zip(trial.memory, self.problem.memory)):
+                # Some of each worker that has too little memory.
+                own = [j for j, v in enumerate(placement) if v == w and size > limit]
+                less = [x for j in own if (x := self._less(trial, j, sends)) is not None]
+                for _, j, mode in sorted(less, key=itemgetter(0))[:count]:
+                    modes[j] = mode
+            if modes == [*trial.modes]:
+                break
             count *= 2
-            trial = self.trial(trial.setting, trial.balance, tuple(modes))
+            trial = self._with(trial, tuple(modes))
         return trial
 
-    def _lighter(self, trial: Trial, sends: bool) -> list[list[tuple[float, Keeping]]]:
-        """For each stage the modes that keep less, with the time that each freed byte costs.
+    def _less(self, trial: Trial, j: int, sends: bool) -> tuple[float, int, Keeping] | None:
+        """The mode of a stage that keeps less, with the time that each freed byte costs."""
+        stages, times = self.each(trial.balance, trial.setting)
+        less, found = stages[j].kept - stages[j].stored, list[tuple[float, int, Keeping]]()
+        if less > 0 and trial.modes[j] != "always":
+            found.append((times[j].R / less, j, "always"))
+        sent = self._sent(trial, j) if sends and trial.modes[j] == "never" else None
+        if sent is not None:
+            late = max(0.0, sent.out - times[j].F) + max(0.0, sent.back - times[j].I - times[j].W)
+            found.append((late / sent.away, j, "offload"))
+        return min(found, key=itemgetter(0), default=None)
 
-        The cheapest one comes first, and nothing after all is computed again.
-        """
+    def _sent(self, trial: Trial, j: int) -> Departure | None:
+        """The way of the cells of a stage to the host and back, if that may pay."""
         setting, balance = trial.setting, trial.balance
-        stages, times = self.each(balance, setting)
-        found = []
-        for j, (stage, time) in enumerate(zip(stages, times)):
-            own: list[tuple[float, Keeping]] = []
-            less = stage.held - sum(x.size for x in stage.arrivals if not x.is_kept)
-            if less > 0 and trial.modes[j] != "always":
-                own.append((time.R / less, "always"))
-            if trial.modes[j] != "never":
-                found.append(own)
-                continue
-            for mode, sent in self._sending(setting, balance, j) if sends else ():
-                hidden = min(0.0, time.F - sent.out) + min(0.0, time.I + time.W - sent.back)
-                if not own or -hidden / sent.away < own[0][0]:
-                    own = [(-hidden / sent.away, mode), *own]
-                    break
-            found.append(own)
-        return found
-
-    def _sending(
-        self, setting: Setting, balance: tuple[int, ...], j: int
-    ) -> Iterator[tuple[Keeping, Departure]]:
-        """Yield the ways to send cells of a stage to the host that may pay."""
         if j not in self.leaving(setting):
-            return
+            return None
         m, placement = setting.schedule.chunks, setting.schedule.placement
-        _, times = self.each(balance, setting)
-        slow = self.problem.slowness[placement[j]]
+        slow, (_, times) = self.problem.slowness[placement[j]], self.each(balance, setting)
         sent = self.sent(balance, m, placement, ["never"] * j + ["offload"])[j]
         # What takes longer delays a step by more than it takes to compute all again.
-        if sent.away and max(sent.out, sent.back) <= 2 * slow * times[j].F:
-            yield "offload", sent
+        is_fast = sent.away and max(sent.out, sent.back) <= 2 * slow * times[j].F
+        return sent if is_fast else None
 
     def _leaving(self, setting: Setting) -> frozenset[int]:
         """The stages of which some cells can leave: enough lies between forward and backward."""
@@ -178,18 +156,6 @@ class Search(Trials):
             beside = self._beside(trial, closely)
             tried = (self.keeping_more(x, trial) for x in beside) if closely else beside
             found = next((x for x in tried if x.beats(trial)), None)
-        return trial
-
-    def finished(self, trial: Trial) -> Trial:
-        """Improve a trial closely, and what shorter or longer ends lead to if that is better."""
-        schedule, modes = trial.setting.schedule, trial.modes
-        trial = self.improved(trial, closely=True)
-        for ends in ENDS:
-            balance = self.even(schedule.chunks, schedule.placement, ends)
-            other = self.trial(trial.setting, balance, modes)
-            other = self.improved(self.lighter(other, sends=any(map(offload_of, modes))))
-            if other.beats(trial):
-                trial = self.improved(other, closely=True)
         return trial
 
     def keeping_more(self, trial: Trial, than: Trial | None = None) -> Trial:
@@ -211,16 +177,15 @@ class Search(Trials):
             if more.beats(trial):
                 trial = more
             elif more.time < trial.time:
-                for other, _ in self._sending(trial.setting, trial.balance, j):
+                lighter = ["offload"] if self._sent(trial, j) is not None else []
+                for other in (*lighter, "except_last"):
                     more = self._with(trial, (*before, other, *after))
-                    if more.beats(trial):
-                        trial = more
-                    elif more.time < trial.time:
-                        # It does not fit, nor does one that comes back earlier.
-                        break
-                more = self._with(trial, (*before, "except_last", *after))
-                trial = more if more.beats(trial) else trial
+                    trial = more if more.beats(trial) else trial
         return trial
+
+    def fastest(self, setting: Setting, balance: tuple[int, ...]) -> Trial:
+        """The trial of which nothing is computed again."""
+        return self.trial(setting, balance, ("never",) * len(balance))
 
     def _with(self, trial: Trial, modes: tuple[Keeping, ...]) -> Trial:
         return self.trial(trial.setting, trial.balance, modes)
@@ -229,7 +194,7 @@ class Search(Trials):
         """Yield trials with another balance, of which those that cannot be better are left out."""
         setting, placement = trial.setting, trial.setting.schedule.placement
         sends = any(map(offload_of, trial.modes))
-        fullest = max(range(len(trial.memory)), key=lambda w: trial.memory[w])
+        fullest = trial.memory.index(max(trial.memory)) if 0 < trial.excess < inf else 0
         for balance in others(trial.balance):
             if self.effort > EFFORT:
                 return
@@ -240,7 +205,7 @@ class Search(Trials):
             else:
                 # Nothing is faster than without recomputation.
                 is_hopeful = trial.excess > 0 or (
-                    self.fastest(setting, tuple(balance)) < trial.time
+                    self.fastest(setting, tuple(balance)).time < trial.time
                 )
             if is_hopeful:
                 found = self.trial(setting, tuple(balance), trial.modes)
@@ -263,14 +228,14 @@ def search(problem: Problem, chunks: Iterable[int]) -> list[Trial]:
     best = min(begun, key=attrgetter("key"))
     ranked = []
     for trial in sorted(begun, key=lambda x: (x.excess > 0, x.time)):
-        if best.excess or found.fastest(trial.setting, trial.balance) < HOPE * best.time:
+        if best.excess or found.fastest(trial.setting, trial.balance).time < HOPE * best.time:
             trial = found.improved(trial)
             best = min(best, trial, key=attrgetter("key"))
         ranked.append(trial)
     if not best.excess:
         # Compared with the fastest one before: others may become as much faster as it does.
         ranked = [
-            found.finished(x) if x.time < NEAR * best.time and not x.excess else x
+            found.improved(x, closely=True) if x.time < NEAR * best.time and not x.excess else x
             for x in sorted(ranked, key=attrgetter("key"))
         ]
     trials = sorted([x for x in ranked if x.excess < inf], key=attrgetter("key"))

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache, partial
 from itertools import accumulate, pairwise
 from math import inf
-from operator import add, gt
-from typing import Any, NamedTuple
+from operator import add
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from torchgpipe.partition.keeping import Keeping, offload_of, recomputed_by
 from torchgpipe.planner.layers import Line
-from torchgpipe.planner.memory import UNKNOWN, Issued, StepMemory, issued
+from torchgpipe.planner.memory import EARLY, EARLY_AT_FIRST, OUTSIDE, Stage
 from torchgpipe.planner.problem import HOST, Problem
-from torchgpipe.planner.stage_memory import Stage, may_leave, ways
 from torchgpipe.schedule.built_in import fill_drain
 from torchgpipe.schedule.candidates import built_in
 from torchgpipe.schedule.costs import Costs, Table
 from torchgpipe.schedule.language import Schedule
-from torchgpipe.schedule.program import Overlap, Skips, operations_of
+from torchgpipe.schedule.program import Instruction, Overlap, Skips, operations, operations_of
 from torchgpipe.schedule.rewrite import checkpointed, recomputes
 from torchgpipe.schedule.simulator import Rehearsal
 
@@ -56,17 +56,16 @@ class Trial:
         return self._trials.problem
 
     @property
-    def _table(self) -> Table:
-        away = tuple("never" if offload_of(x) is None else x for x in self.modes)
-        return self._trials.table(self.setting, self.balance, away)
-
-    @property
     def _words(self) -> tuple[str, ...]:
         return tuple(map(recomputed_by, self.modes))
 
     @property
     def _skips(self) -> tuple[tuple[int, int], ...]:
         return self._trials.skips(self.balance, self.setting.schedule.chunks)
+
+    @cached_property
+    def _table(self) -> Table:
+        return self._trials.table(self.setting, self.balance, self.modes)
 
     @cached_property
     def time(self) -> float:
@@ -83,23 +82,11 @@ class Trial:
     @cached_property
     def memory(self) -> list[float]:
         """The most memory of each worker, in bytes."""
-        return self._peaks()
+        return self._trials.peaks(self)
 
-    def _peaks(self, limits: Sequence[float] = ()) -> list[float]:
-        trials, setting = self._trials, self.setting
-        order = trials.order(setting, self._skips, self._words)
-        trials.effort += 3 * len(order.computations)
-        return trials.peaks(order, setting.schedule.placement, self.balance, self.modes, limits)
-
-    @cached_property
+    @property
     def fits(self) -> bool:
-        """Whether all fits. A walk through memory ends where something does not."""
-        if "memory" not in vars(self):
-            limits = self.problem.memory
-            found = self._peaks(limits)
-            if any(map(gt, found, limits)):
-                return False
-            vars(self)["memory"] = found
+        """Whether all fits."""
         return not self.excess
 
     @cached_property
@@ -117,6 +104,8 @@ class Trial:
 
     def over(self, limits: Sequence[float]) -> float:
         """By how many bytes the fullest worker has too little under some limits."""
+        if not self.problem.is_limited:
+            return 0.0
         return max(0.0, *(x - limit for x, limit in zip(self.memory, limits)))
 
     def beats(self, other: Trial) -> bool:
@@ -174,17 +163,11 @@ def settings(problem: Problem, chunks: Iterable[int]) -> Iterator[Setting]:
         if not problem.has_loss:
             yield Setting(None, fill_drain(workers, m))
             continue
-        for name, schedule in simulated(workers, m):
-            if len(schedule.placement) <= problem.count:
+        for name, schedule in built_in(workers, m):
+            # What two computations of one device gain side by side, nobody can tell beforehand.
+            overlaps = any(isinstance(x, Overlap) for line in schedule.program for x in line)
+            if not overlaps and len(schedule.placement) <= problem.count:
                 yield Setting(name, schedule)
-
-
-def simulated(workers: int, m: int) -> Iterator[tuple[str, Schedule]]:
-    """Yield the built-in schedules whose time a simulation tells."""
-    for name, schedule in built_in(workers, m):
-        # What two computations of one device gain side by side, nobody can tell beforehand.
-        if not any(isinstance(x, Overlap) for line in schedule.program for x in line):
-            yield name, schedule
 
 
 class Durations(NamedTuple):
@@ -204,23 +187,30 @@ class Departure(NamedTuple):
     back: float = 0.0
 
 
+#: A computation with its stage, as far as memory goes: its kind, or ``'again'`` for a forward whose
+#: cell is computed again.
+Work: TypeAlias = tuple[str, int]
+
+#: An instruction, its computations, and how many values wait then for each way to its worker.
+Moment: TypeAlias = tuple[Instruction, Sequence[Work], Sequence[tuple[tuple[int, int], int]]]
+
+
 class Trials:
     """The trials of a problem, whose parts are found once."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
+        self.taken = cache(lambda rows: [x.taken(rows) for x in problem.layers])
         self.stage = cache(self._stage)
         self.times = cache(self._times)
         self.trial = cache(partial(Trial, self))
         self.skips = cache(self._skips)
-        self.movable = cache(self._movable)
         self.cells = cache(self._cells)
         # Each has thousands of instructions.
         self.rehearsal = lru_cache(256)(self._rehearsal)
         self.replayed = lru_cache(64)(self._replayed)
-        self.order = lru_cache(256)(self._order)
+        self.moments = lru_cache(256)(self._moments)
         self.table = lru_cache(256)(self._table)
-        self.fastest = cache(self._fastest)
         #: The number of instructions that could have been timed so far.
         self.effort = 0
 
@@ -232,26 +222,22 @@ class Trials:
 
     def _stage(self, start: int, stop: int, m: int) -> Stage:
         weights = [x.weights for x in self.problem.layers]
-        return Stage(self.problem.sizes.at(self.rows(m)), weights, range(start, stop))
+        taken, is_summed = self.taken(self.rows(m)), self.problem.has_loss
+        return Stage(taken, weights, range(start, stop), is_summed=is_summed)
 
     def _times(self, start: int, stop: int, m: int, splits: bool) -> Durations:
-        layers, rows, stage = self.problem.layers, self.rows(m), self.stage(start, stop, m)
-        own = layers[start:stop]
-        input, weight = (
-            sum(x.at(rows) for x in each) for each in zip(*[(x.input, x.weight) for x in own])
+        rows, own = self.rows(m), self.problem.layers[start:stop]
+        forward, input, weight = (
+            sum(x.at(rows) for x in each)
+            for each in zip(*[(x.forward, x.input, x.weight) for x in own])
         )
-        again = 0.0
-        if stage.saver is not None:
-            # It ends at the last tensor that has to be computed again.
-            again = sum(x.forward.at(rows) for x in layers[start : stage.saver])
-            again += layers[stage.saver].again.at(rows)
-        if not any(x.gradient for x in stage.arrivals):
+        # A recomputation ends at the last tensor that backward needs.
+        again = forward - own[-1].forward.at(rows) + own[-1].again.at(rows)
+        if not self.stage(start, stop, m).gives_back:
             input, weight = 0.0, weight + input
         elif splits:
             weight = sum(x.late.at(rows) for x in own)
-        # The first micro-batch adds nothing.
-        weight += (1 - 1 / m) * sum(x.adding.at(rows) for x in own)
-        return Durations(sum(x.forward.at(rows) for x in own), input, weight, again)
+        return Durations(forward, input, weight, again)
 
     def rows(self, m: int) -> int:
         """The rows of the largest micro-batch."""
@@ -272,12 +258,18 @@ class Trials:
         ends[-1] += self.problem.has_loss
         return pairwise(ends)
 
+    def ways(self, balance: Sequence[int], m: int) -> Iterator[tuple[int, int, float, float]]:
+        """Yield what goes from one stage to another: the bytes, and those of the gradient."""
+        ends = [stop for _, stop in self._ends(balance)]
+        for k, stage in enumerate(self.stages(balance, m)):
+            for layer, size, gradient in stage.arrivals:
+                yield bisect_right(ends, layer), k, size, gradient
+
     # What a setting takes.
 
     def _skips(self, balance: tuple[int, ...], m: int) -> tuple[tuple[int, int], ...]:
         """The pairs of stages, apart from each other, from and to which some values go."""
-        pairs = ((j, k) for k, own in enumerate(ways(self.stages(balance, m))) for j, _ in own)
-        return tuple(sorted({(j, k) for j, k in pairs if k > j + 1}))
+        return tuple(sorted({(j, k) for j, k, *_ in self.ways(balance, m) if k > j + 1}))
 
     def _cells(self, setting: Setting, mode: str) -> frozenset[tuple[int, int]]:
         return recomputes(setting.schedule.program, mode, setting.schedule.chunks)
@@ -300,44 +292,66 @@ class Trials:
             self.effort += 10 * len(found.steps)
         return found
 
-    def _order(self, setting: Setting, skips: Skips, words: tuple[str, ...]) -> Issued:
-        """The computations as the host issues them, whatever the layers cost."""
-        rehearsal = self.replayed(setting, skips, words)
-        table = Table(Costs(), setting.schedule.placement, skips)
+    def _moments(
+        self, setting: Setting, skips: Skips, words: tuple[str, ...]
+    ) -> list[list[Moment]]:
+        """The instructions of each worker, as the host issues all of them, whatever they cost."""
+        rehearsal, placement = self.replayed(setting, skips, words), setting.schedule.placement
+        again = self.again(setting, words)
+        table = Table(Costs(), placement, skips)
         self.effort += 10 * len(rehearsal.steps)
-        return issued(rehearsal.order(rehearsal.times(table)[0]))
+        there = [*pairwise(range(len(placement))), *skips]
+        pairs = [x for a, b in there if placement[a] != placement[b] for x in ((a, b), (b, a))]
+        #: What has arrived on each way, and waits for the computation that uses it.
+        waiting = dict.fromkeys(pairs, 0)
+        lines: list[list[Any]] = [[] for _ in rehearsal.program]
 
-    def _fastest(self, setting: Setting, balance: tuple[int, ...]) -> float:
-        """The time of a setting if nothing is computed again."""
-        return self.trial(setting, balance, ("never",) * len(balance)).time
+        def now(w: int) -> list[tuple[tuple[int, int], int]]:
+            return [(x, n) for x, n in waiting.items() if n and placement[x[1]] == w]
 
-    def peaks(
-        self,
-        order: Issued,
-        placement: tuple[int, ...],
-        balance: tuple[int, ...],
-        modes: Sequence[Keeping],
-        limits: Sequence[float] = (),
-    ) -> list[float]:
-        """The most memory of each worker, if the host issues a step in an order.
+        for w, instruction, _ in rehearsal.order(rehearsal.times(table)[0]):
+            if lines[w]:
+                lines[w][-1][2] = now(w)
+            works = []
+            for j, kind, i in operations(instruction):
+                works.append(("again" if kind == "F" and (j, i) in again else kind, j))
+                # Values go to later stages, gradients to earlier ones.
+                ahead = {"F": 1, "B": -1, "I": -1}.get(kind, 0)
+                for a, b in pairs:
+                    if ahead and (b - a) * ahead > 0:
+                        waiting[a, b] += (a == j) - (b == j)
+            lines[w].append([instruction, works, ()])
+        for w, line in enumerate(lines):
+            line[-1][2] = now(w)
+        return lines
 
-        With limits, the walk ends where a worker has more than its own, and peaks miss the rest.
-        """
-        problem, stages = self.problem, self.stages(balance, order.chunks)
-        sent = self.sent(balance, order.chunks, placement, modes)
-        step = StepMemory(
-            order,
-            placement,
-            stages,
-            state=problem.state,
-            given=problem.given,
-            targets=problem.targets,
-            is_summed=problem.has_loss,
-            loss=None if problem.has_loss else UNKNOWN,
-            away=[x.away for x in sent],
-            ahead=[int(x.away > 0) for x in sent],
-        )
-        return step.peaks(limits)
+    def peaks(self, trial: Trial) -> list[float]:
+        """The most memory of each worker."""
+        problem, setting, balance = self.problem, trial.setting, trial.balance
+        placement, m = setting.schedule.placement, setting.schedule.chunks
+        stages, table = self.stages(balance, m), trial._table
+        moments = self.moments(setting, trial._skips, trial._words)
+        self.effort += 3 * sum(map(len, moments))
+        sizes: dict[tuple[int, int], float] = {}
+        for j, k, size, gradient in self.ways(balance, m):
+            sizes[j, k] = sizes.get((j, k), 0.0) + size
+            sizes[k, j] = sizes.get((k, j), 0.0) + gradient
+        found = []
+        works = [x.workspaces for x in stages]
+        for w, line in enumerate(moments):
+            own = [x for x, v in zip(stages, placement) if v == w]
+            most = 0.0
+            for level, (_, kinds, waiting) in zip(table.held([x for x, *_ in line]), line):
+                level += sum(n * sizes[x] for x, n in waiting)
+                most = max(most, level + max(works[j][kind] for kind, j in kinds))
+            found.append(most + sum(x.weights + (1 + problem.state) * x.trainable for x in own))
+        found[placement[0]] += problem.given
+        found[placement[-1]] += problem.targets
+        if not problem.has_loss:
+            found[placement[-1]] += OUTSIDE * m * stages[-1].output
+            for j, (w, stage) in enumerate(zip(placement, stages[:-1])):
+                found[w] += (EARLY if j else EARLY_AT_FIRST) * stage.gets
+        return found
 
     def sent(
         self,
@@ -348,46 +362,46 @@ class Trials:
     ) -> list[Departure]:
         """Count what leaves of a cell of each stage, and how long its copies take."""
         links, found = self.problem.links, []
-        for j, (w, mode) in enumerate(zip(placement, modes)):
+        for w, stage, mode in zip(placement, self.stages(balance, m), modes):
             offload = offload_of(mode)
             if offload is None or (w, HOST) not in links:
                 found.append(Departure())
                 continue
-            away = offload.share * self.movable(balance, m, placement)[j]
+            away = offload.share * stage.kept
             out, back = (links[way].at(away) for way in ((w, HOST), (HOST, w)))
             found.append(Departure(away, out, back))
         return found
-
-    def _movable(self, balance: tuple[int, ...], m: int, placement: tuple[int, ...]) -> list[float]:
-        stages, is_joined = self.stages(balance, m), not self.problem.has_loss
-        return may_leave(stages, placement, is_joined=is_joined)
 
     def _table(
         self, setting: Setting, balance: tuple[int, ...], modes: tuple[Keeping, ...]
     ) -> Table:
         """The costs of a setting whose cells leave as modes say."""
-        placement, links = setting.schedule.placement, self.problem.links
+        placement, m = setting.schedule.placement, setting.schedule.chunks
+        links, count = self.problem.links, len(modes)
+        if any(map(offload_of, modes)):
+            plain = self.table(setting, balance, ("never",) * count)
+            away, out, back = map(list, zip(*self.sent(balance, m, placement, modes)))
+            return plain.leaving(away, out, back, [1] * count)
+        if {*modes} != {"never"}:
+            return self.table(setting, balance, ("never",) * count)
         stages, times = self.each(balance, setting)
-        sent = self.sent(balance, setting.schedule.chunks, placement, modes)
-        if any(x.away for x in sent):
-            away, out, back = map(list, zip(*sent))
-            # Memory is counted elsewhere, but for that of the host.
-            plain = self.table(setting, balance, ("never",) * len(modes))
-            return plain.leaving(away, out, back, [1] * len(sent))
-        copy = {way: 0.0 for j in range(1, len(stages)) for way in ((j - 1, j), (j, j - 1))}
+        copy = {way: 0.0 for j in range(1, count) for way in ((j - 1, j), (j, j - 1))}
         #: By stage, the time of the clones of what it sends: of values, and of gradients.
-        there, back = ([0.0] * len(stages) for _ in range(2))
-        for k, arrivals in enumerate(ways(stages)):
-            for j, x in arrivals:
-                for clones, a, b, size in ((there, j, k, x.size), (back, k, j, x.gradient)):
-                    w, v = placement[a], placement[b]
-                    if size and w != v:
-                        # Each part has a lane of its own: there, and its gradient back.
-                        took = links.get((w, v), Line()).at(size)
-                        copy[a, b] = max(copy.get((a, b), 0.0), took)
-                        clones[a] += links.get((w, w), Line()).at(size)
+        there, back = ([0.0] * count for _ in range(2))
+        for j, k, size, gradient in self.ways(balance, m):
+            for clones, a, b, x in ((there, j, k, size), (back, k, j, gradient)):
+                w, v = placement[a], placement[b]
+                if x and w != v:
+                    # Each part has a lane of its own: there, and its gradient back.
+                    copy[a, b] = max(copy.get((a, b), 0.0), links.get((w, v), Line()).at(x))
+                    clones[a] += links.get((w, w), Line()).at(x)
         slow = [self.problem.slowness[w] for w in placement]
         each = [[s * y for s, y in zip(slow, x)] for x in zip(*times)]
         forward, input = ([*map(add, *x)] for x in zip(each, (there, back)))
-        costs = Costs(forward, input, each[2], each[3], copy)
-        return Table(costs, placement, self.skips(balance, setting.schedule.chunks))
+        costs = Costs(
+            *(forward, input, each[2], each[3], copy),
+            activation=[x.kept for x in stages],
+            pending=[x.pending for x in stages],
+            checkpoint=[x.stored for x in stages],
+        )
+        return Table(costs, placement, self.skips(balance, m))

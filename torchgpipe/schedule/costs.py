@@ -141,9 +141,9 @@ class Table:
         self.ahead = tuple([int(k) if x else 0 for k, x in zip(ahead, self.away)])
 
     def leaving(self, away: Each, out: Each, back: Each, ahead: Sequence[int]) -> Table:
-        """The same where that much of a cell leaves for the host, which is all that it keeps."""
+        """The same where that much of a cell leaves for the host."""
         found = copied(self)
-        sent = replace(self.costs, activation=away, away=away, out=out, back=back, ahead=ahead)
+        sent = replace(self.costs, away=away, out=out, back=back, ahead=ahead)
         found._keep(sent)
         return found
 

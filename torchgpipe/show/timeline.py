@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
-from typing import Any, Protocol
+from typing import Any
 
 from torchgpipe.checks import checked_path, verify_kind
 from torchgpipe.show.bars import EDGES, Bar, Panel, svg
@@ -16,32 +16,29 @@ from torchgpipe.show.tables import Shares, by_stream, labels, shares, table
 __all__ = ["Timeline", "Advice", "panel", "characters"]
 
 
-# Advice: the one change of a model's settings that is expected to gain the most.
+# Advice: the one thing to change.
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A change, why it helps, and what it is expected to gain.
+    """A change that helps, and the figure of a step that says so.
 
     Args:
         reason: what takes the time now.
         change: the settings to change, such as ``{"chunks": 16}``; empty if it is the code that has
-            to change.
-        gain: the share of the step's time that is expected to be saved.
+            to change, or if something has to be measured.
         caution: what has to be seen to, such as memory; empty if nothing.
-        remedy: what to change in words: in the code, or in a setting too long for a sentence, such
-            as a device map; empty if settings say it.
+        remedy: what to do in words; empty if settings say it.
     """
 
     reason: str
     change: Mapping[str, Any]
-    gain: float
     caution: str = ""
     remedy: str = ""
 
     def __str__(self) -> str:
         change = ", ".join(f"{name}={value!r}" for name, value in self.change.items())
-        text = f"{self.reason}: {self.remedy or change} is expected to take {self.gain:.0%} less"
+        text = f"{self.reason}: {self.remedy or f'try {change}'}"
         return f"{text} ({self.caution})" if self.caution else text
 
 
@@ -50,14 +47,6 @@ UNTIMED = (
     "nothing took any time, as on virtual accelerators without costs; run the step within "
     "torchgpipe.testing.observe(costs={'addmm': 1, 'mm': 1}), or costs='measured'"
 )
-
-
-class AdviceSource(Protocol):
-    """A source of advice."""
-
-    @property
-    def advice(self) -> Advice | None:
-        """The change that is expected to gain the most."""
 
 
 @dataclass
@@ -69,7 +58,7 @@ class Timeline:
 
     Args:
         spans: the spans, in the order in which they were issued.
-        advisor: tells which change is expected to gain the most; None without advice.
+        advice: what to change; None if nothing is worth a sentence.
         memory: the most bytes that tensors occupied on each device, by its name.
         host: the bytes of the host's memory that each device has for what cells keep there.
         unit: the unit of time.
@@ -79,17 +68,9 @@ class Timeline:
     spans: Sequence[Span] = field(repr=False)
     memory: Mapping[str, int] = field(default_factory=dict)
     unit: str = "ms"
-    advisor: AdviceSource | None = field(default=None, repr=False, compare=False)
+    advice: Advice | None = field(default=None, repr=False, compare=False)
     title: str = ""
     host: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def advice(self) -> Advice | None:
-        """The change that is expected to gain the most; None if there is none worth it.
-
-        It is found by simulating the last step with other settings, which may take a second.
-        """
-        return None if self.advisor is None else self.advisor.advice
 
     @property
     def makespan(self) -> float:

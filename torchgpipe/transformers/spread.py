@@ -162,7 +162,7 @@ def by_weights(model: nn.Module, places: Sequence[torch.device]) -> dict[str, De
 
     def measure(blocks: dict[str, nn.Module]) -> Times:
         sizes = {name: float(sum(x.nbytes for x in y.parameters())) for name, y in blocks.items()}
-        return Times(blocks, sizes, {})
+        return Times(blocks, sizes)
 
     return proposed(places, *refined(measure, Wholes.of(model), len(places)))
 

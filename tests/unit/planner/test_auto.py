@@ -13,6 +13,7 @@ from tests.support.skips import Pop, Stash
 from torchgpipe import GPipe, NoChunk, Offload, arguments
 from torchgpipe.partition.arguments import MISSING
 from torchgpipe.planner import auto as choice
+from torchgpipe.planner import proving as proof
 from torchgpipe.planner.problem import problem_of
 
 # Layers that are as small as these may well be fastest in one piece.
@@ -125,8 +126,8 @@ def test_a_policy_counts_as_never(monkeypatch):
         asked.append(problem.modes)
         return choice_search(problem, chunks)
 
-    choice_search = choice.search
-    monkeypatch.setattr(choice, "search", search)
+    choice_search = proof.search
+    monkeypatch.setattr(proof, "search", search)
     for mode in (policy, ["never", policy]):
         model = auto(checkpoint=mode)
         assert model.checkpoint == mode

@@ -76,17 +76,6 @@ def test_alike_blocks_get_equal_shares(monkeypatch):
         assert found == {"": 0, **{str(k): k // 2 for k in range(8)}}
 
 
-def test_noise_leaves_the_choice_of_the_evenest_map():
-    blocks = {name: nn.Linear(2, 2) for name in "abcdef"}
-    costs = dict(zip("abcdef", [9, 9, 9, 9, 20, 10]))
-    for spreads, expected in [
-        ({}, [0, 0, 0, 1, 1, 2]),
-        (dict.fromkeys("ef", 1), [0, 0, 1, 1, 2, 2]),
-    ]:
-        found = proposed([0, 1, 2], blocks, costs, spreads)
-        assert [found[name] for name in "abcdef"] == expected
-
-
 def test_by_size():
     model = Model(Block(width=400), Block(), Block(), Block(width=400))
     found = map_by_size(["a", "b"], model, torch.rand(3, 4))

@@ -13,8 +13,8 @@ from tests.support.size import some
 from torchgpipe.mapped.device_map import Wholes
 from torchgpipe.planner import maps
 from torchgpipe.planner.cuts import evenest
+from torchgpipe.planner.layers import Weights
 from torchgpipe.planner.memory import weights_of
-from torchgpipe.planner.stage_memory import Weights
 
 
 def every_cut(n, count):
@@ -22,9 +22,9 @@ def every_cut(n, count):
         yield [b - a for a, b in pairwise((0, *cuts, n))]
 
 
-def fitted(costs, spreads, limits, peak):
-    units = SimpleNamespace(costs=costs, spreads=spreads)
-    return maps._fitted(units, evenest(costs, len(limits), spreads), limits, peak)[0]
+def fitted(costs, limits, peak):
+    units = SimpleNamespace(costs=costs)
+    return maps._fitted(units, evenest(costs, len(limits)), limits, peak)[0]
 
 
 @pytest.mark.parametrize("seed", range(some(20, 8)))
@@ -45,23 +45,13 @@ def test_no_other_cut_is_better(seed):
         ends = pairwise(accumulate(cut, initial=0))
         return max([0.0, *[peak(*x) - limit for x, limit in zip(ends, limits)]])
 
-    found = fitted(costs, [0.0] * n, limits, peak)
+    found = fitted(costs, limits, peak)
     fits = [cut for cut in every_cut(n, count) if not lack(cut)]
     if fits:
         assert lack(found) == 0
         assert slowest(found) == pytest.approx(min(map(slowest, fits)))
     else:
         assert lack(found) == pytest.approx(min(map(lack, every_cut(n, count))))
-
-
-def test_noise_leaves_the_choice_of_the_evenest():
-    costs, spreads = [9.0, 9.0, 9.0, 9.0, 20.0, 10.0], [1.0] * 6
-
-    def peak(a, b):
-        return float(b - a == 3)
-
-    assert fitted(costs, [0.0] * 6, [0.5] * 2, lambda a, b: 0.0) == [4, 2]
-    assert fitted(costs, spreads, [0.5] * 3, peak) == [2, 2, 2]
 
 
 class Model(nn.Module):
@@ -83,11 +73,11 @@ def test_weights():
     model.blocks[3].weight = model.blocks[0].weight
     own = 4 * (8 * 8 + 8)
     assert weights_of(model, Wholes.of(model).blocks()) == {
-        None: Weights(12, 4),
-        "blocks.0": Weights(32, 32),
+        None: Weights(12, 0, 4, 0, 4),
+        "blocks.0": Weights(32, 0, 32, 0, 32),
         "blocks.1": Weights(own, 0),
-        "blocks.2": Weights(own, own),
-        "blocks.3": Weights(own, own),
+        "blocks.2": Weights(own, 0, own, 0, 256),
+        "blocks.3": Weights(own, 0, own, 0, 256),
     }
 
 

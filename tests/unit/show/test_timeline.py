@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -13,8 +12,7 @@ from torchgpipe.show.timeline import Timeline
 
 def two_steps():
     later = [replace(x, start=x.start + 20, end=x.end + 20, step=1) for x in step()]
-    advisor = SimpleNamespace(advice="Do less.")
-    return Timeline([*step(), *later], advisor=advisor)
+    return Timeline([*step(), *later], advice="Do less.")
 
 
 def test_steps_begin_at_zero():

@@ -1,0 +1,160 @@
+"""Advice: rules over the shares of a traced step, each of which says the figure that it goes by.
+
+The first rule that applies is the advice. What waits for a copy, or for the host, hides all else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean
+
+import torch
+
+from torchgpipe.devices.recorder import memory_total
+from torchgpipe.partition.keeping import Keeping, is_policy
+from torchgpipe.planner.given import USABLE
+from torchgpipe.planner.observed import Stray, Wait
+from torchgpipe.show.tables import Shares, as_mib
+from torchgpipe.show.timeline import Advice
+
+__all__: list[str] = []
+
+#: From which share of a step on something is worth a sentence: waits with a name, waits for the
+#: host, recomputation or copies of cells, and the bubble.
+NAMED, LATE, AGAIN, BUBBLE = 0.03, 0.1, 0.05, 0.2
+
+#: How much longer than the mean the slowest device may compute.
+UNEVEN = 0.1
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A step as it was traced, and how the model is wrapped."""
+
+    shares: Sequence[Shares]
+    makespan: float
+    chunks: int
+    #: The rows of the mini-batch; 0 if unknown.
+    rows: int
+    #: The checkpoint modes, and the device of each stage.
+    modes: Sequence[Keeping]
+    devices: Sequence[torch.device]
+    #: The bytes that a cell of each stage keeps for its backward, as far as known.
+    kept: Mapping[int, float]
+    #: The most bytes that each device has had in use, by its name.
+    memory: Mapping[str, int]
+    strays: Sequence[Stray]
+    waits: Mapping[int, Wait]
+    #: The number of layers, or of blocks, and the call that finds a balance of these.
+    count: int
+    balancing: str
+    #: The threads of a map that several may compute; 0 for other wrappers.
+    threads: int = 0
+
+    def share(self, name: str) -> float:
+        """A share of the step's time, of devices on average."""
+        return mean(getattr(x, name) or 0.0 for x in self.shares)
+
+
+def advice_on(step: Observed) -> Advice | None:
+    """The first rule that applies; None if none does."""
+    for rule in (_strays, _waits, _host, _balance, _modes, _bubble):
+        for found in rule(step):
+            return found
+    return None
+
+
+def _strays(step: Observed) -> Iterator[Advice]:
+    lost: dict[torch.device, float] = {}
+    for x in step.strays:
+        lost[x.device] = lost.get(x.device, 0.0) + step.chunks * x.time / step.makespan
+    share = min(1.0, max(lost.values(), default=0.0))
+    if share < NAMED:
+        return
+    if len(step.strays) > 1:
+        who = f"layers {', '.join(str(x.layer) for x in step.strays)} copy between devices"
+        where = "their own devices"
+    else:
+        ((k, device, others, _),) = step.strays
+        who = f"layer {k} copies between {' and '.join(map(str, (device, *others)))}"
+        where = str(device)
+    reason = f"{who}, which wait for that up to {share:.0%} of the step"
+    yield Advice(reason, {}, remedy=f"have what is read there on {where}")
+
+
+def _waits(step: Observed) -> Iterator[Advice]:
+    share = step.chunks * sum(x.time for x in step.waits.values()) / step.makespan
+    if share < NAMED:
+        return
+    names = ", ".join(dict.fromkeys(f".{x.name}()" for x in step.waits.values()))
+    reason = f"the host waits for devices {min(1.0, share):.0%} of the step, in {names}"
+    most = min(len(step.devices), step.chunks)
+    if 0 < step.threads < most:
+        caution = "forward must keep nothing of a micro-batch in a module"
+        yield Advice(reason, {"threads": most}, caution)
+    elif not step.threads:
+        yield Advice(reason, {}, remedy="ask for no values in forward")
+
+
+def _host(step: Observed) -> Iterator[Advice]:
+    share = step.share("host")
+    if share >= LATE and step.chunks > 1:
+        reason = f"devices wait for the host {share:.0%} of the step"
+        caution = f"larger micro-batches need more memory{_in_use(step)}"
+        yield Advice(reason, {"chunks": max(1, step.chunks // 2)}, caution)
+
+
+def _balance(step: Observed) -> Iterator[Advice]:
+    computing = {x.device: x.busy + x.recompute for x in step.shares}
+    slowest = max(computing, key=computing.__getitem__)
+    longer = computing[slowest] / mean(computing.values()) - 1
+    if longer > UNEVEN and step.count > len(computing):
+        reason = f"{slowest} computes {longer:.0%} longer than the mean"
+        yield Advice(reason, {}, remedy=f"take the balance of {step.balancing}")
+
+
+def _modes(step: Observed) -> Iterator[Advice]:
+    again, away = step.share("recompute"), step.share("away")
+    if any(map(is_policy, step.modes)):
+        return
+    if again >= AGAIN:
+        reason = f"devices compute again for {again:.0%} of the step"
+    elif away >= AGAIN and step.share("bubble") > BUBBLE:
+        reason = f"copies of cells to the host, and back, take {away:.0%} of the step"
+    else:
+        return
+    caution = f"more activations are kept{_in_use(step)}"
+    # GPipe keeps all micro-batches then, and no schedule keeps more.
+    for mode, count in ("never", step.chunks), ("except_last", 1):
+        if {*step.modes} != {mode} and _has_room(step, count):
+            yield Advice(reason, {"checkpoint": mode}, caution)
+
+
+def _has_room(step: Observed, count: int) -> bool:
+    """Whether so many micro-batches more may be kept on each device, as far as anybody knows."""
+    more = dict(step.memory)
+    for j, device in enumerate(step.devices):
+        name = str(device)
+        more[name] = more.get(name, 0) + round((count - 1) * step.kept.get(j, 0.0))
+    places = {str(x): x for x in step.devices}
+    return all(more[name] <= USABLE * memory_total(x) for name, x in places.items())
+
+
+def _bubble(step: Observed) -> Iterator[Advice]:
+    share, m = step.share("bubble"), step.chunks
+    if share <= BUBBLE:
+        return
+    reason = f"devices wait {share:.0%} of the step, with {m} micro-batches"
+    if 2 * m <= step.rows:
+        yield Advice(reason, {"chunks": 2 * m})
+    elif step.rows:
+        yield Advice(reason, {}, remedy="call it once with the rows of several mini-batches")
+
+
+def _in_use(step: Observed) -> str:
+    """Say how much memory the fullest device has had in use."""
+    if not step.memory:
+        return ""
+    name = max(step.memory, key=step.memory.__getitem__)
+    return f"; {name} has had {as_mib(step.memory[name])} MiB in use"
