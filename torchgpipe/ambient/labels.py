@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 from torchgpipe.ambient.context import registered
@@ -85,16 +84,6 @@ def of(kind: str, stage: int, microbatch: int, target: int | None = None) -> Lab
 def within(label: Label | None) -> AbstractContextManager[Any]:
     """Context manager that gives this thread a label, if there is one."""
     return _NOTHING if label is None else Labelled(label)
-
-
-def around(function: Callable[..., Any], label: Label | None) -> Callable[..., Any]:
-    """Make a function whose work has a label, if there is one."""
-    return function if label is None else partial(_run, function, label)
-
-
-def _run(function: Callable[..., Any], label: Label, *args: Any, **kwargs: Any) -> Any:
-    with Labelled(label):
-        return function(*args, **kwargs)
 
 
 def put_layer(name: str, kind: str) -> None:

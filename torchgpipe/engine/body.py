@@ -18,7 +18,7 @@ from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.recompute.layer_state import LayersState
 from torchgpipe.recompute.offload import Offloading
 from torchgpipe.recompute.runs import is_recomputing
-from torchgpipe.recompute.selective import Contexts, contexts_of, within
+from torchgpipe.recompute.selective import Contexts, contexts_of
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 from torchgpipe.values.microbatch import VALUE, Batch
 from torchgpipe.values.order import Order
@@ -114,12 +114,10 @@ class Body:
         order = self.order
         run = value.call if order is None or order.known else partial(self._ordered, order, value)
         call = call or self.call
-        around = self._around(copies)
-        if contexts is not None:
-            # guard: operators around the layers
-            around = within(around, contexts)
+        policy = NOTHING if contexts is None else contexts[is_recomputing()]
         # guard: a partition at a time
-        with self.lock, around, use_skip_tracker(tracker):
+        # guard: operators around the layers
+        with self.lock, self._around(copies), policy, use_skip_tracker(tracker):
             output = run(call)
             if after is not None:
                 output = after(output)

@@ -248,10 +248,8 @@ class Workers:
                 longer than :data:`PATIENCE`, and no other starts.
         """
         single = len(self._devices) < 2 and not any(task.line for task in tasks)
-        # If a layer calls this wrapper within a cell, the worker would wait for itself.
-        within = threading.current_thread() in [x.thread for x in self._workers.values()]
         # guard: modes that only the caller computes in
-        if context.alone or single or within:
+        if context.alone or single:
             for task in tasks:
                 task.function()
             return

@@ -122,6 +122,12 @@ class Wrapper(Alone):
         if self._process != os.getpid():
             # Neither threads nor streams survive a fork, and a lock may be held for good.
             self._prepare()
+        if is_within_cell():
+            raise RuntimeError(
+                "a wrapped model must not be called by a layer of another one, or by its loss, "
+                f"since both divide the mini-batch (called: {type(self).__name__}); give the "
+                "layers of both to one wrapper, or call this one outside"
+            )
         self._verify()
 
     @property

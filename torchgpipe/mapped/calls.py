@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torchgpipe import _torch
 from torchgpipe._torch.checkpoints import repeating
 from torchgpipe._torch.dynamo import is_compiled, uncompiled
-from torchgpipe.ambient.context import registered
+from torchgpipe.ambient.context import Swap, registered
 from torchgpipe.engine.body import Body
 from torchgpipe.mapped.alone import CallAlone, devices_of, put_call
 from torchgpipe.mapped.device_map import Mapped
@@ -221,12 +221,9 @@ current = registered(Current())
 
 def in_turns(counts: Counter[Mapped], inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function in which modules take turns, as checkpoints of PyTorch do in backward."""
-    outer, current.counts = current.counts, (own := Counter(counts))
-    try:
-        with repeating(lambda: partial(in_turns, Counter(own))):
-            return inner(*args, **kwargs)
-    finally:
-        current.counts = outer
+    own = Counter(counts)
+    with Swap(current, counts=own), repeating(lambda: partial(in_turns, Counter(own))):
+        return inner(*args, **kwargs)
 
 
 class inside:

@@ -258,7 +258,7 @@ def place(model: nn.Module, device_map: Mapping[str, torch.device]) -> None:
             homes.setdefault(tensor, device)
     with sharing(tables(model)):
         for _, module, device in modules:
-            move(module, homes, device, recurse=False)
+            move(module, homes, recurse=False)
 
 
 def _length(key: str | None) -> int:

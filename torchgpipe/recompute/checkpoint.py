@@ -44,7 +44,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from torchgpipe import _torch
 from torchgpipe._torch.dynamo import uncompiled
-from torchgpipe.ambient.context import Context, Hooks, SavedSettings, current_hooks
+from torchgpipe.ambient.context import Context, Hooks, SavedSettings, Swap, current_hooks
 from torchgpipe.ambient.generators import holding
 from torchgpipe.ambient.modes import is_within_autocast, own_casts
 from torchgpipe.ambient.notes import after_layer
@@ -152,15 +152,13 @@ class Checkpoint:
         function = self.function
         if is_verifying():
             self.dropped, function = dropped, filling_memory(function)
-        outer, after_layer.then = after_layer.then, stored.look
+        hooks = saved_tensors_hooks(self._drop, self.unpack)
         try:
-            with checkpointing(self.values), saved_tensors_hooks(self._drop, self.unpack):
+            with Swap(after_layer, then=stored.look), checkpointing(self.values), hooks:
                 output = function((batch if given is None else given).copy())
         except RuntimeError as error:
             explain(error)
             raise
-        finally:
-            after_layer.then = outer
         stored.verify()
         self.inputs.clear()
         for slot in self._compared(self.places):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe._torch.dynamo import uncompiled
-from torchgpipe.ambient.context import Hooks, registered
+from torchgpipe.ambient.context import Hooks, Swap, registered
 from torchgpipe.ambient.notes import layer as current
 from torchgpipe.autograd.fork_join import Unpack, get_phony
 from torchgpipe.autograd.versions import version_of
@@ -63,32 +63,14 @@ def is_recomputing() -> bool:
     return phase.recomputing
 
 
-class checkpointing:
-    """Mark the first run of a checkpointed cell within a ``with`` block."""
-
-    def __init__(self, values: Any = None) -> None:
-        self.values = values
-
-    def __enter__(self) -> None:
-        self.outer = phase.checkpointing, phase.values
-        phase.checkpointing, phase.values = True, self.values
-
-    def __exit__(self, *_: object) -> None:
-        phase.checkpointing, phase.values = self.outer
+def checkpointing(values: Any = None) -> Swap:
+    """Context manager for the first run of a checkpointed cell."""
+    return Swap(phase, checkpointing=True, values=values)
 
 
-class recomputing:
-    """Mark the recomputation of a checkpointed cell within a ``with`` block."""
-
-    def __init__(self, values: Any = None) -> None:
-        self.values = values
-
-    def __enter__(self) -> None:
-        self.outer = phase.recomputing, phase.values
-        phase.recomputing, phase.values = True, self.values
-
-    def __exit__(self, *_: object) -> None:
-        phase.recomputing, phase.values = self.outer
+def recomputing(values: Any = None) -> Swap:
+    """Context manager for the recomputation of a checkpointed cell."""
+    return Swap(phase, recomputing=True, values=values)
 
 
 # The input of a checkpointed cell, which a step keeps for the recomputation.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import nn
 
 from torchgpipe._torch.dynamo import uncompiled_before_2_13
-from torchgpipe.ambient.context import registered
+from torchgpipe.ambient.context import Swap, registered
 from torchgpipe.values.microbatch import Batch, PackedSkip
 from torchgpipe.values.structure import flatten
 
@@ -190,18 +190,9 @@ def current_skip_tracker() -> SkipTracker:
     return tracker
 
 
-class use_skip_tracker:
-    """Make this thread use a tracker within a ``with`` block."""
-
-    def __init__(self, tracker: SkipTracker) -> None:
-        self.tracker = tracker
-
-    def __enter__(self) -> None:
-        self.previous = _current.tracker
-        _current.tracker = self.tracker
-
-    def __exit__(self, *_: object) -> None:
-        _current.tracker = self.previous
+def use_skip_tracker(tracker: SkipTracker) -> Swap:
+    """Context manager that makes this thread use a tracker."""
+    return Swap(_current, tracker=tracker)
 
 
 # Parcels: the skips of a micro-batch on their way past the stages that do not pop them.
