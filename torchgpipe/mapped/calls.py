@@ -20,6 +20,7 @@ from torchgpipe import _torch
 from torchgpipe._torch.checkpoints import repeating
 from torchgpipe._torch.dynamo import is_compiled, uncompiled
 from torchgpipe.ambient.context import Swap, registered
+from torchgpipe.ambient.notes import after_layer, layer
 from torchgpipe.engine.body import Body
 from torchgpipe.mapped.alone import CallAlone, devices_of, put_call
 from torchgpipe.mapped.device_map import Mapped
@@ -263,9 +264,12 @@ class MappedBody(Body):
         inner: the module's own call. Its class may have a ``__call__``, which has been called.
         lock: a lock to hold while the module runs for the second time.
         state: the state of the module; None in a step without recomputation.
+        name: its name in the model.
     """
 
-    __slots__ = (*("buffered", "changes_input", "checkpointed", "foreign", "omits", "shared"),)
+    __slots__ = (
+        *("buffered", "changes_input", "checkpointed", "foreign", "name", "omits", "shared"),
+    )
 
     def __init__(
         self,
@@ -273,9 +277,10 @@ class MappedBody(Body):
         inner: Callable[..., Any],
         lock: AbstractContextManager[Any],
         state: LayersState | None,
+        name: str = "",
     ) -> None:
         super().__init__(module, lock, state, False)
-        self.call = inner
+        self.call, self.name = inner, name
         # The model may use an input that the module changes in place, so none is cloned in forward.
         self.changes_input, self.in_place = self.in_place, False
         #: How many micro-batches, from the first, are computed under checkpointing.
@@ -304,13 +309,22 @@ class MappedBody(Body):
                 change lists and dicts among them. A recomputation has lists and dicts of its own.
             **more: for :meth:`run`.
         """
-        with inside():
-            if not is_recomputing():
-                # The checkpoint holds the list until backward.
-                args, kwargs = own.pop()
-                return self.run(batch, call=lambda *_, **__: self.call(*args, **kwargs), **more)
-            # The inputs of recomputation are leaves, which cannot be changed in place.
-            return self.run(self.kept(batch), **more)
+        # As a layer of a partition, for errors about what it saves and changes.
+        layer.name, layer.kind = self.name, type(self.layers).__name__
+        try:
+            with inside():
+                if not is_recomputing():
+                    # The checkpoint holds the list until backward.
+                    args, kwargs = own.pop()
+                    call = self.call
+                    output = self.run(batch, call=lambda *_, **__: call(*args, **kwargs), **more)
+                    if after_layer.then is not None:
+                        after_layer.then()
+                    return output
+                # The inputs of recomputation are leaves, which cannot be changed in place.
+                return self.run(self.kept(batch), **more)
+        finally:
+            layer.name = None
 
     def kept(self, batch: Batch) -> Batch:
         """Keep the arguments for a later run: as clones, if this run may change them in place."""

@@ -130,7 +130,6 @@ class Course:
         if mapped.turns:
             mapped = mapped.turn(current.counts)
         self._latest, self._noted = mapped, True
-        # The wrapper may be within a layer of another one, to which code between modules belongs.
         outer, layer.name = layer.name, None
         try:
             with inside(self.glue):
@@ -153,6 +152,8 @@ class Course:
                 if cell.stage.visit:
                     cell.made(output)
         except BaseException as error:
+            # The note names the module as its place.
+            layer.name = None
             note_layer(error, self._note(mapped))
             raise
         finally:

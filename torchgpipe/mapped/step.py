@@ -244,7 +244,7 @@ class MappedStep:
         state = LayersState(module, self.lasting.learned) if count else None
         if mapped.lent is not None:
             inner = partial(self._lent(stage, mapped.lent).call, inner)
-        body = MappedBody(module, inner, self.lasting.lock, state)
+        body = MappedBody(module, inner, self.lasting.lock, state, mapped.name)
         body.checkpointed, body.omits = count, mode == "always"
         body.policy = policy_of(mode)
         body.foreign = len(self.devices) > 1 and may_meet(self.lasting.met, mapped)
