@@ -383,7 +383,7 @@ MUTANTS = {
     "modes of a recomputation": (DROP, "modes"),
     "modes of backward": (DROP, "modes of backward"),
     "context variables": (
-        ("self.context.run(function, again)", "function(again)"),
+        ("self.context.run(self.function, again)", "self.function(again)"),
         "modes",
     ),
     "threads of an operator": (DROP, "modes of backward"),

@@ -1,16 +1,14 @@
-"""Several wrappers on accelerators: in threads, within each other, and one after another."""
+"""Several wrappers on accelerators: in threads, and one after another."""
 
 import copy
-import itertools
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import MODES, assert_no_races, wrap
+from tests.support.helpers import MODES, wrap
 from tests.support.long_runs import run_in_threads
-from torchgpipe.testing import observe
 
 WIDTH = 4
 

@@ -67,7 +67,6 @@ from torchgpipe.recompute.runs import (
     Values,
     checkpointing,
     dropped,
-    filling_memory,
     is_verifying,
     recomputing,
 )
@@ -149,13 +148,12 @@ class Checkpoint:
         if stored.hooks is None:
             self.inputs = {id(x) for x in [*batch, *map(_base, batch)] if x is not None}
         numbers = FirstNumbers(get_device(self.stream), cell)
-        function = self.function
         if is_verifying():
-            self.dropped, function = dropped, filling_memory(function)
+            self.dropped = dropped
         hooks = saved_tensors_hooks(self._drop, self.unpack)
         try:
             with Swap(after_layer, then=stored.look), checkpointing(self.values), hooks:
-                output = function((batch if given is None else given).copy())
+                output = self.function((batch if given is None else given).copy())
         except RuntimeError as error:
             explain(error)
             raise
@@ -259,12 +257,11 @@ class Checkpoint:
         whole = self.whole or numbers.drawn or bool(compared)
         filling = Filling(places, self.kept, whole or isinstance(places[-1], Slot))
         hooks = saved_tensors_hooks(filling.next, _not_saved)
-        function = filling_memory(self.function) if compared else self.function
         try:
             # guard: random numbers
             with numbers.restored(), recomputing(self.values), hooks:
                 # guard: context variables
-                self.context.run(function, again)
+                self.context.run(self.function, again)
         except Enough:
             pass
         except Exception:
