@@ -40,7 +40,7 @@ from torchgpipe.mapped.hugging_face import (
     without_cache,
     without_cache_of,
 )
-from torchgpipe.mapped.inputs import Given, Near, on_device, own_versions
+from torchgpipe.mapped.inputs import CallersTensors, Near, on_device, own_versions
 from torchgpipe.mapped.slice_lengths import Slices, checked_slices
 from torchgpipe.mapped.sliced_call import Slicing
 from torchgpipe.mapped.step import Lasting, MappedStep
@@ -346,7 +346,7 @@ class MappedGPipe(Wrapper):
         if all(x.device.type == "cpu" for batch in batches for x in batch):
             mini_batch.map(Near(devices[0]).all_of)
         if m > 1:
-            given = Given(Arguments(args, kwargs)) if torch.is_grad_enabled() else None
+            given = CallersTensors(Arguments(args, kwargs)) if torch.is_grad_enabled() else None
             # A model may change its rows of an input in place. Others must not count as changed.
             mini_batch.map(partial(own_versions, {id(x) for x in mini_batch.whole}))
         output_device = self._output_device

@@ -234,13 +234,7 @@ class Context:
 
 
 class EnteredModes:
-    """The modes of another thread, within a ``with`` block.
-
-    Args:
-        modes: the modes to set.
-        nested: whether that thread was in a block of autocast.
-        found: the present settings of this thread.
-    """
+    """The modes of another thread, within a ``with`` block."""
 
     def __init__(self, modes: Modes, nested: bool, found: SavedSettings) -> None:
         self.modes = modes

@@ -87,11 +87,6 @@ def within(label: Label | None) -> AbstractContextManager[Any]:
 
 
 def put_layer(name: str, kind: str) -> None:
-    """Label the layer that comes next in the cell of this thread, if it has a label.
-
-    Args:
-        name: the name of the layer; empty after the last one.
-        kind: its class; empty after the last one.
-    """
+    """Label the layer that comes next in the cell of this thread, if it has a label."""
     if current.label is not None:
         put(current.label._replace(layer=name, layer_type=kind))

@@ -50,10 +50,6 @@ class StepNumbers:
     After the block, the generator of the first device of each type has the state in which the first
     micro-batch has left it. Other generators get back the state from before the block; after an
     exception, all of them do.
-
-    Args:
-        devices: the device of each partition.
-        m: the number of micro-batches.
     """
 
     def __init__(self, devices: Sequence[torch.device], m: int) -> None:
@@ -153,12 +149,7 @@ class _States(dict[str, Tensor]):
 
 
 class _Beginnings:
-    """The RNG states that micro-batches begin with.
-
-    Args:
-        home: for each type of device, the device whose generator continues the caller's sequence.
-        found: the state of each generator before the step.
-    """
+    """The RNG states that micro-batches begin with."""
 
     def __init__(
         self, home: Mapping[str, torch.device], found: Mapping[torch.device, Tensor]
@@ -181,12 +172,7 @@ class _Beginnings:
 
 
 class CellNumbers(Swap):
-    """Set the RNG state of a micro-batch within a ``with`` block, and save the new one after it.
-
-    Args:
-        states: the states of the micro-batch, by type of device.
-        device: the device whose generator the cell draws from.
-    """
+    """Set the RNG state of a micro-batch within a ``with`` block, and save the new one after it."""
 
     __slots__ = ("after", "device", "kind", "states")
 
@@ -222,10 +208,6 @@ class FirstNumbers:
     """The RNG states from before the forward of a cell, for its recomputation.
 
     They are those of the CPU, and of the device if it has a generator of its own.
-
-    Args:
-        device: the device that computes.
-        cell: the numbers of the cell, whose block has just begun.
     """
 
     __slots__ = ("after", "before")
@@ -243,9 +225,6 @@ class FirstNumbers:
 
         Recomputation leaves a generator alone that the forward has not drawn from. So accelerators
         that draw from their own generators recompute at the same time.
-
-        Args:
-            cell: the numbers of the cell, whose block is about to end.
         """
         found, self.before = self.before, {}
         for device, before in found.items():

@@ -126,14 +126,7 @@ class Body:
         stream: AbstractStream,
         within: AbstractContextManager[None],
     ) -> Checkpoint:
-        """A checkpoint of a cell.
-
-        Args:
-            run: :meth:`run`, or what calls it.
-            context: the modes of both runs.
-            stream: the compute stream.
-            within: a context manager for the recomputation.
-        """
+        """A checkpoint of a cell."""
         state = self.state
         assert state is not None
         if state.buffers.any:

@@ -48,11 +48,6 @@ class Computation(noted):
     """One computation of an instruction.
 
     As a context manager it tells what is computed, in notes on exceptions and by labels.
-
-    Args:
-        executor: the step.
-        w: the worker.
-        op: what is computed.
     """
 
     #: What its cell is given.

@@ -250,12 +250,7 @@ def _checked_weight(weight: Any) -> Any:
 
 
 class explaining:
-    """Note on an error within a ``with`` block that all but the first argument go to the loss.
-
-    Args:
-        targets: the arguments of the step after the first one.
-        layer: the first layer.
-    """
+    """Note on an error within a ``with`` block that all but the first argument go to the loss."""
 
     def __init__(self, targets: Sequence[Any], layer: nn.Module | None) -> None:
         self._targets, self._layer = targets, layer
@@ -286,12 +281,6 @@ def arguments_of(
     value: Any, division: Division, pool: StreamPool, device: torch.device
 ) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], list[Any]]:
     """The arguments of the loss for each micro-batch, and the events of their copies.
-
-    Args:
-        value: the arguments that the caller gave, positional ones and those by name.
-        division: the division of the input.
-        pool: the streams on which tensors are copied.
-        device: the device of the last stage.
 
     Raises:
         ValueError: the arguments have other rows than the input, or require a gradient.

@@ -78,15 +78,7 @@ class Draws:
 
 
 class StepDraws:
-    """The random numbers of the computations of a step.
-
-    Args:
-        lock: held by who has a turn.
-        step: the step.
-        shared: the generators whose cells take turns.
-        is_watched: whether to find out if computations draw on the CPU.
-        is_free: whether nobody draws on the CPU.
-    """
+    """The random numbers of the computations of a step."""
 
     def __init__(
         self,

@@ -264,12 +264,7 @@ class Executor:
             cell.weights += strays
 
     def outcome(self, value: Tensor, divisor: Tensor | None) -> Tensor:
-        """The loss of the step, whose backward hands the gradients over.
-
-        Args:
-            value: the loss.
-            divisor: what gradients are still to be divided by, if by anything.
-        """
+        """The loss of the step, whose backward hands the gradients over."""
         if self.criterion.scale is not None:
             one = self.criterion.scale(torch.ones((), device=value.device, dtype=value.dtype))
             divisor = one if divisor is None else divisor * one

@@ -74,24 +74,13 @@ __all__: list[str] = []
 
 
 def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
-    """Generate the cells ``(i, j)`` of each clock cycle.
-
-    Args:
-        m: the number of micro-batches.
-        n: the number of partitions.
-    """
+    """Generate the cells ``(i, j)`` of each clock cycle."""
     for k in range(m + n - 1):
         yield [(k - j, j) for j in range(max(1 + k - m, 0), min(1 + k, n))]
 
 
 class Pipeline:
-    """One forward of all micro-batches through all partitions.
-
-    Args:
-        stages: the stages of the wrapper.
-        batches: the micro-batches; each is replaced by its output.
-        modes: for each partition, the mode that says what cells keep.
-    """
+    """One forward of all micro-batches through all partitions."""
 
     def __init__(self, stages: Stages, batches: list[Batch], modes: Sequence[Keeping]) -> None:
         self.stages = stages

@@ -93,12 +93,7 @@ class Fence:
 
 
 class StepWeights:
-    """The copies, in one step, of weights that layers on several devices share.
-
-    Args:
-        lanes: for each device, the stream from which its weights are copied.
-        outside: the caller's stream on each device.
-    """
+    """The copies, in one step, of weights that layers on several devices share."""
 
     def __init__(
         self,
@@ -112,13 +107,7 @@ class StepWeights:
     def bring(
         self, compute: AbstractStream, lane: AbstractStream, weights: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Copy weights to a device; weights that are there already get an alias.
-
-        Args:
-            compute: the stream that computes with them.
-            lane: the stream on which they come.
-            weights: the weights.
-        """
+        """Copy weights to a device; weights that are there already get an alias."""
         return [self._brought(compute, lane, x) for x in weights]
 
     def _brought(self, compute: AbstractStream, lane: AbstractStream, weight: Tensor) -> Tensor:
@@ -152,14 +141,7 @@ class StepWeights:
 
 
 class Step:
-    """The knowledge of a step, besides its micro-batches, that its cells share.
-
-    Args:
-        stages: the stages of the wrapper.
-        m: the number of micro-batches.
-        again: the partitions with cells that are computed under checkpointing.
-        after: a module that runs after the last partition, as a part of it.
-    """
+    """The knowledge of a step, besides its micro-batches, that its cells share."""
 
     def __init__(
         self,
@@ -189,13 +171,7 @@ class Step:
 
 
 class PipelineStep(Step):
-    """A step whose backward is autograd's, on lanes and held by a fence.
-
-    Args:
-        stages: the stages of the wrapper.
-        m: the number of micro-batches.
-        modes: for each partition, the mode that says what cells keep.
-    """
+    """A step whose backward is autograd's, on lanes and held by a fence."""
 
     def __init__(self, stages: Stages, m: int, modes: Sequence[Keeping]) -> None:
         #: For each partition, how many micro-batches, from the first, are checkpointed.
@@ -232,12 +208,6 @@ class PipelineStep(Step):
 def lend(
     body: Body, places: Sequence[Place], bring: Callable[[Sequence[Tensor]], Sequence[Tensor]]
 ) -> None:
-    """Have a partition compute with what a function makes of some tensors.
-
-    Args:
-        body: the partition, with its lock.
-        places: the places of the tensors.
-        bring: the function.
-    """
+    """Have a partition compute with what a function makes of some tensors."""
     if places:
         body.call = partial(Lent(places, bring, body.lock).call, body.layers)

@@ -135,12 +135,7 @@ def _end_threads() -> None:
 
 
 class Round:
-    """Some tasks that several workers run.
-
-    Args:
-        tasks: each after those that it needs.
-        context: the modes of the caller, which the tasks see.
-    """
+    """Some tasks that several workers run."""
 
     def __init__(self, tasks: Sequence[Task], context: Context) -> None:
         self.context = context
@@ -218,11 +213,7 @@ class Round:
 
 
 class Workers:
-    """A thread for each device, started when first needed; the caller's thread where that will do.
-
-    Args:
-        devices: the devices, in any order; each may come several times.
-    """
+    """A thread for each device, started when first needed; or the caller's, where that will do."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._devices = set(devices)
@@ -237,10 +228,6 @@ class Workers:
         """Run tasks, and return when all are done.
 
         The tasks of one worker are run in order, each after the tasks that it needs.
-
-        Args:
-            tasks: the tasks, each after the tasks that it needs.
-            context: the modes of the caller, which the tasks see.
 
         Raises:
             BaseException: what a task raised, the same object; of several, that of the first by

@@ -189,10 +189,6 @@ Result = TypeVar("Result")
 def verify_call(wrapper: Wrapper, tensors: Iterable[Tensor]) -> None:
     """Check that a wrapper can be called here and now, and prepare for compiled layers.
 
-    Args:
-        wrapper: the wrapper.
-        tensors: those of the input.
-
     Raises:
         RuntimeError: forward-mode differentiation is active.
     """
@@ -214,14 +210,6 @@ def compute(
     loss: Any = None,
 ) -> Result:
     """Compute the micro-batches of a mini-batch.
-
-    Args:
-        step: computes them.
-        wrapper: the wrapper, whose deferred norms update their statistics if nothing fails.
-        whole: the tensors that every micro-batch gets.
-        modes: the modes of this thread, if they are known.
-        m: the number of micro-batches.
-        loss: the loss, if it is computed with them.
 
     Raises:
         RuntimeError: a layer changed in place a tensor that every micro-batch gets.
@@ -250,11 +238,6 @@ def compute(
 
 class MiniBatch:
     """A mini-batch that a wrapper was called with, divided into micro-batches.
-
-    Args:
-        wrapper: the wrapper.
-        input: the mini-batch: see :func:`~torchgpipe.values.division.division_of`.
-        loss: the loss, if it is computed with the micro-batches.
 
     Raises:
         TypeError, ValueError, RuntimeError: it cannot be divided, or not be computed here and now.

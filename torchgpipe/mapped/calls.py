@@ -82,13 +82,7 @@ class Call(CallAlone):
 
 
 def intercept(mapped: Mapped, lasting: Lasting, *, is_spread: bool) -> Call:
-    """Make calls of a module go to its wrapper.
-
-    Args:
-        mapped: the module.
-        lasting: tells which thread runs a step.
-        is_spread: whether the model is on several devices, so that its copies are.
-    """
+    """Make calls of a module go to its wrapper."""
     module: nn.Module = mapped.module
     inner: Any = module._compiled_call_impl
     if isinstance(inner, CallAlone):
@@ -111,12 +105,7 @@ def is_intercepted(call: Call) -> bool:
 
 
 def let_go(call: Call, *, is_spread: bool = False) -> None:
-    """Make calls of a module go to the module itself again.
-
-    Args:
-        call: the call.
-        is_spread: whether the model stays on several devices. Then modules bring their arguments.
-    """
+    """Make calls of a module go to the module itself again."""
     if is_intercepted(call):
         module = call.mapped.module
         put_call(module, call.alone(module, call.inner), is_spread=is_spread)
@@ -131,12 +120,6 @@ def verify_calls(
     devices: Collection[torch.device],
 ) -> None:
     """Check that calls of the mapped modules go to their wrapper, and that these are in place.
-
-    Args:
-        model: the model.
-        calls: the calls; none after :meth:`MappedGPipe.unwrap`.
-        around: the modules around mapped ones, by name.
-        devices: the devices of the map.
 
     Raises:
         RuntimeError: they do not, or code around them is compiled, or tensors were moved.

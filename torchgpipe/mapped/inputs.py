@@ -35,7 +35,7 @@ class Near:
         return [self._moved[id(x)][1] if id(x) in self._moved else x for x in tensors]
 
 
-class Given:
+class CallersTensors:
     """The caller's tensors, as they were in forward.
 
     Micro-batches are rows of them with versions of their own, so nothing else would notice that

@@ -110,16 +110,7 @@ class Lasting:
 
 
 class MappedStep:
-    """One step.
-
-    Args:
-        lasting: what lasts from step to step.
-        devices: the devices of the map.
-        model: the model.
-        m: the number of micro-batches.
-        modes: what is kept of modules, by their names in the map; of those without, all is.
-        output_device: where outputs go to; None if they stay where they are.
-    """
+    """One step."""
 
     def __init__(
         self,

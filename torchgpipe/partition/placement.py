@@ -228,11 +228,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def exchanged(modules: Sequence[nn.Module]) -> set[nn.Module]:
-    """The modules whose parameters FSDP2 replaces.
-
-    Args:
-        modules: all modules of a partition.
-    """
+    """The modules whose parameters FSDP2 replaces."""
     if "torch.distributed.fsdp" not in sys.modules:
         return set()
     return {below for module in modules if is_sharded(module) for below in module.modules()}
@@ -281,9 +277,6 @@ Place: TypeAlias = tuple[dict[str, Tensor | None], str]
 
 def places_of(modules: Iterable[tuple[nn.Module, torch.device]]) -> list[list[Place] | None]:
     """Find where modules hold tensors of another device, or parameters that another device uses.
-
-    Args:
-        modules: modules, each with a device that it computes on.
 
     Returns:
         For each module, its places; None if it has none, and its dicts are not used on another

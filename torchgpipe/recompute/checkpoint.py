@@ -227,12 +227,7 @@ class Checkpoint:
         return output[0]
 
     def _again(self, run: Callable[[FirstNumbers, Batch], None], *, let_go: bool) -> None:
-        """Recompute the cell on its stream, in the modes and with the input of its first run.
-
-        Args:
-            run: computes the cell from its random numbers and its input.
-            let_go: whether the input is not needed again.
-        """
+        """Recompute the cell on its stream, in the modes and with the input of its first run."""
         assert self.stored is not None
         device = get_device(self.stream)
         found = SavedSettings([device], self.context.modes)

@@ -81,12 +81,7 @@ def skips(layer: nn.Module) -> tuple[list[Skip], list[Skip]]:
 
 
 class SkipLayout:
-    """The skips that lead from one partition to another.
-
-    Args:
-        partitions: the number of partitions.
-        ends: for each skip, the partition that stashes it and the one that pops it.
-    """
+    """The skips that lead from one partition to another."""
 
     def __init__(self, partitions: int, ends: dict[Skip, tuple[int, int]]) -> None:
         #: For each partition, the skips that it stashes for another one, and that other one.
@@ -121,9 +116,6 @@ class SkipTracker:
 
     Within a wrapper each run of a partition on a micro-batch has a tracker. It begins with the
     values that the partition will pop, and ends with the values that later partitions will pop.
-
-    Args:
-        values: the values that were stashed before.
     """
 
     def __init__(self, values: Mapping[Skip, Any] | None = None) -> None:
