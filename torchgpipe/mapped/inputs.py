@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.autograd.nodes import before_node
 from torchgpipe.autograd.versions import counter_of, version_of
 from torchgpipe.devices.streams import has_streams
@@ -57,6 +58,7 @@ class CallersTensors:
         for x in _tensors(output):
             before_node(x, self.verify)
 
+    @uncompiled
     def verify(self, *_: object) -> None:
         """Check, in backward, that they are as they were.
 
