@@ -29,7 +29,6 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from torchgpipe import _torch
 from torchgpipe._torch.dynamo import uncompiled
-from torchgpipe.ambient.generators import is_within_cell
 from torchgpipe.ambient.notes import contextmanager
 from torchgpipe.checks import verify, verify_number
 from torchgpipe.devices.streams import current_stream, record_stream
@@ -283,12 +282,7 @@ def deferred_batch_norms(module: nn.Module) -> list[DeferredBatchNorm]:
 
 @contextmanager
 def deferred_updates(norms: Sequence[DeferredBatchNorm]) -> Iterator[None]:
-    """Make norms update their statistics once, after a ``with`` block, and not if it raises.
-
-    Within a cell of a wrapper, an inner wrapper leaves the updates to the outermost one.
-    """
-    if is_within_cell():
-        norms = [norm for norm in norms if not norm._collects]
+    """Make norms update their statistics once, after a ``with`` block, and not if it raises."""
     for norm in norms:
         norm._forget()
         norm._collects = True

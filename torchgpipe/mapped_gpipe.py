@@ -40,7 +40,7 @@ from torchgpipe.mapped.hugging_face import (
     without_cache,
     without_cache_of,
 )
-from torchgpipe.mapped.inputs import Near, on_device, own_versions
+from torchgpipe.mapped.inputs import CallersTensors, Near, on_device, own_versions
 from torchgpipe.mapped.slice_lengths import Slices, checked_slices
 from torchgpipe.mapped.sliced_call import Slicing
 from torchgpipe.mapped.step import Lasting, MappedStep
@@ -50,8 +50,7 @@ from torchgpipe.partition.keeping import Keeping, keepings_of, words_of
 from torchgpipe.planner.given import Memory
 from torchgpipe.planner.maps import chosen_map, try_backward
 from torchgpipe.show.describe import Description
-from torchgpipe.values.microbatch import VALUE, Batch
-from torchgpipe.values.order import Order
+from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import Arguments, map_leaves
 
 __all__ = ["MappedGPipe"]
@@ -184,7 +183,7 @@ class MappedGPipe(Wrapper):
                 own = [x.clone() for x in Near(devices[0]).all_of(*batches[0])]
                 batches[0] = batches[0].replace(own)
                 step = MappedStep(self._lasting, devices, self.module, 1, {})
-                run = partial(self._run, step, batches, Order(self.module))
+                run = partial(self._run, step, batches)
                 compute(partial(holding, step.numbers.locks, run), self, [])
                 try_backward(self.module, batches)
         finally:
@@ -343,9 +342,11 @@ class MappedGPipe(Wrapper):
         m, batches, devices = mini_batch.m, mini_batch.batches, [*self._map.values()]
         if torch.is_grad_enabled():
             verify_trainer()
+        given = None
         if all(x.device.type == "cpu" for batch in batches for x in batch):
             mini_batch.map(Near(devices[0]).all_of)
         if m > 1:
+            given = CallersTensors(Arguments(args, kwargs)) if torch.is_grad_enabled() else None
             # A model may change its rows of an input in place. Others must not count as changed.
             mini_batch.map(partial(own_versions, {id(x) for x in mini_batch.whole}))
         output_device = self._output_device
@@ -357,24 +358,23 @@ class MappedGPipe(Wrapper):
             dict(zip(self._map, mini_batch.modes)),
             None if late else output_device,
         )
-        order = Order(self.module)
-        run = partial(self._run, step, mini_batch.batches, order)
+        run = partial(self._run, step, mini_batch.batches)
         mini_batch.compute(partial(holding, step.numbers.locks, run))
         omitted = step.omitted
         # It refers to the graph, and the graph to the step, if the model came back to a device.
         # guard: letting go of what is omitted
         del step.omitted
         omitted.take(mini_batch.batches, joins=not mini_batch.division.is_ready)
-        output = mini_batch.joined(order.blocks)
+        output = mini_batch.joined()
+        if given:
+            given.watch(output)
         if late:
             output = map_leaves(partial(on_device, output_device), output)
         return omitted.put(output, output_device)
 
-    def _run(self, step: MappedStep, batches: list[Batch], order: Order) -> None:
+    def _run(self, step: MappedStep, batches: list[Batch]) -> None:
         def course(i: int, turns: Turns | None = None) -> None:
-            # With several threads, rows are watched in the first step only, which one thread runs.
-            known = order if turns is None and i < 2 else None
-            batches[i] = self._course(step, i, batches[i].take(), turns, known)
+            batches[i] = self._course(step, i, batches[i].take(), turns)
 
         with step.numbers:
             self._lasting.thread = get_ident()
@@ -399,20 +399,16 @@ class MappedGPipe(Wrapper):
         if any(device.type == "cpu" for device in self._map.values()):
             drain_after_failure(batches[-1])
 
-    def _course(
-        self, step: MappedStep, i: int, batch: Batch, turns: Turns | None, order: Order | None
-    ) -> Batch:
+    def _course(self, step: MappedStep, i: int, batch: Batch, turns: Turns | None) -> Batch:
         course = Course(step, i, turns)
         glue = course.glue = Glue(course) if step.needs_glue else None
         outer, current.course = current.course, course
-        given, value = batch.parts[VALUE], batch.take().value
+        value = batch.take().value
         try:
-            with order.begin(given) if order else nullcontext(), glue or nullcontext():
+            with glue or nullcontext():
                 output = course.calling(self.module)(*value.args, **value.kwargs)
             if self._takes_cache and (self.slices != 1 or not value.kwargs["use_cache"]):
                 output = without_cache_of(output)
-            if order:
-                order.end(given, Batch(output).parts[VALUE])
             return course.end(output)
         except BaseException as error:
             course.note(error)

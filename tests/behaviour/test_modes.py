@@ -263,28 +263,6 @@ def test_hooks_that_are_disabled(places):
         model(rows(model)).sum().backward()
 
 
-def test_wrapper_within_a_checkpointed_layer(places):
-    """Layers of the wrapper learn that they run again, and their saved tensors are dropped."""
-    seen = []
-
-    class Inner(nn.Sequential):
-        def __init__(self):
-            super().__init__()
-            # Not a submodule, which would have to be where the layer is.
-            self.inner = [wrap(nn.Sequential(Look(seen), Look(seen)), places, "never", 1)]
-
-        def forward(self, x):
-            return self.inner[0](x).to(x.device)
-
-    kept = []
-    model = wrap(nn.Sequential(nn.Tanh(), Inner()), [places[0], places[0]], chunks=1)
-    with saved_tensors_hooks(lambda x: kept.append(tuple(x.shape)) or x.detach(), lambda x: x):
-        output = model(rows(model).requires_grad_())
-    assert kept == [(6, WIDTH)] * 2
-    output.sum().backward()
-    assert [again for again, *_ in seen] == [False] * 2 + [True] * 2
-
-
 def test_entering_leaves_nothing_behind(places):
     """Modes that count in ``__enter__`` or ``__exit__`` are not entered again."""
     calls = []

@@ -1,4 +1,4 @@
-"""Random numbers of models of any layers, of wrappers within each other, and in several threads.
+"""Random numbers of models of any layers, and in several threads.
 
 The reference is a wrapper with a single partition, without checkpointing; with one chunk, the plain
 model. ``tests/contract`` has what every wrapper promises.
@@ -133,29 +133,6 @@ def test_same_in_random_models(model, chunks, mode, rows, seed):
     assert same(
         step(wrap(module, mode=mode, chunks=chunks, balance=balance), x, seed=seed), expected
     )
-
-
-@pytest.mark.parametrize("inner", MODES)
-@pytest.mark.parametrize("chunks", [(1, 1), (2, 1), (1, 2), (3, 2)], ids=str)
-def test_wrapper_within_a_layer(chunks, inner):
-    outside, inside = chunks
-
-    def made(balance, mode, inner_balance, inner_mode):
-        torch.manual_seed(0)
-        within = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.4), nn.Tanh())
-        if inner_balance:
-            within = wrap(within, mode=inner_mode, chunks=inside, balance=inner_balance)
-        module = nn.Sequential(nn.Dropout(0.3), within, nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3))
-        return wrap(module, mode=mode, chunks=outside, balance=balance) if balance else module
-
-    x = batch(rows=6)
-    plain = chunks == (1, 1)
-    expected = step(made(*[(None, None), ([4], "never")][not plain], [3], "never"), x)
-    if plain:
-        assert same(step(made(None, None, None, None), x), expected)
-    for balance in ([4], [1, 2, 1]):
-        for mode in MODES:
-            assert same(step(made(balance, mode, [1, 2], inner), x), expected), (balance, mode)
 
 
 def draws_nothing():

@@ -48,19 +48,3 @@ def test_samples_have_rows():
     layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     with pytest.raises(ValueError, match="must not be divided already"):
         plan(layers, (Chunks([X, X]),), devices=["cpu"] * 2, timeout=0.01)
-
-
-def test_a_schedule_within_two_layers_of_another_one():
-    inner = training(lambda y: y.mean())
-
-    class Layer(nn.Linear):
-        def forward(self, x):
-            with torch.no_grad():
-                value = inner(x)
-            return super().forward(x) + value
-
-    model = GPipe(nn.Sequential(Layer(3, 3), Layer(3, 3)), [1, 1], devices=["cpu"] * 2, chunks=2)
-    outer = ScheduledLoss(model, F.mse_loss)
-    for _ in range(6):
-        outer(X, X).backward()
-    assert all(x.grad is not None for x in model.parameters())

@@ -1,7 +1,6 @@
-"""Several wrappers: in several threads, within each other, and one after another."""
+"""Several wrappers: in several threads, and one after another."""
 
 import copy
-import itertools
 import threading
 from functools import partial
 
@@ -25,17 +24,6 @@ WIDTH = 4
 @pytest.fixture(params=WAYS)
 def wrap(request):
     return partial(WAYS[request.param], balance=[2, 2], chunks=2, devices=["cpu"] * 2)
-
-
-def by_worker(*args, **options):
-    """Wrap layers on the CPU such that one worker issues all cells, as there is one generator."""
-    model = GPipe(*args, **options)
-    model._stages.workers._way = lambda: "workers"
-    return model
-
-
-#: How cells are issued where one wrapper is within another.
-NESTED = {"caller": GPipe, "worker": by_worker}
 
 
 def layers(between=None):
@@ -123,22 +111,6 @@ def test_one_wrapper_in_threads_of_which_one_fails(wrap):
                 torch.testing.assert_close(model(input), right[0])
 
     run_in_threads([partial(use, good, False), partial(use, bad, True)] * 2)
-
-
-@pytest.mark.parametrize("inner", ["never", "always"])
-@pytest.mark.parametrize("outer", ["never", "always"])
-@pytest.mark.parametrize(
-    "ways", [*itertools.product(NESTED, NESTED)], ids=lambda ways: " in ".join(ways)
-)
-def test_wrapper_within_a_wrapper(ways, outer, inner):
-    input, module = batch(), layers(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
-    right = expected(module, input)
-    within, around = [NESTED[way] for way in ways]
-    options = {"chunks": 2, "devices": ["cpu"] * 2}
-    module[2] = within(module[2], [1, 1], checkpoint=inner, **options)
-    model = around(module, [2, 2], checkpoint=outer, **options)
-    for _ in range(2):
-        torch.testing.assert_close(found(model, input), right)
 
 
 def test_threads_end_with_a_wrapper_that_is_dropped():

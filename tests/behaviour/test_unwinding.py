@@ -7,11 +7,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from torchgpipe import GPipe
 from torchgpipe.ambient import context as thread
-from torchgpipe.ambient.context import EnteredModes, Modes, autocast_nesting, current_hooks
+from torchgpipe.ambient.context import EnteredModes, Modes, Swap, autocast_nesting, current_hooks
 from torchgpipe.ambient.random_numbers import CellNumbers, RestoredNumbers
 from torchgpipe.devices.streams import current_streams, use_stream
-from torchgpipe.recompute.runs import checkpointing
-from torchgpipe.skip.tracker import use_skip_tracker
 
 
 @pytest.fixture
@@ -24,10 +22,10 @@ WIDTH = 4
 
 #: Between what sets something and the block that it is set for; or after that, before it is unset.
 WINDOWS = {
-    "a skip tracker": (use_skip_tracker, "__exit__"),
+    "attributes of a thread": (Swap, "__enter__"),
+    "attributes of a thread, afterwards": (Swap, "__exit__"),
     "hooks": (saved_tensors_hooks, "__enter__"),
     "hooks, afterwards": (saved_tensors_hooks, "__exit__"),
-    "a flag": (checkpointing, "__enter__"),
     "modes": (EnteredModes, "__enter__"),
     "modes, afterwards": (EnteredModes, "__exit__"),
     "a stream": (use_stream, "__enter__"),

@@ -17,7 +17,6 @@ from torchgpipe.schedule import (
     Op,
     Schedule,
     bounds,
-    fill_drain,
     one_f_one_b,
     simulate,
     validate,
@@ -95,39 +94,6 @@ def test_overlaps_are_counted_as_far_as_they_can_help():
     both = Costs(F=1, I=1, W=1, overlap=lambda a, b: 0.75 * (a + b) if a == b else a + b)
     assert bounds((0,), 4, both).makespan == 0.75 * 12
     assert bounds((0,), 4).makespan == 12
-
-
-def test_littles_law():
-    """With memory for one micro-batch, the next one starts when the previous one is back."""
-    p, m = 4, 8
-    trip = 2 * p  # F and I on each worker; W runs in between.
-    tight = bounds(range(p), m, Costs(R=100), capacity=1)
-    assert tight.makespan == m * (trip + 1)
-    assert bounds(range(p), m, Costs(R=100), capacity=2).makespan == m * (trip + 1) / 2
-    # Recomputing some cells is cheaper than waiting, and a mixture of both is cheapest.
-    mixed = bounds(range(p), m, Costs(R=1), capacity=1).makespan
-    assert 3 * m < mixed < tight.makespan
-    always = simulate(fill_drain(p, m).recompute())
-    assert max(always.peak) == 1
-    assert mixed <= always.makespan
-    # The bound up to the last I: 4 trips of 4. Then the W of stage 0 adds 1.
-    late = Costs(W=[1, 0], R=100, pending=0)
-    assert bounds((0, 1), 4, late, capacity=1).makespan == 17
-    # Stage 0 saves (6 - 2) in 1, stage 2 (2 - 1.5) in 0.5: 4 + x = 8 - 4x for a part x of stage 0.
-    two = Costs(W=0, R=[1, 1, Fraction(1, 2)])
-    assert bounds((0, 1, 0), 10, two, capacity=[1, 9]).makespan == 10 * Fraction(48, 10)
-    # A checkpoint that is as large as the activation saves nothing.
-    same = bounds(range(p), m, Costs(R=1, checkpoint=1), capacity=1)
-    assert same.makespan == tight.makespan
-
-
-def test_memory_of_a_skip():
-    """A cell is held for as long as its skip travels, if that takes longer than the value."""
-    costs = Costs(
-        W=0, R=100, copy={(0, 1): 0, (1, 0): 0, (1, 2): 0, (2, 1): 0, (0, 2): 9, (2, 0): 4}
-    )
-    assert bounds(range(3), 5, costs, capacity=1).makespan == 5 * 6
-    assert bounds(range(3), 5, costs, capacity=1, skips=[(0, 2)]).makespan == 5 * (4 + 9 + 4)
 
 
 def test_memory():

@@ -126,10 +126,7 @@ def test_costs_may_depend_on_the_number_of_stages():
 
 
 def test_gaps_are_to_what_fits():
-    tighter = 0
     for candidate in best(4, 8, Costs(R=10), capacity=1):
         made, costs = candidate.schedule, candidate.costs
         limit = bounds(made.placement, 8, costs, capacity=1)
         assert candidate.gap == limit.gap(candidate.report)
-        tighter += bounds(made.placement, 8, costs).makespan < limit.makespan
-    assert tighter

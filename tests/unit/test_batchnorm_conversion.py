@@ -185,19 +185,6 @@ def test_wrapper_begins_anew():
     assert norm.num_batches_tracked.item() == 2
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_wrapper_within_a_wrapper(checkpoint):
-    """The outermost one collects."""
-    norm = DeferredBatchNorm(2)
-    outer = wrap([wrap([norm], mode=checkpoint, chunks=2)], mode=checkpoint, chunks=2)
-    plain = nn.BatchNorm1d(2)
-    for _ in range(2):
-        x = torch.rand(16, 2, requires_grad=True)
-        outer(x).sum().backward(), plain(x)
-    assert norm.num_batches_tracked.item() == 2
-    assert close(norm.running_var, plain.running_var)
-
-
 @pytest.mark.parametrize("shape", [(3,), (3, 4), (3, 4, 4), (3, 2, 2, 2)])
 def test_constructor_takes_any_number_of_dimensions(shape):
     norm = DeferredBatchNorm(3, eps=1e-3, momentum=0.2, affine=False)

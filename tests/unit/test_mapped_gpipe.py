@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from tests.support.helpers import note_of
-from torchgpipe import MappedGPipe, NoChunk, PerMicroBatch
+from torchgpipe import Chunks, MappedGPipe, NoChunk, PerMicroBatch, is_recomputing
 
 
 class Model(nn.Module):
@@ -156,3 +156,73 @@ def test_the_signature_is_that_of_the_model():
         assert [*inspect.signature(pipe.forward).parameters] == ["x", "labels"]
         assert pipe.forward(torch.ones(1), labels=torch.ones(1)).item() == 0
     assert [*inspect.signature(MappedGPipe.forward).parameters] == ["self", "args", "kwargs"]
+
+
+class Doubled(nn.Module):
+    """A model that needs the values of its inputs in backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x, scale):
+        return {"y": self.last(self.first(x).sin() * scale["by"])}
+
+
+@pytest.mark.parametrize("mode", ["always", "except_last", "never"])
+@pytest.mark.parametrize("name", [r"args\[0\]", "scale"])
+@pytest.mark.parametrize("marked", [False, True])
+def test_an_input_that_is_changed_before_backward_is_an_error(name, mode, marked):
+    pipe = MappedGPipe(Doubled(), {"first": "cpu", "last": "cpu"}, chunks=2, checkpoint=mode)
+    x, scale = torch.rand(4, 3), torch.rand(4, 3)
+    given = Chunks([x[:2], x[2:]]) if marked else x
+    pipe(given, scale={"by": scale})["y"].sum().backward()
+    pipe.zero_grad()
+    output = pipe(given, scale={"by": scale})["y"]
+    (scale if name == "scale" else x)[0] += 1
+    message = rf"an input must not be changed.*\(input: {name}, version: \d+, expected"
+    with pytest.raises(RuntimeError, match=message):
+        output.sum().backward()
+    assert all(p.grad is None for p in pipe.parameters())
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_a_model_may_change_its_rows_of_an_input(mode):
+    class Centred(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(3, 3)
+
+        def forward(self, x):
+            x -= x.mean(1, keepdim=True)
+            return self.first(x)
+
+    plain = Centred()
+    pipe = MappedGPipe(copy.deepcopy(plain), {"first": "cpu"}, chunks=2, checkpoint=mode)
+    x = torch.rand(4, 3)
+    plain(x.clone()).sum().backward()
+    pipe(x).sum().backward()
+    grads = [[p.grad for p in m.parameters()] for m in (plain, pipe)]
+    torch.testing.assert_close(*grads)
+
+
+def test_errors_about_what_a_module_changes_name_it():
+    class Adding(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.add_(1))
+
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Adding(3, 3))
+    pipe = MappedGPipe(layers, dict.fromkeys("012", "cpu"), chunks=2, checkpoint="always")
+    with pytest.raises(RuntimeError, match=r"must not change its input.*\(layer: 2\)"):
+        pipe(torch.rand(4, 3))
+
+    class Other(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x).sin()
+            return y[:1].sin() if is_recomputing() else y.sin()
+
+    layers = nn.Sequential(nn.Linear(3, 3), Other(3, 3), nn.Linear(3, 3))
+    pipe = MappedGPipe(layers, dict.fromkeys("012", "cpu"), chunks=2, checkpoint="always")
+    with pytest.raises(RuntimeError, match="torch.float32 by layer 1,") as caught:
+        pipe(torch.rand(4, 3)).sum().backward()
+    assert note_of(caught.value) == "raised in 1 on cpu, micro-batch 1"

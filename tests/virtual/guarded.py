@@ -174,11 +174,6 @@ TESTS = {
         "test_one_step_at_a_time",
         {"timeout": 0.2},
     ),
-    "a step within a cell": (
-        "unit.ambient.test_generators_nesting",
-        "test_step_within_a_cell_does_not_wait",
-        {"timeout": 0.2},
-    ),
     "a recomputation within a cell": (
         "unit.ambient.test_generators_nesting",
         "test_recomputation_within_a_cell_does_not_wait",
@@ -229,10 +224,10 @@ TESTS = {
         "test_caller_runs_all_of_what_never_blocks",
         {},
     ),
-    "recomputation of a step": (
+    "one thread at the generator": (
         "unit.ambient.test_generators_nesting",
-        "test_recomputation_of_a_step_within_a_cell_holds_its_locks",
-        {"timeout": 0.2},
+        "test_one_thread_at_a_time_turns_the_cpu_generator_back",
+        {},
     ),
     "hooks": ("behaviour.test_modes", "test_hooks_see_what_they_see_in_the_plain_model", {}),
     "hooks of what is kept": (
@@ -375,24 +370,20 @@ MUTANTS = {
     ),
     "locks of a step": (("locks_of(self._devices)", "[]"), "one step at a time"),
     "no locks within a cell": (
-        ("if nesting.depth", "if False"),
-        "a step within a cell",
+        ("if computing.within", "if False"),
         "a recomputation within a cell",
     ),
     "locks after a failure": (
         ("with locks[0]:", "if locks[0].__enter__():"),
         "a step that does not begin",
     ),
-    "locks of a recomputation around a step": (
-        ("*self.exchanged, ", ""),
-        "recomputation of a step",
-    ),
+    "locks of a recomputation": (("locks_of([CPU])", "[]"), "one thread at the generator"),
     "workers only for what blocks": (("not self.seen_to_block", "False"), "never blocks"),
     "modes that only the caller computes in": (("context.alone or ", ""), "hooks"),
     "modes of a recomputation": (DROP, "modes"),
     "modes of backward": (DROP, "modes of backward"),
     "context variables": (
-        ("self.context.run(function, again)", "function(again)"),
+        ("self.context.run(self.function, again)", "self.function(again)"),
         "modes",
     ),
     "threads of an operator": (DROP, "modes of backward"),

@@ -39,7 +39,7 @@ MUTANTS = {
     "kept values without their graph": (("leaf.detach()", "leaf"), "kept value"),
     "versions of kept values": (("!= version", "is None"), "kept value changed"),
     "operators around the layers": (
-        ("within(around, contexts)", "within(within(NOTHING, contexts), (around, around))"),
+        ("self._around(copies), policy", "policy, self._around(copies)"),
         "policy",
     ),
     "buffers that layers read": (("found + ", ""), "buffer changed"),

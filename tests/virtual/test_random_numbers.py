@@ -189,25 +189,6 @@ def run_in_threads(functions):
         assert not thread.is_alive()
 
 
-def test_training_of_another_wrapper_within_a_layer(devices):
-    """Autograd's threads recompute layers that draw on the CPU, where the caller is in a step."""
-
-    def draw(x):
-        return x * torch.rand(()).item() * x.tanh()
-
-    other = wrap(nn.Sequential(Apply(draw), Apply(draw)), devices[:2], chunks=1)
-
-    def train(x):
-        with torch.enable_grad():
-            given = x.detach().to(devices[0]).requires_grad_()
-            other(given).sum().backward()
-        return x + given.grad.cpu()
-
-    module = nn.Sequential(Apply(train), Apply(torch.tanh))
-    model = wrap(module, ["cpu", "cpu"], chunks=2)
-    run_in_threads([lambda: model(torch.rand(4, WIDTH, requires_grad=True)).sum().backward()])
-
-
 def squares(x, y):
     return (x - y).square().mean()
 

@@ -1,16 +1,14 @@
-"""Several wrappers on accelerators: in threads, within each other, and one after another."""
+"""Several wrappers on accelerators: in threads, and one after another."""
 
 import copy
-import itertools
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import MODES, assert_no_races, wrap
+from tests.support.helpers import MODES, wrap
 from tests.support.long_runs import run_in_threads
-from torchgpipe.testing import observe
 
 WIDTH = 4
 
@@ -66,34 +64,3 @@ def test_wrappers_in_several_threads(devices, mode, places):
     right = [found(copy.deepcopy(module), batch()) for module in modules]
     models = [wrap(module, place, mode) for module, place in zip(modules, places)]
     run_in_threads([partial(train, *case) for case in zip(models, inputs, right)])
-
-
-@pytest.mark.usefixtures("issuer")
-@pytest.mark.parametrize(("outer", "inner"), [("never", "always"), ("always", "never")])
-@pytest.mark.parametrize("place", [(2, 3), (1, 0), (1, "cpu")], ids=str)
-def test_wrapper_within_a_layer(devices, place, outer, inner):
-    """The inner wrapper is on other devices, on the same ones, or on the calling layer's."""
-    module, within = layers(), layers()
-    parameters = [*module.parameters(), *within.parameters()]
-    right = found(nn.Sequential(module[:2], within, module[2:]), batch(), parameters)
-    place = [torch.device(k) if k == "cpu" else devices[k] for k in place]
-    module[2] = nn.Sequential(Elsewhere(wrap(within, place, inner)), nn.Tanh())
-    model, input = wrap(module, devices[:2], outer), batch(devices[0])
-    with observe(jitter=0) as seen:
-        for _ in range(3):
-            leaves = [*module.parameters(), *within.parameters()]
-            torch.testing.assert_close(found(model, input, leaves), right)
-    assert_no_races(seen)
-
-
-@pytest.mark.usefixtures("issuer")
-@pytest.mark.parametrize(("outer", "inner"), [*itertools.pairwise([*MODES, MODES[0]])])
-def test_wrapper_as_a_layer_on_the_same_device(devices, outer, inner):
-    module, within = layers(), layers()
-    right = found(nn.Sequential(module[:2], copy.deepcopy(within), module[2:]), batch())
-    within.to(devices[1])
-    module[2] = nn.Sequential(wrap(within, [devices[1]] * 2, inner), nn.Tanh())
-    model, input = wrap(module, devices[:2], outer), batch(devices[0])
-    with observe(jitter=0) as seen:
-        torch.testing.assert_close(found(model, input), right)
-    assert_no_races(seen)

@@ -64,6 +64,27 @@ def put_back(values: list[dict[str, Any]]) -> None:
         vars(local).update(value)
 
 
+class Swap:
+    """Attributes of an object, such as those of a thread, with other values in a ``with`` block.
+
+    A class, as all context managers that are entered for each cell: @contextmanager takes longer.
+    """
+
+    __slots__ = ("_found", "_object", "_values")
+
+    def __init__(self, object: object, **values: Any) -> None:
+        self._object, self._values = object, values
+
+    def __enter__(self) -> None:
+        self._found = [getattr(self._object, name) for name in self._values]
+        for name, value in self._values.items():
+            setattr(self._object, name, value)
+
+    def __exit__(self, *_: object) -> None:
+        for name, value in zip(self._values, self._found):
+            setattr(self._object, name, value)
+
+
 Result = TypeVar("Result")
 
 #: Hooks that pack a tensor that is saved for backward, and unpack it.
@@ -213,13 +234,7 @@ class Context:
 
 
 class EnteredModes:
-    """The modes of another thread, within a ``with`` block.
-
-    Args:
-        modes: the modes to set.
-        nested: whether that thread was in a block of autocast.
-        found: the present settings of this thread.
-    """
+    """The modes of another thread, within a ``with`` block."""
 
     def __init__(self, modes: Modes, nested: bool, found: SavedSettings) -> None:
         self.modes = modes

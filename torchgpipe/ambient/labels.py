@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 from torchgpipe.ambient.context import registered
@@ -87,22 +86,7 @@ def within(label: Label | None) -> AbstractContextManager[Any]:
     return _NOTHING if label is None else Labelled(label)
 
 
-def around(function: Callable[..., Any], label: Label | None) -> Callable[..., Any]:
-    """Make a function whose work has a label, if there is one."""
-    return function if label is None else partial(_run, function, label)
-
-
-def _run(function: Callable[..., Any], label: Label, *args: Any, **kwargs: Any) -> Any:
-    with Labelled(label):
-        return function(*args, **kwargs)
-
-
 def put_layer(name: str, kind: str) -> None:
-    """Label the layer that comes next in the cell of this thread, if it has a label.
-
-    Args:
-        name: the name of the layer; empty after the last one.
-        kind: its class; empty after the last one.
-    """
+    """Label the layer that comes next in the cell of this thread, if it has a label."""
     if current.label is not None:
         put(current.label._replace(layer=name, layer_type=kind))

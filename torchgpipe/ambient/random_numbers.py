@@ -28,18 +28,15 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from torchgpipe.ambient.context import Swap
 from torchgpipe.ambient.generators import (
-    Around,
     Lock,
-    Nest,
-    begin_step,
+    computing,
     content,
-    end_step,
     first_run,
     generator_of,
     get_state,
     locks_of,
-    recomputation,
     set_state,
 )
 from torchgpipe.devices.streams import CPU
@@ -53,10 +50,6 @@ class StepNumbers:
     After the block, the generator of the first device of each type has the state in which the first
     micro-batch has left it. Other generators get back the state from before the block; after an
     exception, all of them do.
-
-    Args:
-        devices: the device of each partition.
-        m: the number of micro-batches.
     """
 
     def __init__(self, devices: Sequence[torch.device], m: int) -> None:
@@ -74,7 +67,6 @@ class StepNumbers:
         return locks_of(self._devices)
 
     def __enter__(self) -> None:
-        self.nest = begin_step(self._devices)
         self._found = _get(self._devices)
         # Not methods of this object, which only Python's collector would free.
         self._begin = _Beginnings(self._home, self._found)
@@ -93,11 +85,10 @@ class StepNumbers:
             # guard: generators are put back after an exception
             is_home = kind is None and device == self._home[device.type]
             set_state(device, self._last(device) if is_home else self._found[device])
-        end_step(self.nest)
 
     def of(self, i: int, device: torch.device) -> CellNumbers:
         """Context manager that installs the RNG state of micro-batch ``i`` on a device."""
-        return CellNumbers(self.states[i], generator_of(device), self.nest)
+        return CellNumbers(self.states[i], generator_of(device))
 
     @property
     def drawn(self) -> bool:
@@ -158,12 +149,7 @@ class _States(dict[str, Tensor]):
 
 
 class _Beginnings:
-    """The RNG states that micro-batches begin with.
-
-    Args:
-        home: for each type of device, the device whose generator continues the caller's sequence.
-        found: the state of each generator before the step.
-    """
+    """The RNG states that micro-batches begin with."""
 
     def __init__(
         self, home: Mapping[str, torch.device], found: Mapping[torch.device, Tensor]
@@ -185,20 +171,14 @@ class _Beginnings:
         return torch.Generator(device).manual_seed(seed).get_state()
 
 
-class CellNumbers(first_run):
-    """Set the RNG state of a micro-batch within a ``with`` block, and save the new one after it.
-
-    Args:
-        states: the states of the micro-batch, by type of device.
-        device: the device whose generator the cell draws from.
-        nest: the nesting of the cell in wrappers.
-    """
+class CellNumbers(Swap):
+    """Set the RNG state of a micro-batch within a ``with`` block, and save the new one after it."""
 
     __slots__ = ("after", "device", "kind", "states")
 
-    def __init__(self, states: dict[str, Tensor], device: torch.device, nest: Nest) -> None:
+    def __init__(self, states: dict[str, Tensor], device: torch.device) -> None:
         # Each cell runs this, so here and below super() is avoided, which takes longer.
-        self.nest = nest
+        Swap.__init__(self, computing, within=True)
         self.states = states
         self.device = device
         self.kind = device.type
@@ -206,7 +186,7 @@ class CellNumbers(first_run):
         self.after: Tensor | None = None
 
     def __enter__(self) -> None:
-        first_run.__enter__(self)
+        Swap.__enter__(self)
         # guard: numbers go on
         # guard: numbers by type of device
         set_state(self.device, self.states[self.kind])
@@ -216,7 +196,7 @@ class CellNumbers(first_run):
         # guard: numbers are taken along
         # guard: numbers by type of device
         self.states[self.kind] = after
-        first_run.__exit__(self)
+        Swap.__exit__(self)
 
     @property
     def state(self) -> Tensor:
@@ -228,13 +208,9 @@ class FirstNumbers:
     """The RNG states from before the forward of a cell, for its recomputation.
 
     They are those of the CPU, and of the device if it has a generator of its own.
-
-    Args:
-        device: the device that computes.
-        cell: the numbers of the cell, whose block has just begun.
     """
 
-    __slots__ = ("after", "around", "before")
+    __slots__ = ("after", "before")
 
     def __init__(self, device: torch.device, cell: CellNumbers | None = None) -> None:
         own = generator_of(device)
@@ -243,16 +219,12 @@ class FirstNumbers:
         if own != CPU:
             self.before[CPU] = get_state(CPU)
         self.after: dict[torch.device, Tensor] = {}
-        self.around = Around()
 
     def settle(self, cell: CellNumbers | None = None) -> None:
         """Take note of the states after the first run.
 
         Recomputation leaves a generator alone that the forward has not drawn from. So accelerators
         that draw from their own generators recompute at the same time.
-
-        Args:
-            cell: the numbers of the cell, whose block is about to end.
         """
         found, self.before = self.before, {}
         for device, before in found.items():
@@ -261,7 +233,6 @@ class FirstNumbers:
                 self.before[device], self.after[device] = before, after
         if cell is not None:
             cell.after = self.after.get(cell.device, cell.state)
-        self.around.settle()
 
     @property
     def drawn(self) -> bool:
@@ -271,32 +242,34 @@ class FirstNumbers:
     @property
     def locks(self) -> list[Lock]:
         """The locks to hold while the generators are :meth:`restored`."""
-        return self.around.locks([CPU] if CPU in self.before else [])
+        # guard: locks of a recomputation
+        return locks_of([CPU]) if CPU in self.before else []
 
-    def restored(self) -> recomputation:
+    def restored(self) -> Swap:
         """Set the generators to the states before the first run within a ``with`` block.
 
         Raises:
             RuntimeError: the block drew other numbers than the first run.
         """
-        return RestoredNumbers(self) if self.before else recomputation()
+        return RestoredNumbers(self) if self.before else first_run()
 
 
-class RestoredNumbers(recomputation):
+class RestoredNumbers(Swap):
     """The generators as they were before a first run, within a ``with`` block."""
 
     __slots__ = ("first", "now")
 
     def __init__(self, first: FirstNumbers) -> None:
+        Swap.__init__(self, computing, within=True)
         self.first = first
 
     def __enter__(self) -> None:
         self.now = _get(self.first.before)
         _set(self.first.before)
-        recomputation.__enter__(self)
+        Swap.__enter__(self)
 
     def __exit__(self, *exception: object) -> None:
-        recomputation.__exit__(self)
+        Swap.__exit__(self)
         first = self.first
         again = _get(first.after)
         _set(self.now)

@@ -173,14 +173,7 @@ def moved(
     next_stream: AbstractStream,
     other: AbstractStream,
 ) -> tuple[Any, ...]:
-    """Copy tensors to the device of the next stream.
-
-    Args:
-        tensors: the tensors; None stays None.
-        prev_stream: a stream of the device that they are on.
-        next_stream: a stream of the device that they go to.
-        other: the one of the two streams that is not current.
-    """
+    """Copy tensors to the device of the next stream."""
     device = get_device(next_stream)
     # The host reads and writes the CPU's memory without waiting for any stream.
     non_blocking = "cpu" not in (get_device(prev_stream).type, device.type)

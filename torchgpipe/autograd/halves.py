@@ -74,12 +74,6 @@ def backward(
     """Run backward in this thread, and return the gradients of ends; None for those not reached.
 
     No gradient is added to any ``.grad``, and nodes behind the ends do not run.
-
-    Args:
-        roots: where backward begins.
-        grads: the gradient of each root.
-        ends: whose gradients are wanted.
-        keep: whether another backward through the same nodes will follow.
     """
     if not (roots and ends):
         return (None,) * len(ends)
@@ -221,16 +215,7 @@ class Boundary:
 
 
 class Halves:
-    """The backward of one cell, in two halves.
-
-    Args:
-        roots: the edges from which gradients come in.
-        grads: the gradient of each.
-        inputs: the edges whose gradients are wanted first, all of one node.
-        weights: the weights whose gradients are wanted later.
-        forget: called with each packed tensor of saved-tensor hooks that only I needed.
-        hooked: whether nodes may have hooks.
-    """
+    """The backward of one cell, in two halves."""
 
     def __init__(
         self,

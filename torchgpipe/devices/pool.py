@@ -30,12 +30,7 @@ __all__: list[str] = []
 
 
 class HostMemory:
-    """The pinned buffers of one device, and its two streams that copy to them and from them.
-
-    Args:
-        out: the stream that copies to the host.
-        back: the one that copies back.
-    """
+    """The pinned buffers of one device, and its two streams that copy to them and from them."""
 
     def __init__(self, out: AbstractStream, back: AbstractStream) -> None:
         self.out, self.back = out, back

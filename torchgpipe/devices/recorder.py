@@ -155,11 +155,7 @@ class WorkTimes:
 
 
 class Recorder:
-    """The marks of some steps.
-
-    Args:
-        devices: the devices of the model.
-    """
+    """The marks of some steps."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._devices = [x for x in dict.fromkeys(devices) if has_streams(x)]

@@ -75,25 +75,13 @@ class StepInputs(NamedTuple):
 
 
 class Reader:
-    """The checks and the split of what the caller gives to this process.
-
-    Args:
-        routes: in which process each stage is.
-        device: the device of this process.
-        streams: the streams of copies.
-    """
+    """The checks and the split of what the caller gives to this process."""
 
     def __init__(self, routes: Routes, device: torch.device, streams: StreamPool) -> None:
         self._routes, self._device, self._streams = routes, device, streams
 
     def read(self, pipe: Any, input: Any, terms: Any) -> StepInputs:
-        """Check and split.
-
-        Args:
-            pipe: the wrapper.
-            input: the input of the model.
-            terms: the further arguments of the loss; None without a loss.
-        """
+        """Check and split."""
         mini_batch = None
         if not self._routes.is_first:
             verify_call(pipe, ())
@@ -168,11 +156,7 @@ class StepLoss(NamedTuple):
 
 
 class Agreement:
-    """The exchange of one process with the others.
-
-    Args:
-        peers: the processes.
-    """
+    """The exchange of one process with the others."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
@@ -316,13 +300,7 @@ class Agreement:
         return Agreed(division, digest(repr([x[3] for x in found])), with_numbers)
 
     def end(self, mail: Mail, value: Tensor | None, divisor: Tensor | None) -> StepLoss | None:
-        """Tell the others that the step is done, and return its loss; None without one.
-
-        Args:
-            mail: the messages of the step.
-            value: the loss, where the last stage is; None without a loss.
-            divisor: what gradients are still to be divided by, there.
-        """
+        """Tell the others that the step is done, and return its loss; None without one."""
         numbers, last = mail.step.numbers, mail.routes.placement[-1]
         drew, any_drew = numbers.has_drawn(0), numbers.drawn
         code = -1 if value is None else DTYPES.index(value.dtype)
@@ -347,9 +325,6 @@ class Agreement:
         """Wait until all are done with a step, and agree on the state of the generators after it.
 
         As after a step in one process, generators are where the first micro-batch has left them.
-
-        Args:
-            mail: the messages of the step.
         """
         numbers, placement = mail.step.numbers, mail.routes.placement
         assert mail.after is not None

@@ -45,9 +45,6 @@ NOBODY = 1_000_002
 class shared_failures:
     """Make the other processes raise, too, if a ``with`` block raises.
 
-    Args:
-        peers: the processes.
-
     Raises:
         RuntimeError: another process has failed before; the message names it, and says why. Or this
             one was forked.

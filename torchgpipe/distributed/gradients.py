@@ -42,12 +42,7 @@ def verify_not_parallel(module: nn.Module) -> None:
 
 
 def equalise(module: nn.Module, replicas: Peers) -> None:
-    """Give parameters and buffers the values that they have in the first pipeline.
-
-    Args:
-        module: the layers of this process.
-        replicas: the processes with the same stages.
-    """
+    """Give parameters and buffers the values that they have in the first pipeline."""
     named = [*module.named_parameters(), *module.named_buffers()]
     verify_same(digest(repr([(name, tuple(x.shape), x.dtype) for name, x in named])), replicas)
     with torch.no_grad():
@@ -69,13 +64,7 @@ def verify_same(number: int, replicas: Peers) -> None:
 
 
 def average(weights: Iterable[Tensor], sums: Sums, replicas: Peers) -> None:
-    """Average the gradients of a step over other pipelines.
-
-    Args:
-        weights: the weights, in the same order in all processes.
-        sums: their gradients.
-        replicas: the processes with the same stages.
-    """
+    """Average the gradients of a step over other pipelines."""
     weights = [*weights]
     reached = sums.reached()
     # A weight that got a gradient in no pipeline gets none, as in the plain model.

@@ -34,14 +34,7 @@ HOST = 1_000_001
 
 
 class Mail(Post):
-    """The post of one process for one step.
-
-    Args:
-        forms: the forms that both ends know.
-        routes: in which process each stage is.
-        peers: the processes of the pipeline.
-        *args: the arguments of :class:`~torchgpipe.engine.links.Post`.
-    """
+    """The post of one process for one step."""
 
     def __init__(self, forms: Forms, routes: Routes, peers: Peers, *args: Any) -> None:
         super().__init__(*args)

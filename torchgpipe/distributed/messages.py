@@ -68,11 +68,7 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True)
 class Form:
-    """The form of a message.
-
-    Args:
-        parts: the parts, in order.
-    """
+    """The form of a message."""
 
     parts: tuple[Packed, ...]
 
@@ -124,12 +120,7 @@ def pack(batch: Batch) -> tuple[Form, list[Tensor]]:
 
 
 def unpack(form: Form, tensors: Sequence[Tensor]) -> Batch:
-    """Put a micro-batch together.
-
-    Args:
-        form: the form of the message.
-        tensors: its tensors, in order; those that a gradient is wanted of will require one.
-    """
+    """Put a micro-batch together."""
     parts, structures = {}, {}
     rest = iter(tensors)
     for part in form.parts:
@@ -141,11 +132,7 @@ def unpack(form: Form, tensors: Sequence[Tensor]) -> Batch:
 
 
 class Forms:
-    """The forms that both ends of the messages of this process know.
-
-    Args:
-        routes: the names of parts.
-    """
+    """The forms that both ends of the messages of this process know."""
 
     def __init__(self, routes: Routes) -> None:
         self._routes = routes

@@ -31,11 +31,6 @@ NUMBERS, AFTER = 1_000_003, 1_000_004
 class Peers:
     """The processes of a pipeline.
 
-    Args:
-        group: the group; None for all processes.
-        device: the device of this process.
-        name: the word for the group in messages.
-
     Raises:
         RuntimeError: there is no process group.
         TypeError: it is none.
@@ -147,12 +142,6 @@ class Exchange:
 
     Messages take less time than a collective, which a thread of gloo runs from process to process,
     and none where they were expected before they are sent.
-
-    Args:
-        peers: the processes.
-        count: how many numbers each tells.
-        dtype: of the numbers.
-        tag: tells it from other exchanges that are under way.
     """
 
     def __init__(
@@ -192,11 +181,7 @@ class Exchange:
 
 
 class Connections:
-    """The ways of tensors to other processes and back, for one step.
-
-    Args:
-        peers: the processes.
-    """
+    """The ways of tensors to other processes and back, for one step."""
 
     def __init__(self, peers: Peers) -> None:
         self._group = peers.group
@@ -232,12 +217,7 @@ def digest(text: str) -> int:
 
 
 def differing(names: Sequence[str], found: Sequence[Sequence[int]]) -> str:
-    """The first of some things in which processes differ, as text; empty if there is none.
-
-    Args:
-        names: what each number of a process stands for.
-        found: the numbers of each process.
-    """
+    """The first of some things in which processes differ, as text; empty if there is none."""
     for name, values in zip(names, zip(*found)):
         if len({*values}) > 1:
             first = [values.index(x) for x in values]

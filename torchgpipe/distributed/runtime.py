@@ -47,17 +47,7 @@ MESSAGES = {
 
 
 class Actions:
-    """The actions of one process in steps of one number of micro-batches.
-
-    Args:
-        choice: the schedule, its name, or a function of the numbers of workers and micro-batches.
-        layout: the skips between stages.
-        routes: in which process each stage is.
-        peers: the processes of the pipeline.
-        m: the number of micro-batches.
-        recorded: whether backward runs.
-        modes: what cells keep.
-    """
+    """The actions of one process in steps of one number of micro-batches."""
 
     def __init__(
         self,
@@ -132,12 +122,6 @@ class Actions:
 
 def fitting(choice: Choice, stages: int, size: int, m: int) -> Schedule:
     """Make the schedule of steps.
-
-    Args:
-        choice: the schedule, its name, or a function of the numbers of workers and micro-batches.
-        stages: the number of stages.
-        size: the number of processes.
-        m: the number of micro-batches.
 
     Raises:
         TypeError: the choice is none of these.

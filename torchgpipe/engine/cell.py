@@ -59,12 +59,7 @@ class Cell:
         self._checkpoints: list[Checkpoint] = []
 
     def arrive(self, batch: Batch, phonies: Sequence[Tensor] = ()) -> Batch:
-        """Copy the parts that come from another stream.
-
-        Args:
-            batch: the input.
-            phonies: phonies of cells that backward shall come to after this cell.
-        """
+        """Copy the parts that come from another stream."""
         recording = self.step.stages.recording
         staying = [part for part in batch.parts if phonies and part not in self.arriving]
         if staying:
@@ -120,12 +115,7 @@ class Cell:
         return batch
 
     def merge(self, batch: Batch, phonies: Sequence[Tensor]) -> Batch:
-        """Make backward start this cell before the cells that produced ``phonies``.
-
-        Args:
-            batch: the output.
-            phonies: the phonies of these cells.
-        """
+        """Make backward start this cell before the cells that produced ``phonies``."""
         joined = partial(join, phonies)
         return self._on_lanes(batch, joined, joined) if phonies else batch
 

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from torchgpipe.ambient import labels
-from torchgpipe.ambient.generators import nesting
+from torchgpipe.ambient.context import Swap
+from torchgpipe.ambient.generators import computing
 from torchgpipe.ambient.modes import without_autocast
 from torchgpipe.ambient.notes import noted
 from torchgpipe.autograd.nodes import drain_queue
@@ -47,11 +48,6 @@ class Computation(noted):
     """One computation of an instruction.
 
     As a context manager it tells what is computed, in notes on exceptions and by labels.
-
-    Args:
-        executor: the step.
-        w: the worker.
-        op: what is computed.
     """
 
     #: What its cell is given.
@@ -150,12 +146,8 @@ class Forward(Computation):
 
     def _compute(self) -> None:
         cell = self.cell
-        outer = nesting.number
-        nesting.number = self.i if nesting.depth == 1 else outer
-        try:
+        with Swap(computing, number=self.i):
             self.output = cell.forward(self.given)
-        finally:
-            nesting.number = outer
         if torch.is_grad_enabled():
             self.executor.cells[self.j, self.i] = cell
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import groupby
 from numbers import Real
@@ -22,7 +22,7 @@ from torchgpipe.engine.links import fetched
 from torchgpipe.recompute.runs import is_recomputing
 from torchgpipe.values.division import Division, divided, leaves_in, rows_in, split
 from torchgpipe.values.marks import Chunks
-from torchgpipe.values.microbatch import Batch, joined
+from torchgpipe.values.microbatch import Batch, Several, joined
 from torchgpipe.values.structure import is_of_input, leaves_of, map_leaves, names, verify_filled
 
 __all__: list[str] = []
@@ -157,10 +157,10 @@ class Criterion:
         results = [] if found is None else [x for x in found if isinstance(x, Tensor)]
         return results if output is None else [*results, *output]
 
-    def joined(self, blocks: Container[int]) -> Any:
+    def joined(self, several: Several) -> Any:
         """The outputs of all micro-batches: see :func:`~torchgpipe.values.microbatch.joined`."""
         assert self.outputs is not None
-        return joined([x for x in self.outputs if x is not None], self.division, blocks)
+        return joined([x for x in self.outputs if x is not None], self.division, several)
 
     def total(self) -> tuple[Tensor, Tensor | None]:
         """The loss of the mini-batch, and what its gradients are still to be divided by, if at all.
@@ -250,12 +250,7 @@ def _checked_weight(weight: Any) -> Any:
 
 
 class explaining:
-    """Note on an error within a ``with`` block that all but the first argument go to the loss.
-
-    Args:
-        targets: the arguments of the step after the first one.
-        layer: the first layer.
-    """
+    """Note on an error within a ``with`` block that all but the first argument go to the loss."""
 
     def __init__(self, targets: Sequence[Any], layer: nn.Module | None) -> None:
         self._targets, self._layer = targets, layer
@@ -286,12 +281,6 @@ def arguments_of(
     value: Any, division: Division, pool: StreamPool, device: torch.device
 ) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], list[Any]]:
     """The arguments of the loss for each micro-batch, and the events of their copies.
-
-    Args:
-        value: the arguments that the caller gave, positional ones and those by name.
-        division: the division of the input.
-        pool: the streams on which tensors are copied.
-        device: the device of the last stage.
 
     Raises:
         ValueError: the arguments have other rows than the input, or require a gradient.

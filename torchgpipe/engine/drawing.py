@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from torchgpipe._torch.attributes import modules_of
-from torchgpipe.ambient.generators import content, first_run, generator_of, get_state, nesting
+from torchgpipe.ambient.generators import content, first_run, generator_of, get_state
 from torchgpipe.ambient.notes import contextmanager
 from torchgpipe.devices.streams import CPU
 from torchgpipe.engine.step import Step
@@ -78,15 +78,7 @@ class Draws:
 
 
 class StepDraws:
-    """The random numbers of the computations of a step.
-
-    Args:
-        lock: held by who has a turn.
-        step: the step.
-        shared: the generators whose cells take turns.
-        is_watched: whether to find out if computations draw on the CPU.
-        is_free: whether nobody draws on the CPU.
-    """
+    """The random numbers of the computations of a step."""
 
     def __init__(
         self,
@@ -110,36 +102,23 @@ class StepDraws:
     def of(self, i: int, j: int) -> AbstractContextManager[Any]:
         """Context manager for the first run of a cell."""
         if self._is_free[j]:
-            return first_run(self._numbers.nest)
+            return first_run()
         return self._watched(self._numbers.of(i, self._devices[j]))
 
     def again(self) -> AbstractContextManager[Any]:
         """Context manager for the recomputation of a cell."""
-        return first_run(self._numbers.nest)
+        return first_run()
 
     def backward(self) -> AbstractContextManager[Any]:
         """Context manager for the backward of a cell."""
-        return self._watched(NOTHING)
+        return self._watched(first_run())
 
     def _watched(self, inner: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-        return _Watched(self, inner) if self._is_watched else inner
+        return self._watching(inner) if self._is_watched else inner
 
-
-class _Watched:
-    """The random numbers of a computation, within a ``with`` block that finds out if it draws."""
-
-    def __init__(self, draws: StepDraws, inner: AbstractContextManager[Any]) -> None:
-        self._draws, self._inner = draws, inner
-
-    def __enter__(self) -> None:
-        self._inner.__enter__()
-        self._before = self._seen()
-
-    def __exit__(self, *exception: Any) -> None:
-        self._draws.drawn |= self._seen() != self._before
-        self._inner.__exit__(*exception)
-
-    @staticmethod
-    def _seen() -> tuple[bytes, int | None]:
-        """The CPU's RNG state, and the count of steps of wrappers within cells, which set it."""
-        return content(get_state(CPU)), nesting.steps.get(CPU)
+    @contextmanager
+    def _watching(self, inner: AbstractContextManager[Any]) -> Iterator[None]:
+        with inner:
+            before = content(get_state(CPU))
+            yield
+            self.drawn |= content(get_state(CPU)) != before

@@ -45,11 +45,7 @@ Function: TypeAlias = Callable[..., tuple[Tensor, ...]]
 
 
 class Lanes:
-    """The streams of one step.
-
-    Args:
-        stages: the stages of the wrapper.
-    """
+    """The streams of one step."""
 
     def __init__(self, stages: Stages) -> None:
         self._partitions = stages.partitions

@@ -55,25 +55,14 @@ __all__: list[str] = []
 
 
 class Sent(NamedTuple):
-    """Tensors on their way.
-
-    Args:
-        tensors: the tensors on their new device.
-        event: what the receiver has to wait for; None if there is nothing.
-    """
+    """Tensors on their way."""
 
     tensors: tuple[Tensor | None, ...]
     event: Any = None
 
 
 class Links:
-    """The streams of one step.
-
-    Args:
-        plan: the plan of the step.
-        stages: the stages of the wrapper.
-        arriving: what the last stage needs, each with the event of its copy.
-    """
+    """The streams of one step."""
 
     def __init__(
         self, plan: StepPlan, stages: Stages, arriving: Sequence[tuple[Tensor, Any]]
@@ -233,11 +222,6 @@ def fetched(
     pool: StreamPool, value: Any, device: torch.device
 ) -> tuple[Any, list[tuple[Tensor, Any]]]:
     """Copy the tensors of a value to a device, on lanes.
-
-    Args:
-        pool: the streams of the wrapper.
-        value: any nested structure, on any devices.
-        device: where the tensors are wanted.
 
     Returns:
         The value, and the copies, each with an event that whoever uses it has to wait for.

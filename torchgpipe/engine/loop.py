@@ -104,8 +104,7 @@ class Executor:
         self.crew, self.plan, self.criterion = crew, plan, criterion
         stages = crew.stages
         after = criterion.loss if isinstance(criterion.loss, nn.Module) else None
-        joins, again = criterion.outputs is not None, {j for j, _ in plan.again}
-        self.step = Step(stages, plan.schedule.chunks, again, joins, after)
+        self.step = Step(stages, plan.schedule.chunks, {j for j, _ in plan.again}, after)
         #: Whether the caller is within autocast, which backward must not be.
         self.casts = any(x.enabled for x in self.step.context.modes.autocast)
         #: For each stage, copies of weights that it computes with in their place.
@@ -265,12 +264,7 @@ class Executor:
             cell.weights += strays
 
     def outcome(self, value: Tensor, divisor: Tensor | None) -> Tensor:
-        """The loss of the step, whose backward hands the gradients over.
-
-        Args:
-            value: the loss.
-            divisor: what gradients are still to be divided by, if by anything.
-        """
+        """The loss of the step, whose backward hands the gradients over."""
         if self.criterion.scale is not None:
             one = self.criterion.scale(torch.ones((), device=value.device, dtype=value.dtype))
             divisor = one if divisor is None else divisor * one

@@ -110,9 +110,6 @@ class Sums:
         beside their sums. Small ones wait, since one call that adds them all costs less than many.
         But on the CPU, they do not wait: a small one that stays in memory beside a freed large one
         would fragment it, and leave no room for the next large one.
-
-        Args:
-            tensors: those whose gradients no other thread computes.
         """
         found = [x for x in tensors if type(x) in (Tensor, Parameter) and x.is_leaf]
         large = [x for x in found if x.nbytes >= LARGE]
@@ -185,15 +182,7 @@ class Sums:
 
 
 class HandOver(torch.autograd.Function):
-    """``sums, device, dtype, caller, *tensors → 0``: backward hands the gradients over.
-
-    Args:
-        sums: the gradients, whose memory belongs to the current stream.
-        device: the device of the output.
-        dtype: its dtype.
-        caller: the caller's stream on that device.
-        *tensors: the tensors that get the gradients.
-    """
+    """``sums, device, dtype, caller, *tensors → 0``: backward hands the gradients over."""
 
     @staticmethod
     def forward(
@@ -229,13 +218,7 @@ def _record_grads(tensors: Iterable[Tensor], stream: AbstractStream) -> None:
 
 
 class Outcome(torch.autograd.Function):
-    """``value, divisor, *zeros → value``.
-
-    Args:
-        value: the value of the loss.
-        divisor: what the gradients have to be divided by, of shape ``()``, or None.
-        *zeros: the outputs of :class:`HandOver`.
-    """
+    """``value, divisor, *zeros → value``."""
 
     @staticmethod
     def forward(
@@ -306,14 +289,7 @@ def in_place_of(copies: Mapping[Tensor, Tensor], weights: Sequence[Tensor]) -> l
 
 
 class StepSums:
-    """The weights of all stages, the tensors of the caller, and the sums of their gradients.
-
-    Args:
-        plan: the plan of the step.
-        modules: for each stage, the module that has all of its weights.
-        batches: the micro-batches of the first stage.
-        copies: for each stage, copies of weights that it computes with in their place.
-    """
+    """The weights of all stages, the tensors of the caller, and the sums of their gradients."""
 
     def __init__(
         self,
@@ -369,11 +345,6 @@ class StepSums:
         """Make zeros whose backward hands the gradients over, to the tensors that have got one.
 
         Autograd would call the hooks of others with None.
-
-        Args:
-            links: the streams of the step.
-            post: has the gradients of the caller's tensors.
-            dtype: the dtype of the loss.
         """
         of_caller = Sums()
         for i, given in enumerate(self._inputs if self._given else ()):

@@ -55,7 +55,7 @@ Source: Huang et al., GPipe (arXiv 1811.06965); Kim et al., torchgpipe (arXiv 20
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from torchgpipe.ambient import labels
@@ -74,24 +74,13 @@ __all__: list[str] = []
 
 
 def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
-    """Generate the cells ``(i, j)`` of each clock cycle.
-
-    Args:
-        m: the number of micro-batches.
-        n: the number of partitions.
-    """
+    """Generate the cells ``(i, j)`` of each clock cycle."""
     for k in range(m + n - 1):
         yield [(k - j, j) for j in range(max(1 + k - m, 0), min(1 + k, n))]
 
 
 class Pipeline:
-    """One forward of all micro-batches through all partitions.
-
-    Args:
-        stages: the stages of the wrapper.
-        batches: the micro-batches; each is replaced by its output.
-        modes: for each partition, the mode that says what cells keep.
-    """
+    """One forward of all micro-batches through all partitions."""
 
     def __init__(self, stages: Stages, batches: list[Batch], modes: Sequence[Keeping]) -> None:
         self.stages = stages
@@ -105,7 +94,7 @@ class Pipeline:
         m, n = len(self.batches), len(self.stages.partitions)
         devices, lanes = self.stages.devices, self.step.lanes
         tasks = [
-            Task((i, j), devices[j], self._task(i, j), lanes.needs(i, j, m))
+            Task((i, j), devices[j], partial(self.run_cell, i, j), lanes.needs(i, j, m))
             for cycle in clock_cycles(m, n)
             for i, j in cycle
         ]
@@ -131,10 +120,12 @@ class Pipeline:
                 # guard: before the caller
                 self.step.lanes.have_caller_wait()
 
-    def _task(self, i: int, j: int) -> Callable[[], None]:
-        return labels.around(partial(self.run_cell, i, j), labels.of("F", j, i))
-
     def run_cell(self, i: int, j: int) -> None:
+        """Compute a cell under its label, if somebody observes devices."""
+        with labels.within(labels.of("F", j, i)):
+            self._run_cell(i, j)
+
+    def _run_cell(self, i: int, j: int) -> None:
         """Compute a cell, between the two ends of the fence that orders backward."""
         cell = Cell(self.step, i, j)
         batch = self.batches[i]

@@ -55,11 +55,7 @@ class Traceable(Protocol):
 
 
 class Recording:
-    """The spans of a model, as long as it is traced.
-
-    Args:
-        recorder: takes the times.
-    """
+    """The spans of a model, as long as it is traced."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -82,15 +78,7 @@ class Recording:
         value: Any,
         **more: Any,
     ) -> Any:
-        """Run layers, in forward or in recomputation, and take the times.
-
-        Args:
-            run: runs the layers on a value.
-            where: the cell.
-            tensors: returns the tensors of the value, and of the output.
-            value: the value.
-            **more: further arguments of ``run``.
-        """
+        """Run layers, in forward or in recomputation, and take the times."""
         if is_recomputing():
             again = Mark("R", *where)
             self._leave(again)
@@ -142,14 +130,7 @@ class Recording:
         stages: tuple[int, int],
         i: int,
     ) -> Callable[..., Any]:
-        """Wrap a function that copies tensors, to take the times of the copies in both directions.
-
-        Args:
-            copy: copies tensors from one lane to another.
-            lanes: the lane that they come from, and the one that they go to.
-            stages: the stage that they come from, and the one that they go to.
-            i: the number of the micro-batch.
-        """
+        """Wrap a function that copies tensors, to take the times of copies in both directions."""
         here, there = lanes
         source, target = stages
         if here.device == there.device:

@@ -47,9 +47,6 @@ class Cell:
 
     The stream of the stage is current whenever a method is called. What a method is given lets go
     of its tensors, which are freed at their last use.
-
-    Args:
-        run: its F.
     """
 
     __slots__ = ("again", "criterion", "i", "j", "stream", "weights")
@@ -60,11 +57,7 @@ class Cell:
         self.weights = [*run.executor.sums.weights[run.j]]
 
     def forward(self, batch: Batch) -> Batch:
-        """Run the layers (F).
-
-        Args:
-            batch: the input. Tensors that a gradient is wanted of require one.
-        """
+        """Run the layers (F)."""
         raise NotImplementedError
 
     def look_for_strays(self, nodes: set[Any]) -> list[Tensor]:
@@ -92,9 +85,6 @@ class Cell:
         self, grads: Gradients
     ) -> tuple[Gradients, Sequence[Tensor], Sequence[Tensor | None]]:
         """Compute the gradients of input and weights (B), and let go of all else.
-
-        Args:
-            grads: the gradients of the output.
 
         Returns:
             The gradients of the input; the weights, and their gradients.
@@ -229,11 +219,7 @@ class Cells:
     """The kind of cells that steps have: these are the eager ones."""
 
     def begin(self, copies: Sequence[Mapping[Tensor, Tensor]]) -> NewCell:
-        """Begin a step, and return what makes its cells.
-
-        Args:
-            copies: for each stage, copies of weights that it computes with in their place.
-        """
+        """Begin a step, and return what makes its cells."""
         return EagerCell
 
     def compute(self, function: Callable[[], None]) -> None:

@@ -72,14 +72,7 @@ class Stages:
         settings: Wrapper,
         schedule: str | None = None,
     ) -> None:
-        """Take note of what a plan has predicted.
-
-        Args:
-            time: milliseconds of a step.
-            memory: the most bytes of each device.
-            settings: the wrapper, whose settings now are those of the plan.
-            schedule: the name of the schedule; None for the order of :class:`~torchgpipe.GPipe`.
-        """
+        """Take note of what a plan has predicted."""
         # No plan knows that partitions on the CPU compute one after another.
         if [*self.devices].count(CPU) > 1:
             return
@@ -94,14 +87,7 @@ class Stages:
         schedule: str | None = None,
         rank: int | None = None,
     ) -> Description:
-        """Describe the partitions, and a step as it was measured and predicted.
-
-        Args:
-            settings: the wrapper.
-            loss: the loss after the last partition.
-            schedule: the name or the text of the schedule.
-            rank: the rank of this process, if others have layers, too.
-        """
+        """Describe the partitions, and a step as it was measured and predicted."""
         modes = words_of(settings.checkpoint, len(self.devices))
         found = self.prediction
         if found and not found.holds(settings.chunks, modes, schedule):

@@ -37,7 +37,6 @@ from torchgpipe.recompute.layer_state import LayersState
 from torchgpipe.recompute.offload import Offloading
 from torchgpipe.schedule.trips import leaving
 from torchgpipe.values.microbatch import VALUE
-from torchgpipe.values.order import Order
 
 __all__: list[str] = []
 
@@ -94,12 +93,7 @@ class Fence:
 
 
 class StepWeights:
-    """The copies, in one step, of weights that layers on several devices share.
-
-    Args:
-        lanes: for each device, the stream from which its weights are copied.
-        outside: the caller's stream on each device.
-    """
+    """The copies, in one step, of weights that layers on several devices share."""
 
     def __init__(
         self,
@@ -113,13 +107,7 @@ class StepWeights:
     def bring(
         self, compute: AbstractStream, lane: AbstractStream, weights: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Copy weights to a device; weights that are there already get an alias.
-
-        Args:
-            compute: the stream that computes with them.
-            lane: the stream on which they come.
-            weights: the weights.
-        """
+        """Copy weights to a device; weights that are there already get an alias."""
         return [self._brought(compute, lane, x) for x in weights]
 
     def _brought(self, compute: AbstractStream, lane: AbstractStream, weight: Tensor) -> Tensor:
@@ -153,22 +141,13 @@ class StepWeights:
 
 
 class Step:
-    """The knowledge of a step, besides its micro-batches, that its cells share.
-
-    Args:
-        stages: the stages of the wrapper.
-        m: the number of micro-batches.
-        again: the partitions with cells that are computed under checkpointing.
-        joined: whether outputs of micro-batches are joined, so that the order of rows matters.
-        after: a module that runs after the last partition, as a part of it.
-    """
+    """The knowledge of a step, besides its micro-batches, that its cells share."""
 
     def __init__(
         self,
         stages: Stages,
         m: int,
         again: Container[int],
-        joined: bool,
         after: nn.Module | None = None,
     ) -> None:
         self.stages = stages
@@ -180,18 +159,10 @@ class Step:
             self.modules[-1] = nn.ModuleList([self.modules[-1], after])
         #: The layers of each partition.
         self.bodies: list[Body] = []
-        order: Order | None = None
         for j, (layers, x, lock) in enumerate(zip(stages.partitions, self.modules, stages.locks)):
-            order = Order(layers, order) if joined else None
             state = LayersState(x, stages.learned) if j in again else None
-            self.bodies.append(Body(layers, lock, state, j == 0, order))
+            self.bodies.append(Body(layers, lock, state, j == 0))
         self.numbers = StepNumbers(stages.devices, m)
-
-    @property
-    def blocks(self) -> Container[int]:
-        """The places of outputs with several rows for each row, block by block."""
-        order = self.bodies[-1].order
-        return order.blocks if order is not None else ()
 
     def end_forward(self) -> None:
         """Take note that all cells were computed."""
@@ -200,18 +171,12 @@ class Step:
 
 
 class PipelineStep(Step):
-    """A step whose backward is autograd's, on lanes and held by a fence.
-
-    Args:
-        stages: the stages of the wrapper.
-        m: the number of micro-batches.
-        modes: for each partition, the mode that says what cells keep.
-    """
+    """A step whose backward is autograd's, on lanes and held by a fence."""
 
     def __init__(self, stages: Stages, m: int, modes: Sequence[Keeping]) -> None:
         #: For each partition, how many micro-batches, from the first, are checkpointed.
         self.checkpointed = [checkpointed(recomputed_by(mode), m) for mode in modes]
-        super().__init__(stages, m, {j for j, count in enumerate(self.checkpointed) if count}, True)
+        super().__init__(stages, m, {j for j, count in enumerate(self.checkpointed) if count})
         recorder = None if stages.recording is None else stages.recording.recorder
         for j, (body, mode, device) in enumerate(zip(self.bodies, modes, stages.devices)):
             if not isinstance(mode, str) or mode == "offload":
@@ -243,12 +208,6 @@ class PipelineStep(Step):
 def lend(
     body: Body, places: Sequence[Place], bring: Callable[[Sequence[Tensor]], Sequence[Tensor]]
 ) -> None:
-    """Have a partition compute with what a function makes of some tensors.
-
-    Args:
-        body: the partition, with its lock.
-        places: the places of the tensors.
-        bring: the function.
-    """
+    """Have a partition compute with what a function makes of some tensors."""
     if places:
         body.call = partial(Lent(places, bring, body.lock).call, body.layers)

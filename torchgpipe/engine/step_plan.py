@@ -157,14 +157,6 @@ def plan(
 ) -> StepPlan:
     """Make the schedule of a step.
 
-    Args:
-        choice: the schedule, its name, or a function of the numbers of workers and micro-batches.
-        devices: the device of each stage.
-        m: the number of micro-batches.
-        modes: what cells keep.
-        skips: the stages that each skip leads from and to.
-        forward: whether only forward runs.
-
     Raises:
         TypeError: the choice is none of these.
         ValueError: the schedule has faults, or does not fit the model.
@@ -186,12 +178,6 @@ def completed(
     schedule: Schedule, modes: Sequence[str], skips: Sequence[tuple[int, int]], *, forward: bool
 ) -> Schedule:
     """Add a model's skips and the R of checkpoint modes, or leave all but forward out.
-
-    Args:
-        schedule: the schedule.
-        modes: for each stage, which micro-batches are checkpointed.
-        skips: the stages that each skip leads from and to.
-        forward: whether only forward runs.
 
     Raises:
         ValueError: the schedule has faults.

@@ -135,12 +135,7 @@ def _end_threads() -> None:
 
 
 class Round:
-    """Some tasks that several workers run.
-
-    Args:
-        tasks: each after those that it needs.
-        context: the modes of the caller, which the tasks see.
-    """
+    """Some tasks that several workers run."""
 
     def __init__(self, tasks: Sequence[Task], context: Context) -> None:
         self.context = context
@@ -218,11 +213,7 @@ class Round:
 
 
 class Workers:
-    """A thread for each device, started when first needed; the caller's thread where that will do.
-
-    Args:
-        devices: the devices, in any order; each may come several times.
-    """
+    """A thread for each device, started when first needed; or the caller's, where that will do."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._devices = set(devices)
@@ -238,20 +229,14 @@ class Workers:
 
         The tasks of one worker are run in order, each after the tasks that it needs.
 
-        Args:
-            tasks: the tasks, each after the tasks that it needs.
-            context: the modes of the caller, which the tasks see.
-
         Raises:
             BaseException: what a task raised, the same object; of several, that of the first by
                 name. By then the tasks that were running have ended, if it did not take them
                 longer than :data:`PATIENCE`, and no other starts.
         """
         single = len(self._devices) < 2 and not any(task.line for task in tasks)
-        # If a layer calls this wrapper within a cell, the worker would wait for itself.
-        within = threading.current_thread() in [x.thread for x in self._workers.values()]
         # guard: modes that only the caller computes in
-        if context.alone or single or within:
+        if context.alone or single:
             for task in tasks:
                 task.function()
             return

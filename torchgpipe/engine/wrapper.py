@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, ClassVar, TypeVar
 
@@ -122,6 +122,12 @@ class Wrapper(Alone):
         if self._process != os.getpid():
             # Neither threads nor streams survive a fork, and a lock may be held for good.
             self._prepare()
+        if is_within_cell():
+            raise RuntimeError(
+                "a wrapped model must not be called by a layer of another one, or by its loss, "
+                f"since both divide the mini-batch (called: {type(self).__name__}); give the "
+                "layers of both to one wrapper, or call this one outside"
+            )
         self._verify()
 
     @property
@@ -183,10 +189,6 @@ Result = TypeVar("Result")
 def verify_call(wrapper: Wrapper, tensors: Iterable[Tensor]) -> None:
     """Check that a wrapper can be called here and now, and prepare for compiled layers.
 
-    Args:
-        wrapper: the wrapper.
-        tensors: those of the input.
-
     Raises:
         RuntimeError: forward-mode differentiation is active.
     """
@@ -208,14 +210,6 @@ def compute(
     loss: Any = None,
 ) -> Result:
     """Compute the micro-batches of a mini-batch.
-
-    Args:
-        step: computes them.
-        wrapper: the wrapper, whose deferred norms update their statistics if nothing fails.
-        whole: the tensors that every micro-batch gets.
-        modes: the modes of this thread, if they are known.
-        m: the number of micro-batches.
-        loss: the loss, if it is computed with them.
 
     Raises:
         RuntimeError: a layer changed in place a tensor that every micro-batch gets.
@@ -244,11 +238,6 @@ def compute(
 
 class MiniBatch:
     """A mini-batch that a wrapper was called with, divided into micro-batches.
-
-    Args:
-        wrapper: the wrapper.
-        input: the mini-batch: see :func:`~torchgpipe.values.division.division_of`.
-        loss: the loss, if it is computed with the micro-batches.
 
     Raises:
         TypeError, ValueError, RuntimeError: it cannot be divided, or not be computed here and now.
@@ -304,12 +293,8 @@ class MiniBatch:
         wrapper = self.wrapper
         wrapper._traps.coupled(outputs, self.division.rows, self._shapes, wrapper.parameters())
 
-    def joined(self, blocks: Container[int]) -> Any:
-        """Join the outputs of all micro-batches.
-
-        Args:
-            blocks: the places of tensors with several rows for each row, block by block.
-        """
-        found = joined(self.batches, self.division, blocks)
+    def joined(self) -> Any:
+        """Join the outputs of all micro-batches."""
+        found = joined(self.batches, self.division, self.wrapper._traps.several)
         self.warn_of_coupled(self.batches[0].shapes, self.batches[-1].shapes)
         return found

@@ -31,13 +31,7 @@ __all__: list[str] = []
 
 
 class CallAlone(Interception):
-    """A call of a mapped module that has no wrapper, in place of the module's own.
-
-    Args:
-        mapped: the module.
-        inner: the module's own call, if another one than PyTorch's.
-        lasting: what lasts of the wrapper, or of the one that the module was of.
-    """
+    """A call of a mapped module that has no wrapper, in place of the module's own."""
 
     def __init__(self, mapped: Mapped, inner: Callable[..., Any] | None, lasting: Lasting) -> None:
         self.mapped = mapped

@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torchgpipe import _torch
 from torchgpipe._torch.checkpoints import repeating
 from torchgpipe._torch.dynamo import is_compiled, uncompiled
-from torchgpipe.ambient.context import registered
+from torchgpipe.ambient.context import Swap, registered
+from torchgpipe.ambient.notes import after_layer, layer
 from torchgpipe.engine.body import Body
 from torchgpipe.mapped.alone import CallAlone, devices_of, put_call
 from torchgpipe.mapped.device_map import Mapped
@@ -81,13 +82,7 @@ class Call(CallAlone):
 
 
 def intercept(mapped: Mapped, lasting: Lasting, *, is_spread: bool) -> Call:
-    """Make calls of a module go to its wrapper.
-
-    Args:
-        mapped: the module.
-        lasting: tells which thread runs a step.
-        is_spread: whether the model is on several devices, so that its copies are.
-    """
+    """Make calls of a module go to its wrapper."""
     module: nn.Module = mapped.module
     inner: Any = module._compiled_call_impl
     if isinstance(inner, CallAlone):
@@ -110,12 +105,7 @@ def is_intercepted(call: Call) -> bool:
 
 
 def let_go(call: Call, *, is_spread: bool = False) -> None:
-    """Make calls of a module go to the module itself again.
-
-    Args:
-        call: the call.
-        is_spread: whether the model stays on several devices. Then modules bring their arguments.
-    """
+    """Make calls of a module go to the module itself again."""
     if is_intercepted(call):
         module = call.mapped.module
         put_call(module, call.alone(module, call.inner), is_spread=is_spread)
@@ -130,12 +120,6 @@ def verify_calls(
     devices: Collection[torch.device],
 ) -> None:
     """Check that calls of the mapped modules go to their wrapper, and that these are in place.
-
-    Args:
-        model: the model.
-        calls: the calls; none after :meth:`MappedGPipe.unwrap`.
-        around: the modules around mapped ones, by name.
-        devices: the devices of the map.
 
     Raises:
         RuntimeError: they do not, or code around them is compiled, or tensors were moved.
@@ -221,12 +205,9 @@ current = registered(Current())
 
 def in_turns(counts: Counter[Mapped], inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function in which modules take turns, as checkpoints of PyTorch do in backward."""
-    outer, current.counts = current.counts, (own := Counter(counts))
-    try:
-        with repeating(lambda: partial(in_turns, Counter(own))):
-            return inner(*args, **kwargs)
-    finally:
-        current.counts = outer
+    own = Counter(counts)
+    with Swap(current, counts=own), repeating(lambda: partial(in_turns, Counter(own))):
+        return inner(*args, **kwargs)
 
 
 class inside:
@@ -266,9 +247,12 @@ class MappedBody(Body):
         inner: the module's own call. Its class may have a ``__call__``, which has been called.
         lock: a lock to hold while the module runs for the second time.
         state: the state of the module; None in a step without recomputation.
+        name: its name in the model.
     """
 
-    __slots__ = (*("buffered", "changes_input", "checkpointed", "foreign", "omits", "shared"),)
+    __slots__ = (
+        *("buffered", "changes_input", "checkpointed", "foreign", "name", "omits", "shared"),
+    )
 
     def __init__(
         self,
@@ -276,9 +260,10 @@ class MappedBody(Body):
         inner: Callable[..., Any],
         lock: AbstractContextManager[Any],
         state: LayersState | None,
+        name: str = "",
     ) -> None:
         super().__init__(module, lock, state, False)
-        self.call = inner
+        self.call, self.name = inner, name
         # The model may use an input that the module changes in place, so none is cloned in forward.
         self.changes_input, self.in_place = self.in_place, False
         #: How many micro-batches, from the first, are computed under checkpointing.
@@ -307,13 +292,22 @@ class MappedBody(Body):
                 change lists and dicts among them. A recomputation has lists and dicts of its own.
             **more: for :meth:`run`.
         """
-        with inside():
-            if not is_recomputing():
-                # The checkpoint holds the list until backward.
-                args, kwargs = own.pop()
-                return self.run(batch, call=lambda *_, **__: self.call(*args, **kwargs), **more)
-            # The inputs of recomputation are leaves, which cannot be changed in place.
-            return self.run(self.kept(batch), **more)
+        # As a layer of a partition, for errors about what it saves and changes.
+        layer.name, layer.kind = self.name, type(self.layers).__name__
+        try:
+            with inside():
+                if not is_recomputing():
+                    # The checkpoint holds the list until backward.
+                    args, kwargs = own.pop()
+                    call = self.call
+                    output = self.run(batch, call=lambda *_, **__: call(*args, **kwargs), **more)
+                    if after_layer.then is not None:
+                        after_layer.then()
+                    return output
+                # The inputs of recomputation are leaves, which cannot be changed in place.
+                return self.run(self.kept(batch), **more)
+        finally:
+            layer.name = None
 
     def kept(self, batch: Batch) -> Batch:
         """Keep the arguments for a later run: as clones, if this run may change them in place."""

@@ -95,10 +95,6 @@ class Cell:
     ) -> dict[int, Tensor]:
         """Copy tensors to this device, those of one device together, each once.
 
-        Args:
-            tensors: tensors on any device.
-            source: finds the cell on another device, from which they come on lanes.
-
         Returns:
             The tensors here, by the identities of the originals.
         """

@@ -133,12 +133,7 @@ def map_tensors(
 
 
 class handing_back:
-    """Do to lists, dicts and objects what a module does to its copies of them in a ``with`` block.
-
-    Args:
-        value: what the module was to be called with.
-        copy: the same with tensors of the module's device, in copies of what holds them.
-    """
+    """Do to lists, dicts and objects what a module does to its copies, in a ``with`` block."""
 
     def __init__(self, value: Any, copy: Any) -> None:
         #: What holds tensors, and its copy.

@@ -62,13 +62,7 @@ NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Course:
-    """Micro-batch ``i`` on its way through the model.
-
-    Args:
-        step: the step.
-        i: the number of the micro-batch.
-        turns: the order of courses that run at the same time; None if one runs at a time.
-    """
+    """Micro-batch ``i`` on its way through the model."""
 
     def __init__(self, step: MappedStep, i: int, turns: Turns | None = None) -> None:
         self.step, self.i = step, i
@@ -116,21 +110,13 @@ class Course:
         inner: Callable[..., Any],
         value: tuple[Any, Any],
     ) -> Any:
-        """Compute a mapped module on its device: enter the cell, fetch, compute.
-
-        Args:
-            mapped: the place of the module in the map.
-            module: the module.
-            inner: calls the module's own forward, with its hooks.
-            value: the positional arguments, and the keyword arguments.
-        """
+        """Compute a mapped module on its device: enter the cell, fetch, compute."""
         if self.tail:
             self.tail.keep()
             self.tail = None
         if mapped.turns:
             mapped = mapped.turn(current.counts)
         self._latest, self._noted = mapped, True
-        # The wrapper may be within a layer of another one, to which code between modules belongs.
         outer, layer.name = layer.name, None
         try:
             with inside(self.glue):
@@ -153,6 +139,8 @@ class Course:
                 if cell.stage.visit:
                     cell.made(output)
         except BaseException as error:
+            # The note names the module as its place.
+            layer.name = None
             note_layer(error, self._note(mapped))
             raise
         finally:

@@ -27,12 +27,7 @@ __all__: list[str] = []
 
 
 class Wholes(NamedTuple):
-    """A way to divide a model into blocks.
-
-    Args:
-        model: the model.
-        names: names of classes whose modules are kept whole.
-    """
+    """A way to divide a model into blocks."""
 
     model: nn.Module
     names: Collection[str]
@@ -163,13 +158,6 @@ class Mapped:
 
     It holds the module by a weak reference, since the module's call refers to this object: a
     reference cycle would wait for the garbage collector.
-
-    Args:
-        name: its name in the model.
-        key: the name in the map that it belongs to.
-        module: the module.
-        device: the device.
-        place: its name and its device, as messages say them. Each call needs it.
     """
 
     __slots__ = ("_module", "device", "key", "lent", "name", "place", "turns")
@@ -257,8 +245,8 @@ def place(model: nn.Module, device_map: Mapping[str, torch.device]) -> None:
         for _, tensor in tensors(module, recurse=False):
             homes.setdefault(tensor, device)
     with sharing(tables(model)):
-        for _, module, device in modules:
-            move(module, homes, device, recurse=False)
+        for _, module, _ in modules:
+            move(module, homes, recurse=False)
 
 
 def _length(key: str | None) -> int:
@@ -356,14 +344,7 @@ def parts_of(
     modules: Iterable[Mapped],
     modes: Iterable[str],
 ) -> list[DescribedPart]:
-    """Describe each device of a map.
-
-    Args:
-        model: the model.
-        device_map: the devices by the names of modules.
-        modules: the mapped modules.
-        modes: the checkpoint mode of each entry of the map, in words.
-    """
+    """Describe each device of a map."""
     layers: dict[torch.device, list[str]] = {}
     for mapped in modules:
         layers.setdefault(mapped.device, []).append(mapped.name or type(model).__name__)

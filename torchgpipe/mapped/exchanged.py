@@ -68,13 +68,7 @@ def _collect(
 
 
 class Exchanged:
-    """The contents of mappings, as one call of a module finds them.
-
-    Args:
-        mappings: the mappings.
-        fetch: brings the tensors of a dict to the device of the module, in another dict.
-        lock: held in recomputations, which threads of several devices compute at the same time.
-    """
+    """The contents of mappings, as one call of a module finds them."""
 
     def __init__(
         self,

@@ -36,13 +36,7 @@ Bring: TypeAlias = Callable[[Sequence[Tensor]], Mapping[int, Tensor]]
 
 
 class Foreign(TorchFunctionMode):
-    """Bring foreign tensors of one element to a module.
-
-    Args:
-        device: the device of the module.
-        copies: the copies that the first run brings, in order; a recomputation takes them again.
-        bring: brings them, in the first run.
-    """
+    """Bring foreign tensors of one element to a module."""
 
     def __init__(self, device: torch.device, copies: list[Tensor], bring: Bring | None) -> None:
         super().__init__()

@@ -7,7 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchgpipe._torch.dynamo import uncompiled
+from torchgpipe.autograd.nodes import before_node
+from torchgpipe.autograd.versions import counter_of, version_of
 from torchgpipe.devices.streams import has_streams
+from torchgpipe.values.structure import Arguments, is_of_input, leaves_of
 
 __all__: list[str] = []
 
@@ -30,6 +34,59 @@ class Near:
             if x.device.type == "cpu" and id(x) not in self._moved:
                 self._moved[id(x)] = x, x.to(self._device)
         return [self._moved[id(x)][1] if id(x) in self._moved else x for x in tensors]
+
+
+class CallersTensors:
+    """The caller's tensors, as they were in forward.
+
+    Micro-batches are rows of them with versions of their own, so nothing else would notice that
+    they have changed since.
+    """
+
+    def __init__(self, arguments: Arguments) -> None:
+        named = {**{f"args[{k}]": x for k, x in enumerate(arguments.args)}, **arguments.kwargs}
+        # Counters, since a graph must not keep what it does not need.
+        self._found = [
+            (name, counter_of(x), version_of(x))
+            for name, value in named.items()
+            for x in _tensors(value)
+            if not x.requires_grad
+        ]
+
+    def watch(self, output: Any) -> None:
+        """Have backward of an output :meth:`verify` them first."""
+        for x in _tensors(output):
+            before_node(x, self.verify)
+
+    @uncompiled
+    def verify(self, *_: object) -> None:
+        """Check, in backward, that they are as they were.
+
+        Raises:
+            RuntimeError: one was changed in place.
+        """
+        for name, counter, version in self._found:
+            if version_of(counter) != version:
+                raise RuntimeError(
+                    "an input must not be changed in place between a forward and its backward, "
+                    f"which may need its values (input: {name}, version: {version_of(counter)}, "
+                    f"expected version: {version}); change a clone of it, or change it after "
+                    "backward"
+                )
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors of an argument, also those within marks."""
+    found: list[Tensor] = []
+
+    def note(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            found.append(x)
+        return x
+
+    for leaf in leaves_of(value, is_of_input):
+        leaf.map(note) if is_of_input(leaf) else note(leaf)
+    return found
 
 
 def own_versions(whole: set[int], *tensors: Tensor) -> list[Tensor]:

@@ -40,11 +40,6 @@ def can_fill_itself(output: Any) -> bool:
 def omissible(output: Any, batch: Batch, tail: Tail) -> list[Tensor]:
     """The tensors of an output that can be omitted, and computed when they are read.
 
-    Args:
-        output: what a model has returned for a micro-batch.
-        batch: the same, taken apart.
-        tail: the code that has computed it.
-
     Returns:
         The tensors that have rows, if there is also a loss.
     """
@@ -224,13 +219,7 @@ def there(output: Any) -> dict[str, Any]:
 
 
 def on_reading(like: Any, found: Mapping[str, Any], make: Callable[[], Mapping[str, Any]]) -> Any:
-    """Make an output that computes its values when one is read, but for some.
-
-    Args:
-        like: an output of the same class and with the same names, which can fill itself.
-        found: the values that are there.
-        make: returns the others, by name.
-    """
+    """Make an output that computes its values when one is read, but for some."""
     own: Any = type(like)
     state = {**object.__getattribute__(like, "__dict__")}
     if state.pop(MISSING, None):
@@ -253,11 +242,7 @@ HARMLESS |= {"__contains__", "__len__", "__iter__", "__reversed__", "keys"}
 
 @cache
 def on_demand(own: type) -> type:
-    """Derive a class of outputs that fill themselves when read, and then become ``own`` again.
-
-    Args:
-        own: a class of outputs, which are mappings of their attributes.
-    """
+    """Derive a class of outputs that fill themselves when read, and then become ``own`` again."""
 
     def fill(output: Any) -> None:
         found = object.__getattribute__(output, "__dict__")

@@ -110,16 +110,7 @@ class Lasting:
 
 
 class MappedStep:
-    """One step.
-
-    Args:
-        lasting: what lasts from step to step.
-        devices: the devices of the map.
-        model: the model.
-        m: the number of micro-batches.
-        modes: what is kept of modules, by their names in the map; of those without, all is.
-        output_device: where outputs go to; None if they stay where they are.
-    """
+    """One step."""
 
     def __init__(
         self,
@@ -244,7 +235,7 @@ class MappedStep:
         state = LayersState(module, self.lasting.learned) if count else None
         if mapped.lent is not None:
             inner = partial(self._lent(stage, mapped.lent).call, inner)
-        body = MappedBody(module, inner, self.lasting.lock, state)
+        body = MappedBody(module, inner, self.lasting.lock, state, mapped.name)
         body.checkpointed, body.omits = count, mode == "always"
         body.policy = policy_of(mode)
         body.foreign = len(self.devices) > 1 and may_meet(self.lasting.met, mapped)

@@ -252,14 +252,7 @@ def changes_others(
     kwargs: Mapping[str, Any],
     own: Container[int],
 ) -> bool:
-    """Whether a function changes a tensor in place that recomputation does not make anew.
-
-    Args:
-        function: the function.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        own: the identities of the tensors that recomputation makes anew.
-    """
+    """Whether a function changes a tensor in place that recomputation does not make anew."""
     name = getattr(function, "__name__", "")
     if name in STATISTICS or name in ONCE:
         return True

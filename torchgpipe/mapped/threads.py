@@ -152,12 +152,6 @@ class Threads:
     ) -> None:
         """Run the courses of a step in several threads, if they compute the same as one.
 
-        Args:
-            step: the step.
-            model: the model.
-            count: the number of threads.
-            course: runs the course of a micro-batch, in the order of turns if it is not alone.
-
         Raises:
             RuntimeError: forward has set an attribute of a module.
             BaseException: what a course has raised; of several, the first micro-batch's.

@@ -60,20 +60,12 @@ def checked_count(value: Any, name: str, things: str, remedy: str) -> int:
 
 
 def checked_chunks(chunks: Any) -> int:
-    """Check a number of micro-batches, and return it as an integer.
-
-    Raises:
-        ValueError: the number is no positive integer.
-    """
+    """Check a number of micro-batches: see :func:`checked_count`."""
     return checked_count(chunks, "chunks", "micro-batches", "chunks=1 does without micro-batches")
 
 
 def checked_threads(threads: Any) -> int:
-    """Check a number of threads, and return it as an integer.
-
-    Raises:
-        ValueError: the number is no positive integer.
-    """
+    """Check a number of threads: see :func:`checked_count`."""
     remedy = "threads=1 computes all in the thread of the caller"
     return checked_count(threads, "threads", "threads that compute micro-batches", remedy)
 
@@ -254,11 +246,7 @@ SEQUENCES = (
 
 
 class Traps:
-    """The warnings that one wrapper has given. A copy of the wrapper does not give them again.
-
-    Args:
-        wrapper: the name of its class.
-    """
+    """The warnings that one wrapper has given. A copy of the wrapper does not give them again."""
 
     def __init__(self, wrapper: str) -> None:
         self._wrapper = wrapper
@@ -353,6 +341,18 @@ class Traps:
             f"this by warnings.filterwarnings('ignore', '{words}')"
         )
 
+    def several(self, output: str, shape: torch.Size) -> None:
+        """Warn of an output of the first micro-batch that has several rows for each row."""
+        if "several" not in self._known:
+            self._known.add("several")
+            warn(
+                f"{self._wrapper} joins outputs of micro-batches, so several rows for each row "
+                "must stand side by side, and torch.cat(views) puts all rows of one view in front "
+                f"of those of the next (output: {output}, shape: {tuple(shape)}); return a tensor "
+                "for each view, as output.chunk(2), or put the views into dimension 1"
+                f"{self._silenced('joins outputs of micro-batches')}"
+            )
+
     def coupled(
         self,
         outputs: Sequence[Sequence[torch.Size]],
@@ -362,13 +362,8 @@ class Traps:
     ) -> None:
         """Warn if an output compares the rows of its micro-batch with each other.
 
-        Args:
-            outputs: the shapes in the outputs of the first micro-batch and, if they are known, of
-                the last.
-            rows: the number of rows of each micro-batch; none if there is one.
-            inputs: the shapes of the input. If one has a size equal to the rows, the output's size
-                may come from there.
-            parameters: those of the layers, whose sizes may explain the output's size, too.
+        The shapes are those in the outputs of the first micro-batch and, if they are known, of the
+        last.
         """
         if len(rows) < 2 or rows[0] < 2 or "coupled" in self._known or not outputs:
             return
@@ -377,6 +372,7 @@ class Traps:
         pairs = [(rows[0], rows[0]), (rows[-1], rows[-1])][: len(outputs)]
         if not any([*shapes] == pairs for shapes in zip(*outputs)):
             return
+        # The output's size may come from one of the input, or of a parameter.
         if not told and (
             any(rows[0] in x[1:] for x in inputs) or any(rows[0] in x.shape for x in parameters)
         ):

@@ -42,18 +42,12 @@ def place(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> N
         for _, x in tensors(partition):
             homes.setdefault(x, device)
     with sharing(chain.from_iterable(map(tables, partitions))):
-        for partition, device in zip(partitions, devices):
-            move(partition, homes, device)
+        for partition in partitions:
+            move(partition, homes)
 
 
-def move(
-    module: nn.Module,
-    homes: Mapping[Tensor, torch.device],
-    device: torch.device,
-    *,
-    recurse: bool = True,
-) -> None:
-    """Move tensors of a module to their home devices, and all others to ``device``."""
+def move(module: nn.Module, homes: Mapping[Tensor, torch.device], *, recurse: bool = True) -> None:
+    """Move tensors of a module, and their gradients, to their home devices."""
     for inner in module.modules() if recurse else [module]:
         table: dict[str, Any] = inner._parameters
         for name, x in table.items():
@@ -61,24 +55,9 @@ def move(
             # parameters, and refuses such a class.
             if x is not None and type(x).to is not Tensor.to and x.device != homes.get(x, x.device):
                 table[name] = x.to(homes[x])
-    module._apply(moving_home(homes, device), recurse=recurse)
-
-
-def moving_home(
-    homes: Mapping[Tensor, torch.device], device: torch.device
-) -> Callable[[Tensor], Tensor]:
-    """Make a function that moves tensors, and their gradients, to their home devices."""
-    grads = {x.grad: home for x, home in homes.items() if x.grad is not None}
-    known = {**homes, **grads}
-
-    def moved(x: Tensor) -> Tensor:
-        if x in known:
-            return moved_to(known[x], x)
-        # An inner wrapper passes an empty tensor, to see whether it is moved. Any other tensor here
-        # was moved already, which has made a new one.
-        return x if x.numel() else moved_to(device, x)
-
-    return moved
+    known = {**homes, **{x.grad: home for x, home in homes.items() if x.grad is not None}}
+    # Any other tensor was moved already, which has made a new one.
+    module._apply(lambda x: moved_to(known[x], x) if x in known else x, recurse=recurse)
 
 
 @contextmanager
@@ -249,11 +228,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def exchanged(modules: Sequence[nn.Module]) -> set[nn.Module]:
-    """The modules whose parameters FSDP2 replaces.
-
-    Args:
-        modules: all modules of a partition.
-    """
+    """The modules whose parameters FSDP2 replaces."""
     if "torch.distributed.fsdp" not in sys.modules:
         return set()
     return {below for module in modules if is_sharded(module) for below in module.modules()}
@@ -302,9 +277,6 @@ Place: TypeAlias = tuple[dict[str, Tensor | None], str]
 
 def places_of(modules: Iterable[tuple[nn.Module, torch.device]]) -> list[list[Place] | None]:
     """Find where modules hold tensors of another device, or parameters that another device uses.
-
-    Args:
-        modules: modules, each with a device that it computes on.
 
     Returns:
         For each module, its places; None if it has none, and its dicts are not used on another

@@ -50,13 +50,7 @@ Learned: TypeAlias = WeakKeyDictionary[nn.Module, dict[tuple[str, bool], bool]]
 
 
 class Common:
-    """Buffers that no layer has changed so far, and the copies that the cells of a step share.
-
-    Args:
-        places: where they are.
-        tensors: the buffers.
-        copies: a copy of each; None for a large one that layers only read.
-    """
+    """Buffers that no layer has changed so far, and the copies that the cells of a step share."""
 
     def __init__(
         self, places: list[Place], tensors: list[Tensor], copies: list[Tensor | None]
@@ -79,12 +73,7 @@ class Common:
 
 
 class Copied(NamedTuple):
-    """The buffers as the first run of a cell has found them.
-
-    Args:
-        own: the copies of those that cells change; None for a buffer without a tensor.
-        common: the others.
-    """
+    """The buffers as the first run of a cell has found them."""
 
     own: list[tuple[Place, Tensor | None]]
     common: Common
@@ -110,12 +99,7 @@ class Copied(NamedTuple):
 
 
 class Buffers:
-    """The buffers of a partition in one step.
-
-    Args:
-        places: where they are.
-        learned: what earlier steps have learned about them; this step adds to it.
-    """
+    """The buffers of a partition in one step."""
 
     def __init__(self, places: Iterable[Place], learned: Learned) -> None:
         self._learned = learned
@@ -148,11 +132,7 @@ class Buffers:
         return {id(x) for x in found if x is not None and not is_lazy(x)}
 
     def first_run(self, copies: list[Copied]) -> FirstRun:
-        """Copy buffers before a first run, and learn from it, in a ``with`` block around it.
-
-        Args:
-            copies: where to put the copies, for the recomputation.
-        """
+        """Copy buffers before a first run, and learn from it, in a ``with`` block around it."""
         return FirstRun(self, copies)
 
     def copied(self) -> Copied:

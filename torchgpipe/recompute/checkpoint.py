@@ -44,7 +44,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from torchgpipe import _torch
 from torchgpipe._torch.dynamo import uncompiled
-from torchgpipe.ambient.context import Context, Hooks, SavedSettings, current_hooks
+from torchgpipe.ambient.context import Context, Hooks, SavedSettings, Swap, current_hooks
 from torchgpipe.ambient.generators import holding
 from torchgpipe.ambient.modes import is_within_autocast, own_casts
 from torchgpipe.ambient.notes import after_layer
@@ -67,7 +67,6 @@ from torchgpipe.recompute.runs import (
     Values,
     checkpointing,
     dropped,
-    filling_memory,
     is_verifying,
     recomputing,
 )
@@ -149,18 +148,15 @@ class Checkpoint:
         if stored.hooks is None:
             self.inputs = {id(x) for x in [*batch, *map(_base, batch)] if x is not None}
         numbers = FirstNumbers(get_device(self.stream), cell)
-        function = self.function
         if is_verifying():
-            self.dropped, function = dropped, filling_memory(function)
-        outer, after_layer.then = after_layer.then, stored.look
+            self.dropped = dropped
+        hooks = saved_tensors_hooks(self._drop, self.unpack)
         try:
-            with checkpointing(self.values), saved_tensors_hooks(self._drop, self.unpack):
-                output = function((batch if given is None else given).copy())
+            with Swap(after_layer, then=stored.look), checkpointing(self.values), hooks:
+                output = self.function((batch if given is None else given).copy())
         except RuntimeError as error:
             explain(error)
             raise
-        finally:
-            after_layer.then = outer
         stored.verify()
         self.inputs.clear()
         for slot in self._compared(self.places):
@@ -231,12 +227,7 @@ class Checkpoint:
         return output[0]
 
     def _again(self, run: Callable[[FirstNumbers, Batch], None], *, let_go: bool) -> None:
-        """Recompute the cell on its stream, in the modes and with the input of its first run.
-
-        Args:
-            run: computes the cell from its random numbers and its input.
-            let_go: whether the input is not needed again.
-        """
+        """Recompute the cell on its stream, in the modes and with the input of its first run."""
         assert self.stored is not None
         device = get_device(self.stream)
         found = SavedSettings([device], self.context.modes)
@@ -261,12 +252,11 @@ class Checkpoint:
         whole = self.whole or numbers.drawn or bool(compared)
         filling = Filling(places, self.kept, whole or isinstance(places[-1], Slot))
         hooks = saved_tensors_hooks(filling.next, _not_saved)
-        function = filling_memory(self.function) if compared else self.function
         try:
             # guard: random numbers
             with numbers.restored(), recomputing(self.values), hooks:
                 # guard: context variables
-                self.context.run(function, again)
+                self.context.run(self.function, again)
         except Enough:
             pass
         except Exception:

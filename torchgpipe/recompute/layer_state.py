@@ -45,10 +45,6 @@ class LayersState:
     All of this is read twice for each recomputation, and most often nothing has changed. So loops
     in C do the reading where they can, and reading returns the same object if nothing has changed.
 
-    Args:
-        layers: a partition.
-        learned: what earlier steps have learned about buffers.
-
     Raises:
         TypeError: a layer is scripted.
     """
@@ -139,9 +135,6 @@ class LayersState:
         """Restore the state within a ``with`` block, and after it what there was before the block.
 
         Within the block layers change copies of their buffers.
-
-        Args:
-            copies: what :meth:`Buffers.copied` returned before the first run.
         """
         return RestoredLayers(self, copies)
 

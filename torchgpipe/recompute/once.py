@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from torchgpipe import _torch
 from torchgpipe._torch.dynamo import uncompiled
-from torchgpipe.ambient.generators import is_within_cell, nesting
+from torchgpipe.ambient.generators import computing, is_within_cell
 from torchgpipe.ambient.notes import contextmanager, warn
 from torchgpipe.autograd.versions import address_of, version_of
 from torchgpipe.checks import verify
@@ -86,7 +86,7 @@ class OncePerMiniBatch(nn.Module):
             )
         # guard: operators of what is given
         with torch.no_grad(), uncounted():
-            _open[self].given.append((nesting.number, map_leaves(_copied, value)))
+            _open[self].given.append((computing.number, map_leaves(_copied, value)))
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -170,13 +170,9 @@ def begin(layers: Sequence[OncePerMiniBatch]) -> None:
 def updates(layers: Sequence[OncePerMiniBatch], m: int = 0) -> Iterator[None]:
     """Have layers update their state after ``m`` micro-batches, and not if something raises.
 
-    An inner wrapper, whose mini-batch is a micro-batch, leaves that to the outermost one. Where
-    layers are measured, there are no micro-batches, and nothing is updated.
+    Where layers are measured, there are no micro-batches, and nothing is updated.
     """
     own = {x: Collected(x, m) for x in layers if x.training and x not in _open}
-    for layer in layers:
-        if layer in _open and _open[layer].m:
-            _open[layer].m += m - 1
     _open.update(own.items())
     try:
         yield

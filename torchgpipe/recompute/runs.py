@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ContextDecorator
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe._torch.dynamo import uncompiled
-from torchgpipe.ambient.context import Hooks, registered
+from torchgpipe.ambient.context import Hooks, Swap, registered
 from torchgpipe.ambient.notes import layer as current
 from torchgpipe.autograd.fork_join import Unpack, get_phony
 from torchgpipe.autograd.versions import version_of
@@ -63,32 +63,14 @@ def is_recomputing() -> bool:
     return phase.recomputing
 
 
-class checkpointing:
-    """Mark the first run of a checkpointed cell within a ``with`` block."""
-
-    def __init__(self, values: Any = None) -> None:
-        self.values = values
-
-    def __enter__(self) -> None:
-        self.outer = phase.checkpointing, phase.values
-        phase.checkpointing, phase.values = True, self.values
-
-    def __exit__(self, *_: object) -> None:
-        phase.checkpointing, phase.values = self.outer
+def checkpointing(values: Any = None) -> Swap:
+    """Context manager for the first run of a checkpointed cell."""
+    return Swap(phase, checkpointing=True, values=values)
 
 
-class recomputing:
-    """Mark the recomputation of a checkpointed cell within a ``with`` block."""
-
-    def __init__(self, values: Any = None) -> None:
-        self.values = values
-
-    def __enter__(self) -> None:
-        self.outer = phase.recomputing, phase.values
-        phase.recomputing, phase.values = True, self.values
-
-    def __exit__(self, *_: object) -> None:
-        phase.recomputing, phase.values = self.outer
+def recomputing(values: Any = None) -> Swap:
+    """Context manager for the recomputation of a checkpointed cell."""
+    return Swap(phase, recomputing=True, values=values)
 
 
 # The input of a checkpointed cell, which a step keeps for the recomputation.
@@ -285,13 +267,16 @@ def keep(value: Value) -> Value:
 # Verification: what a recomputation saves for backward is compared with what the forward saved.
 #
 # Some kernels save memory to which they write only in part, as ``ctc_loss`` does. What they leave
-# is different in each run, and backward does not read it. So while runs that are compared compute,
-# PyTorch fills all new memory with NaN, and integers with their maximum. PyTorch does that only in
-# its deterministic mode, which is one for the whole process.
+# is different in each run, and backward does not read it. So in the block PyTorch fills all new
+# memory with NaN, and integers with their maximum. PyTorch does that only in its deterministic
+# mode, which is one for the whole process.
 
 
-#: The ``with`` blocks of :class:`verify_recomputation` that the process is in.
-_verifications: list[verify_recomputation] = []
+#: For each ``with`` block of :class:`verify_recomputation`, what was set before it.
+_verifications: list[tuple[bool, bool, bool, warnings.catch_warnings[Any]]] = []
+
+#: A module whose attribute types do not know.
+settings: Any = torch.utils.deterministic
 
 
 class verify_recomputation(ContextDecorator):
@@ -303,70 +288,33 @@ class verify_recomputation(ContextDecorator):
             model(input).sum().backward()
 
     The block applies to forwards that run within it, and takes the memory that checkpointing saves.
-    Without it, a recomputation compares only the number, shapes and dtypes of saved tensors.
+    Run backward within it, too: PyTorch is in its deterministic mode there, with warnings of that
+    mode ignored. Without the block, a recomputation compares only the number, shapes and dtypes of
+    saved tensors.
     """
 
     def __enter__(self) -> None:
-        _verifications.append(self)
+        found = warnings.catch_warnings()
+        is_on = torch.are_deterministic_algorithms_enabled()
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        _verifications.append((is_on, warn_only, settings.fill_uninitialized_memory, found))
+        found.__enter__()
+        # Operators without such an algorithm are as good as ever.
+        warnings.filterwarnings("ignore", ".*does not have a deterministic implementation")
+        warnings.filterwarnings("ignore", "Deterministic behavior was enabled")
+        if not is_on:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        settings.fill_uninitialized_memory = True
 
     def __exit__(self, *_: object) -> None:
-        _verifications.remove(self)
+        is_on, warn_only, settings.fill_uninitialized_memory, found = _verifications.pop()
+        torch.use_deterministic_algorithms(is_on, warn_only=warn_only)
+        found.__exit__(None, None, None)
 
 
 def is_verifying() -> bool:
     """Whether recomputations of what is computed now will be compared."""
     return bool(_verifications)
-
-
-#: A module whose attribute types do not know.
-settings: Any = torch.utils.deterministic
-
-
-class FilledMemory:
-    """Make PyTorch fill new memory, within ``with`` blocks of any number of threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._count = 0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._count == 0:
-                self._found = (
-                    torch.are_deterministic_algorithms_enabled(),
-                    torch.is_deterministic_algorithms_warn_only_enabled(),
-                    settings.fill_uninitialized_memory,
-                )
-                # Operators without such an algorithm are as good as ever.
-                self._warnings = warnings.catch_warnings()
-                self._warnings.__enter__()
-                warnings.filterwarnings("ignore", ".*does not have a deterministic implementation")
-                warnings.filterwarnings("ignore", "Deterministic behavior was enabled")
-                if not self._found[0]:
-                    torch.use_deterministic_algorithms(True, warn_only=True)
-                settings.fill_uninitialized_memory = True
-            self._count += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._count -= 1
-            if self._count == 0:
-                mode, warn_only, settings.fill_uninitialized_memory = self._found
-                torch.use_deterministic_algorithms(mode, warn_only=warn_only)
-                self._warnings.__exit__(None, None, None)
-
-
-_filled_memory = FilledMemory()
-
-
-def filling_memory(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The same function, within which PyTorch fills new memory."""
-
-    def filling(argument: Any) -> Any:
-        with _filled_memory:
-            return function(argument)
-
-    return filling
 
 
 class Compared(Slot):

@@ -12,7 +12,7 @@ buffers, or within a layer in one of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import torch
@@ -22,7 +22,6 @@ from torchgpipe import _torch
 from torchgpipe._torch.attributes import judge_by, keeps_results, schema_of
 from torchgpipe.ambient.modes import own_casts
 from torchgpipe.partition.keeping import Policy
-from torchgpipe.recompute.runs import is_recomputing
 
 __all__: list[str] = []
 
@@ -53,29 +52,6 @@ def judged(
     # guard: operators that do more than to return
     more = found in KEPT and does_more(operator, args, kwargs)
     return Choice.PREFER_RECOMPUTE if more else found
-
-
-class within:
-    """Compute within a context manager, and in that within the one of the run that goes on.
-
-    A generator would do the same, but not with errors that end generators.
-    """
-
-    def __init__(self, around: AbstractContextManager[Any], contexts: Contexts) -> None:
-        self._around, (first, second) = around, contexts
-        self._inner = second if is_recomputing() else first
-
-    def __enter__(self) -> None:
-        with ExitStack() as entered:
-            entered.enter_context(self._around)
-            self._inner.__enter__()
-            entered.pop_all()
-
-    def __exit__(self, *raised: Any) -> None:
-        try:
-            self._inner.__exit__(*raised)
-        finally:
-            self._around.__exit__(*raised)
 
 
 class uncounted:

@@ -197,11 +197,6 @@ class Filling:
     its noise. Such a tensor requires no gradient: of others, an operator would hand over a copy. So
     a recomputation ends within the operator that saves the last tensor only if all that this
     operator has saved requires a gradient, and else when a later operator saves something.
-
-    Args:
-        places: the places of what the first run saved, in order.
-        kept: the tensors among them that exist anyway.
-        whole: whether the recomputation goes on to its end after it has filled the last slot.
     """
 
     __slots__ = ("count", "due", "kept", "places", "unwritten", "whole")

@@ -29,12 +29,7 @@ LEAST = 1024
 
 
 class Storage:
-    """A storage that leaves its device: all its bytes as one tensor, on the device or the host.
-
-    Args:
-        tensor: a view of it.
-        memory: where it goes.
-    """
+    """A storage that leaves its device: all its bytes as one tensor, on the device or the host."""
 
     __slots__ = ("__weakref__", "buffer", "event", "here", "lane", "memory", "size")
 
@@ -76,11 +71,7 @@ class Storage:
 
 
 class View:
-    """A tensor that a layer has saved.
-
-    Args:
-        tensor: the tensor.
-    """
+    """A tensor that a layer has saved."""
 
     __slots__ = ("__weakref__", "kept", "layer", "layout", "storage", "version")
 

@@ -6,16 +6,7 @@ any set of computations of one worker
 
     makespan  >=  smallest head  +  sum of times  +  smallest tail.
 
-If memory is limited, Little's law gives a second bound, since a worker holds at most the limit on
-average:
-
-    makespan  >=  smallest head  +  sum of (memory * time it is held) / limit  +  smallest tail.
-
-A worker holds a cell while its micro-batch travels to the last stage and back. Recomputation makes
-this time shorter, but takes the worker's time. The bound is that of the best mixture of both.
-
-Sources: Carlier, The one-machine sequencing problem (1982); Little, A proof for the queuing formula
-L = λW (1961).
+Source: Carlier, The one-machine sequencing problem (1982).
 """
 
 from __future__ import annotations
@@ -92,7 +83,6 @@ def bounds(
     limits = capacities(capacity, workers)
     edges = _edges(table, skips)
     heads, tails = _heads(table, edges), _tails(table, edges)
-    trips = _trips(table, edges) if min(limits) < inf else []
     makespans: list[float] = []
     peaks: list[float] = []
     for w, limit in enumerate(limits):
@@ -105,8 +95,6 @@ def bounds(
         peaks += [_least(table, stages)]
         if peaks[w] > limit and not isclose(peaks[w], limit):
             makespans += [inf]
-        elif limit < inf:
-            makespans += [_little(table, stages, chunks, limit, share, heads, tails, trips)]
     return Bounds(max(makespans), tuple(peaks))
 
 
@@ -145,25 +133,6 @@ def _tails(table: Table, edges: Sequence[tuple[Op, list[Op]]]) -> Chains:
     return tails
 
 
-def _trips(table: Table, edges: Sequence[tuple[Op, list[Op]]]) -> list[float]:
-    """Return, for each stage, the longest chain from the start of its F to the end of its I.
-
-    The difference of their heads may be less than that: the longest chain to an I may come over a
-    skip that passes its stage by. So each stage needs a search of its own, among the computations
-    from its F to its I.
-    """
-    found: list[float] = []
-    place = {op: k for k, (op, _) in enumerate(edges)}
-    for j in range(len(table.activation)):
-        back = Op(j, "I", 0)
-        ends: dict[Op, float] = {}
-        for op, sources in edges[j : place[back] + 1]:
-            starts = [ends[x] + table.delay((x, op)) for x in sources if x in ends]
-            ends[op] = max(starts, default=0) + table.time[op.kind][op.stage]
-        found.append(ends[back])
-    return found
-
-
 def _one_machine(jobs: Sequence[Job], share: float) -> float:
     """Return the bound by heads and tails.
 
@@ -195,65 +164,3 @@ def _least(table: Table, stages: Sequence[int]) -> float:
     """
     kept = [min(table.activation[j] - table.away[j], table.checkpoint[j]) for j in stages]
     return max(table.activation[j] + sum(kept[:k]) for k, j in enumerate(stages))
-
-
-def _little(
-    table: Table,
-    stages: Sequence[int],
-    chunks: int,
-    limit: float,
-    share: float,
-    heads: Chains,
-    tails: Chains,
-    trips: Sequence[float],
-) -> float:
-    """Return the bound by Little's law: of F and I alone, and of F, I and W."""
-    found: list[float] = []
-    for kinds in ("FI", "FIW"):
-        compute = share * sum(table.time[kind][j] for kind in kinds for j in stages)
-        memory: float = 0
-        choices: list[tuple[float, float]] = []
-        for j in stages:
-            activation, checkpoint = table.activation[j], table.checkpoint[j]
-            trip = trips[j]
-            # With recomputation, a worker holds the checkpoint first, and the activation only
-            # during R and I.
-            short = min(trip, table.time["R"][j] + table.time["I"][j])
-            # What leaves is there at least during I.
-            away = table.away[j] * (trip - min(trip, table.time["I"][j]))
-            saved = max(0, (activation - checkpoint) * (trip - short) - away)
-            choices.append((saved, share * table.time["R"][j]))
-            memory += activation * trip - away
-            if kinds == "FIW":
-                memory += min(activation, table.pending[j]) * table.time["W"][j]
-        head = min(heads["F", j] for j in stages)
-        tail = min(tails[kinds[-1], j] for j in stages)
-        found.append(head + chunks * _mixture(compute, memory, choices, limit) + tail)
-    return max(found)
-
-
-def _mixture(
-    compute: float, memory: float, choices: Sequence[tuple[float, float]], limit: float
-) -> float:
-    """Choose which cells to recompute, so that max(compute, memory / limit) is smallest.
-
-    This is a fractional knapsack: recompute the stages that save the most memory for their time
-    first, until compute takes as long as memory / limit.
-
-    Args:
-        compute: the worker's time for one micro-batch, without recomputation.
-        memory: the sum of memory times the time it is held, for one micro-batch.
-        choices: for each stage, the memory times time that recomputation saves, and its time.
-        limit: the memory of the worker.
-    """
-    if not memory:
-        return compute
-    wait = memory / limit
-    for saved, again in sorted(choices, key=lambda x: -x[0] / x[1] if x[1] else -inf):
-        less = saved / limit
-        if wait <= compute:
-            break
-        if wait - less <= compute + again:
-            return compute + again * (wait - compute) / (less + again)
-        compute, wait = compute + again, wait - less
-    return max(compute, wait)

@@ -120,15 +120,7 @@ def svg(panels: Sequence[Panel], scale: float | None = None) -> str:
 
 
 def document(width: float, height: float, light: str, dark: str, body: Sequence[str]) -> str:
-    """Write a whole picture.
-
-    Args:
-        width: pixels from left to right.
-        height: pixels from top to bottom.
-        light: the style, with a color for ``.page``.
-        dark: the rules of it that are others where the page around it is dark.
-        body: its elements.
-    """
+    """Write a whole picture."""
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}">'
     style = ["<style>", light, f"@media (prefers-color-scheme: dark) {{\n{dark} }}", "</style>"]
     page = '<rect class="page" width="100%" height="100%"/>'

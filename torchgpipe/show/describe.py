@@ -149,15 +149,7 @@ class DescriptionRow:
 
 
 class DescribedPart(NamedTuple):
-    """A partition to be described.
-
-    Args:
-        name: its number; None for a device of a device map.
-        layers: the names of its layers.
-        tensors: its parameters and buffers.
-        device: the device that computes them.
-        checkpoint: its checkpoint mode.
-    """
+    """A partition to be described."""
 
     name: str | None
     layers: Iterable[str]

@@ -362,11 +362,7 @@ def verify_skippables(module: nn.Sequential) -> None:
 
 
 def _closed(layers: Sequence[tuple[str, list[Skip], list[Skip]]]) -> set[Skip]:
-    """Find the skips that one layer both stashes and pops, and pops before it stashes them again.
-
-    Args:
-        layers: the path of the layer, and of each layer within it, and what it stashes and pops.
-    """
+    """Find skips that one layer both stashes and pops, and pops before it stashes them again."""
     ends: dict[Skip, list[str]] = {}
     for _, stashes, pops in layers:
         for kind, skips_of_kind in (("stash", stashes), ("pop", pops)):

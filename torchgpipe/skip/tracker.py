@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import nn
 
 from torchgpipe._torch.dynamo import uncompiled_before_2_13
-from torchgpipe.ambient.context import registered
+from torchgpipe.ambient.context import Swap, registered
 from torchgpipe.values.microbatch import Batch, PackedSkip
 from torchgpipe.values.structure import flatten
 
@@ -81,12 +81,7 @@ def skips(layer: nn.Module) -> tuple[list[Skip], list[Skip]]:
 
 
 class SkipLayout:
-    """The skips that lead from one partition to another.
-
-    Args:
-        partitions: the number of partitions.
-        ends: for each skip, the partition that stashes it and the one that pops it.
-    """
+    """The skips that lead from one partition to another."""
 
     def __init__(self, partitions: int, ends: dict[Skip, tuple[int, int]]) -> None:
         #: For each partition, the skips that it stashes for another one, and that other one.
@@ -121,9 +116,6 @@ class SkipTracker:
 
     Within a wrapper each run of a partition on a micro-batch has a tracker. It begins with the
     values that the partition will pop, and ends with the values that later partitions will pop.
-
-    Args:
-        values: the values that were stashed before.
     """
 
     def __init__(self, values: Mapping[Skip, Any] | None = None) -> None:
@@ -190,18 +182,9 @@ def current_skip_tracker() -> SkipTracker:
     return tracker
 
 
-class use_skip_tracker:
-    """Make this thread use a tracker within a ``with`` block."""
-
-    def __init__(self, tracker: SkipTracker) -> None:
-        self.tracker = tracker
-
-    def __enter__(self) -> None:
-        self.previous = _current.tracker
-        _current.tracker = self.tracker
-
-    def __exit__(self, *_: object) -> None:
-        _current.tracker = self.previous
+def use_skip_tracker(tracker: SkipTracker) -> Swap:
+    """Context manager that makes this thread use a tracker."""
+    return Swap(_current, tracker=tracker)
 
 
 # Parcels: the skips of a micro-batch on their way past the stages that do not pop them.

@@ -246,13 +246,7 @@ def row_count(value: Any) -> int:
 
 
 def split(value: Any, division: Division, rows: int | None = None) -> Iterator[Any]:
-    """Generate the value of each micro-batch.
-
-    Args:
-        value: the mini-batch, or something else with as many rows.
-        division: its division.
-        rows: the number of rows, where another value determines it.
-    """
+    """Generate the value of each micro-batch."""
     sizes = division.sizes
     starts = [*accumulate(sizes, initial=0)]
     if isinstance(value, Tensor) and value.dim() and is_dense(value):

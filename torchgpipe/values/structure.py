@@ -151,12 +151,7 @@ def equal(a: Any, b: Any) -> bool:
 
 
 class Structure:
-    """A value without its tensors.
-
-    Args:
-        spec: the containers; None for a tensor alone.
-        others: the leaves that are no tensors, by their index.
-    """
+    """A value without its tensors."""
 
     __slots__ = ("others", "spec")
 

@@ -1,4 +1,4 @@
-"""Wrappers within wrappers: the outermost one holds the locks of generators."""
+"""A step holds the locks of generators, and what computes a cell of it takes none."""
 
 import threading
 from functools import partial
@@ -76,21 +76,6 @@ def test_one_step_at_a_time(timeout):
     assert in_a_thread(step, timeout)
 
 
-def test_step_within_a_cell_does_not_wait(timeout):
-    """A worker takes the inner step, while the caller is in the midst of the outer one."""
-    draws = StepNumbers([CPU], 1)
-
-    def within():
-        with draws.of(0, CPU):
-            step()
-
-    def run():
-        with draws:
-            return in_a_thread(within, timeout)
-
-    assert holding(draws.locks, run)
-
-
 def test_recomputation_within_a_cell_does_not_wait(timeout):
     state = FirstNumbers(CPU)
     torch.rand(3)
@@ -110,21 +95,6 @@ def test_recomputation_within_a_cell_does_not_wait(timeout):
             return in_a_thread(within, timeout)
 
     assert holding(draws.locks, run)
-
-
-def test_recomputation_of_a_step_within_a_cell_holds_its_locks(timeout):
-    """The step exchanges the generator's state, even if it draws nothing."""
-    states = []
-
-    def cell():
-        states.append(FirstNumbers(CPU))
-        step()
-        states[0].settle()
-
-    step(cell)
-    assert not states[0].drawn
-    assert not holding(states[0].locks, lambda: in_a_thread(step, timeout=0.05))
-    assert in_a_thread(step, timeout)
 
 
 def test_step_that_does_not_begin_has_nobody_wait(timeout, monkeypatch):

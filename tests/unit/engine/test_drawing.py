@@ -44,17 +44,11 @@ class OwnCheckpoint(torch.autograd.Function):
         return torch.autograd.grad(y, x, grad)[0], None
 
 
-def in_a_wrapper(x):
-    """A wrapper within a layer sets the generator, also where nothing is drawn."""
-    return GPipe(nn.Sequential(nn.Tanh()), [1], devices=["cpu"], chunks=2)(x)
-
-
 DRAWING = {
     "draws": noisy,
     "seeds": seeded,
     "checkpoint": lambda x: checkpoint(noisy, x, use_reentrant=False),
     "checkpoint of its own": lambda x: OwnCheckpoint.apply(x, noisy),
-    "wrapper": in_a_wrapper,
 }
 
 

@@ -137,3 +137,24 @@ def test_nobody_reaches_into_a_wrapper(file, allowed):
         and not node.attr.startswith("__")
     ]
     assert found == allowed
+
+
+WRAPS = {
+    "GPipe": lambda inner: GPipe(nn.Sequential(inner), [1], devices=["cpu"], chunks=2),
+    "MappedGPipe": lambda inner: MappedGPipe(nn.Sequential(inner), {"": "cpu"}, chunks=2),
+    "ScheduledLoss": lambda inner: ScheduledLoss(
+        GPipe(linears(1, 1), [1], devices=["cpu"], chunks=2), lambda x: inner(x).mean()
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WRAPS)
+@pytest.mark.parametrize("inner", [wrap, mapped])
+def test_a_wrapper_within_a_layer_or_a_loss_is_an_error(kind, inner):
+    within = inner()
+    model = WRAPS[kind](within)
+    message = rf"must not be called by a layer.*\(called: {type(within).__name__}\); give the"
+    with pytest.raises(RuntimeError, match=message):
+        model(torch.rand(4, 1))
+    # By itself it is as it was.
+    assert within(torch.rand(4, 1)).shape == (4, 1)

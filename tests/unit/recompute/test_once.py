@@ -42,15 +42,6 @@ def test_the_model_of_a_map(cls, mode, names):
     trained(plain, model, lambda x: mean_of_squares(model(x)))
 
 
-@pytest.mark.parametrize("mode", ["never", "always"])
-def test_nested_wrappers(mode):
-    plain = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Contrast(), nn.Linear(4, 4)))
-    layers = copy.deepcopy(plain)
-    layers[1] = GPipe(layers[1], [1, 1], chunks=2, checkpoint=mode)
-    model = GPipe(layers, [1, 1], chunks=2, checkpoint=mode)
-    trained(plain, model, lambda x: mean_of_squares(model(x)))
-
-
 def test_several_mini_batches_before_a_backward():
     plain = nn.Sequential(nn.Linear(4, 4), Centre(), nn.Linear(4, 4))
     layers = copy.deepcopy(plain)
