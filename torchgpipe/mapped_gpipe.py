@@ -251,14 +251,18 @@ class MappedGPipe(Wrapper):
         """Describe the devices: their modules and sizes, and the checkpoint mode.
 
         Returns:
-            A table, to be printed, with a row for each device that has the figures.
+            A table, to be printed, with a row for each device that has the figures, and below them
+            the slices of a sequence, with the lengths that they had in the last step.
         """
         modes = words_of(self.checkpoint, len(self._map))
         parts = parts_of(self.module, self._map, [x.mapped for x in self._calls], modes)
-        return Description.of(parts, self.chunks, figures=self._lasting.figures)
+        figures = self._lasting.figures
+        return Description.of(parts, self.chunks, figures=figures, slices=self._slicing.words)
 
     def extra_repr(self) -> str:
-        return f"devices={[*map(str, dict.fromkeys(self._map.values()))]}, {super().extra_repr()}"
+        slices = "" if self.slices == 1 else f", slices={self.slices!r}"
+        devices = [*map(str, dict.fromkeys(self._map.values()))]
+        return f"devices={devices}, {super().extra_repr()}{slices}"
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the model, such as its ``config``."""
@@ -383,7 +387,7 @@ class MappedGPipe(Wrapper):
                 if self.threads > 1 or self._lasting.recording is not None:
                     self._workers.run(step, self.module, self.threads, course)
                 else:
-                    for i in range(step.m):
+                    for i in self._slicing.numbers or range(step.m):
                         course(i)
                 if step.held is not None:
                     # The model may take back what it has set.

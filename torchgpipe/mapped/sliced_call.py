@@ -46,6 +46,19 @@ MEDIA = ("pixel_values", "image_", "video_", "audio_", "input_features", "input_
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
 
+class SliceNumber(int):
+    """The number of a slice among all of a mini-batch.
+
+    It is shown as ``i.k``, slice ``k`` of micro-batch ``i``, wherever a micro-batch has its number.
+    """
+
+    #: What it is shown as.
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
 class Slicing:
     """The slices of a wrapper's calls.
 
@@ -60,6 +73,18 @@ class Slicing:
         self.slices = checked_slices(slices)
         #: Whether a few tokens have shown that the model can be computed in slices.
         self._is_proven = False
+        #: The numbers of the slices of the present call; empty if none are computed.
+        self.numbers: Sequence[int] = ()
+        #: The lengths of the slices of the last call's first sequence.
+        self.lengths: Sequence[int] = ()
+
+    @property
+    def words(self) -> str | None:
+        """The slices in words; None for the whole sequence."""
+        if self.slices == 1:
+            return None
+        lengths = f" ({', '.join(map(str, self.lengths))} tokens)" if self.lengths else ""
+        return f"{self.slices if isinstance(self.slices, int | str) else len(self.slices)}{lengths}"
 
     def call(self, wrapper: Any, forward: Callable[..., Any], given: Arguments) -> Any:
         """Compute a call of a wrapper in slices.
@@ -78,18 +103,25 @@ class Slicing:
         call = SlicedCall(model, self.slices, wrapper._width, wrapper.chunks, given)
         if torch.is_grad_enabled() and wrapper.training and not self._is_proven and call.is_divided:
             few = call.few(TOKENS)
-            # What warns of few micro-batches looks at whether the wrapper trains.
-            wrapper.training = False
+            # What warns of few micro-batches looks at whether the wrapper trains. A trace is one of
+            # steps, and this is none.
+            wrapper.training, lasting = False, wrapper._lasting
+            recording, lasting.recording = lasting.recording, None
             try:
                 prove(
                     model,
-                    lambda: forward(**{**few, "use_cache": False}),
+                    lambda **changed: forward(**{**few, "use_cache": False, **changed}),
                     lambda: SlicedCall(model, 2, 1, 1, Arguments((), few)).computed(forward),
+                    {call.sequence: few[call.sequence]},
                 )
             finally:
-                wrapper.training = True
+                wrapper.training, lasting.recording = True, recording
             self._is_proven = True
-        return call.computed(forward)
+        self.numbers, self.lengths = call.numbers, call.lengths
+        try:
+            return call.computed(forward)
+        finally:
+            self.numbers = ()
 
 
 class SlicedCall:
@@ -115,7 +147,8 @@ class SlicedCall:
         for name, x in signature.parameters.items():
             if x.kind is x.VAR_KEYWORD:
                 bound |= bound.pop(name, {})
-        self._name = next((x for x in SEQUENCES if bound.get(x) is not None), "")
+        #: The name of the argument that has the sequence.
+        self.sequence = next((x for x in SEQUENCES if bound.get(x) is not None), "")
         self._cache = self._verified(bound)
         division = division_of(bound, chunks)
         #: Whether the caller has divided the rows, and gets the outputs as they are.
@@ -128,7 +161,7 @@ class SlicedCall:
         calls: list[dict[str, Any]] = []
         for part in parts:
             self._verify_part(part)
-            rows, length = part[self._name].shape[:2]
+            rows, length = part[self.sequence].shape[:2]
             lengths = lengths_of(slices, length, devices, model)
             self._sizes.append((rows, lengths))
             self._layers.append(KeptLayers(model, lengths))
@@ -137,9 +170,23 @@ class SlicedCall:
         self.kwargs = Chunks.of(calls)
 
     @property
+    def lengths(self) -> Sequence[int]:
+        """The lengths of the slices of the first micro-batch."""
+        return self._sizes[0][1]
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of all slices."""
+        names = [f"{i}.{k}" for i, (_, own) in enumerate(self._sizes) for k in range(len(own))]
+        found = [SliceNumber(x) for x in range(len(names))]
+        for x, name in zip(found, names):
+            x.name = name
+        return [*found]
+
+    @property
     def is_divided(self) -> bool:
         """Whether sequences have more than one token."""
-        return sum(self._sizes[0][1]) > 1
+        return sum(self.lengths) > 1
 
     def _verified(self, given: Mapping[str, Any]) -> str:
         """The name of the argument for the cache."""
@@ -158,7 +205,7 @@ class SlicedCall:
                 "keys and values, and without prompts that are learned "
                 f"(model: {kind}, arguments: {[*takes]}); use slices=1"
             )
-        if not self._name:
+        if not self.sequence:
             raise ValueError(
                 "slices divide the sequence that a model is called with by name "
                 f"(names: {[*SEQUENCES]}, arguments: {[*given]}); pass it by name, or use slices=1"
@@ -185,11 +232,11 @@ class SlicedCall:
     def _verify_part(self, given: Mapping[str, Any]) -> None:
         """Check the arguments of a micro-batch."""
         kind, cache = type(self._model).__name__, self._cache
-        sequence = given[self._name]
+        sequence = given[self.sequence]
         if not isinstance(sequence, Tensor) or sequence.dim() < 2 or not sequence.shape[1]:
             raise ValueError(
                 "slices divide a tensor of rows and positions, one at least "
-                f"({self._name}: {type(sequence).__name__}, shape: "
+                f"({self.sequence}: {type(sequence).__name__}, shape: "
                 f"{[*getattr(sequence, 'shape', ())]}); pass such a tensor"
             )
         if given.get(cache) is not None or given.get("use_cache"):
@@ -214,7 +261,7 @@ class SlicedCall:
         self, given: Mapping[str, Any], lengths: Sequence[int], layers: KeptLayers
     ) -> Iterator[dict[str, Any]]:
         """The arguments of each slice of a micro-batch."""
-        rows, length = given[self._name].shape[:2]
+        rows, length = given[self.sequence].shape[:2]
         whole = {**given, "use_cache": True}
         if whole.get("labels") is not None:
             whole.setdefault(
@@ -299,7 +346,7 @@ class SlicedCall:
         Args:
             count: the number of tokens.
         """
-        sizes = self._first[self._name].shape[:2]
+        sizes = self._first[self.sequence].shape[:2]
         found = {
             name: _slice(name, x, 0, min(count, sizes[1]), sizes)
             for name, x in self._first.items()
