@@ -96,8 +96,8 @@ class MappedGPipe(Wrapper):
             are accelerators. More than one is for models that make the host wait for a device, as
             ``.item()`` does. Such a model must not set attributes of its modules in forward.
         slices: for causal models of Transformers, how many slices to make of the sequence of a
-            micro-batch, a list with the length of each, or ``"auto"``: two for each device, which
-            take equally long. They fill the devices as micro-batches do, with equal gradients.
+            micro-batch, a list with the length of each, or ``"auto"``, for some that take equally
+            long. They fill the devices as micro-batches do, with equal gradients.
         deferred_batch_norm: whether batch normalisations update their running statistics once per
             mini-batch, as in :class:`GPipe`.
         output_device: where outputs go to, as in :class:`nn.DataParallel`; by default they stay on
@@ -251,18 +251,15 @@ class MappedGPipe(Wrapper):
         """Describe the devices: their modules and sizes, and the checkpoint mode.
 
         Returns:
-            A table, to be printed, with a row for each device that has the figures, and below them
-            the slices of a sequence, with the lengths that they had in the last step.
+            A table, to be printed, with a row for each device, and the slices of the last step.
         """
-        modes = words_of(self.checkpoint, len(self._map))
+        modes, figures = words_of(self.checkpoint, len(self._map)), self._lasting.figures
         parts = parts_of(self.module, self._map, [x.mapped for x in self._calls], modes)
-        figures = self._lasting.figures
         return Description.of(parts, self.chunks, figures=figures, slices=self._slicing.words)
 
     def extra_repr(self) -> str:
-        slices = "" if self.slices == 1 else f", slices={self.slices!r}"
-        devices = [*map(str, dict.fromkeys(self._map.values()))]
-        return f"devices={devices}, {super().extra_repr()}{slices}"
+        found = f"devices={[*map(str, dict.fromkeys(self._map.values()))]}, {super().extra_repr()}"
+        return found if self.slices == 1 else f"{found}, slices={self.slices!r}"
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the model, such as its ``config``."""
@@ -377,8 +374,8 @@ class MappedGPipe(Wrapper):
     def _run(self, step: MappedStep, batches: list[Batch], order: Order) -> None:
         def course(i: int, turns: Turns | None = None) -> None:
             # With several threads, rows are watched in the first step only, which one thread runs.
-            known = order if turns is None and i < 2 else None
-            batches[i] = self._course(step, i, batches[i].take(), turns, known)
+            known, number = order if turns is None and i < 2 else None, self._slicing.number(i)
+            batches[i] = self._course(step, number, batches[i].take(), turns, known)
 
         with step.numbers:
             self._lasting.thread = get_ident()
@@ -387,7 +384,7 @@ class MappedGPipe(Wrapper):
                 if self.threads > 1 or self._lasting.recording is not None:
                     self._workers.run(step, self.module, self.threads, course)
                 else:
-                    for i in self._slicing.numbers or range(step.m):
+                    for i in range(step.m):
                         course(i)
                 if step.held is not None:
                     # The model may take back what it has set.

@@ -177,6 +177,9 @@ class Watch:
     def _mapped(self, model: MappedGPipe, timeline: Timeline, chunks: int) -> Advisor | None:
         """The advisor of any module, of which each visit of a device is a partition."""
         layers, waits = self._layers, self._waits
+        if model.slices != 1:
+            # Nobody knows how long slices of other lengths would take.
+            return None
         last = timeline.step().spans
         first = {x.stage: x for x in last if x.kind == "F" and not x.microbatch}
         n = len(first)

@@ -45,7 +45,7 @@ class SliceMask:
 
     def __init__(self, make: Callable[..., Tensor]) -> None:
         self._make = make
-        self._made: dict[torch.Stream, Tensor] = {}
+        self._made: dict[Any, Tensor] = {}
 
     def on(self, device: torch.device) -> Tensor:
         """The mask as a tensor, which the layers that compute on a stream have in common."""
@@ -108,7 +108,7 @@ def attend(
     value: Tensor,
     attention_mask: Any,
     **given: Any,
-) -> tuple[Tensor, Any]:
+) -> Any:
     """Compute attention.
 
     Args:
@@ -131,8 +131,7 @@ def attend(
             )
             return found[0].transpose(1, 2).contiguous(), None
         attention_mask = attention_mask.on(query.device)
-    found = plain(module, query, key, value, attention_mask, **given)
-    return found  # type: ignore[no-any-return]
+    return plain(module, query, key, value, attention_mask, **given)
 
 
 def _has_kernel(

@@ -29,8 +29,8 @@ SAMPLE = 4096
 #: The norm of a parameter's gradient counts as this share of the norm of all, if it is smaller.
 LEAST = 1e-3
 
-#: How far outputs of early tokens may change with later ones, which is by nothing as a rule. Experts
-#: get other numbers of tokens, so that their products may be rounded otherwise.
+#: How far outputs of early tokens may change with later ones, as a rule by nothing. Experts get
+#: other numbers of tokens, so that their products may be rounded otherwise.
 EARLY = {torch.float64: 1e-9, torch.float32: 1e-5}
 HALF_EARLY, EXPERTS = 1e-3, 20
 
@@ -114,14 +114,14 @@ def changed_early(whole: Callable[..., Any], sequence: Mapping[str, Tensor]) -> 
     others = torch.cat([tokens[:, :half], tokens.flip(1)[:, half:]], 1)
     with torch.no_grad():
         outputs = whole(), whole(**{name: others})
-    found = [
-        next(
-            (x[:, :half].cpu().double() for x in _leaves(output) if x.shape[:2] == tokens.shape[:2]),
-            torch.zeros(()),
-        )
-        for output in outputs
-    ]
-    return float((found[0] - found[1]).norm() / found[0].norm().clamp(min=1e-30))
+    first, second = (_early(output, tokens.shape[:2]) for output in outputs)
+    return float((first - second).norm() / first.norm().clamp(min=1e-30))
+
+
+def _early(output: Any, sizes: Sequence[int]) -> Tensor:
+    """The outputs of the first tokens, on the CPU, if there are some for each token."""
+    found = [x for x in _leaves(output) if x.shape[:2] == sizes]
+    return found[0][:, : sizes[1] // 2].cpu().double() if found else torch.zeros(())
 
 
 def furthest(found: Tensor, expected: Tensor, sizes: Sequence[int]) -> float:
