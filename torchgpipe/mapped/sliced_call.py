@@ -208,6 +208,7 @@ class SlicedCall:
             whole.setdefault(
                 "shift_labels", nn.functional.pad(whole["labels"][:, 1:], (0, 1), value=IGNORED)
             )
+        if whole.get("shift_labels") is not None:
             count = whole.get("num_items_in_batch")
             if count is None:
                 count = (whole["shift_labels"] != IGNORED).sum()
@@ -266,19 +267,21 @@ class SlicedCall:
             count: the number of tokens.
         """
         sizes = self._first[self.sequence].shape[:2]
-        found = {
-            name: _slice(name, x, 0, min(count, sizes[1]), sizes)
-            for name, x in self._first.items()
-            if name not in ("shift_labels", "num_items_in_batch")
-        }
+        given = {**self._first}
+        given.pop("num_items_in_batch", None)
+        if given.get("labels") is not None:
+            given.pop("shift_labels", None)
+        end = min(count, sizes[1])
+        found = {name: _slice(name, x, 0, end, sizes) for name, x in given.items()}
         found = {name: _first_row(name, x, sizes[0]) for name, x in found.items()}
         if getattr(self._model.config, "output_router_logits", False):
             # The balance of experts is that of each slice.
             found["output_router_logits"] = False
-        if found.get("labels") is not None:
-            labels = found.get("input_ids", found["labels"].clamp(min=0)).clone()
-            labels[:, : labels.shape[1] // 2] = IGNORED
-            found["labels"] = labels
+        for name in ("labels", "shift_labels"):
+            if found.get(name) is not None:
+                labels = found.get("input_ids", found[name].clamp(min=0)).clone()
+                labels[:, : labels.shape[1] // 2] = IGNORED
+                found[name] = labels
         return found
 
     def computed(self, forward: Callable[..., Any]) -> Any:
