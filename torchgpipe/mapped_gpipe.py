@@ -95,9 +95,8 @@ class MappedGPipe(Wrapper):
         threads: in how many threads forward computes micro-batches at the same time, if all devices
             are accelerators. More than one is for models that make the host wait for a device, as
             ``.item()`` does. Such a model must not set attributes of its modules in forward.
-        slices: for causal models of Transformers, how many slices to make of the sequence of a
-            micro-batch, a list with the length of each, or ``"auto"``, for some that take equally
-            long. They fill the devices as micro-batches do, with equal gradients.
+        slices: for causal models of Transformers, the number of slices of each sequence, a list of
+            their lengths, or ``"auto"``. They fill the devices as micro-batches do.
         deferred_batch_norm: whether batch normalisations update their running statistics once per
             mini-batch, as in :class:`GPipe`.
         output_device: where outputs go to, as in :class:`nn.DataParallel`; by default they stay on

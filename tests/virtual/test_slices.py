@@ -153,7 +153,7 @@ def test_one_sequence_fills_all_devices(devices):
 
 
 def test_cells_are_named_by_micro_batch_and_slice(devices):
-    """Also in a trace, of which the tokens of the proof are no step."""
+    """The tokens of the proof are no step of a trace."""
     pipe = MappedGPipe(made(), spread(made(), devices[:2]), slices=[8, 7, 5], chunks=2)
     assert "slices=(8, 7, 5)" in repr(pipe)
     assert "slices: 3" in str(pipe.describe())
@@ -269,7 +269,7 @@ def hybrid(model):
 
 
 def replaced(model):
-    """As trainers of distillation do."""
+    """Give a model another forward, as trainers of distillation do."""
     plain = model.forward
 
     def forward(*args, **kwargs):

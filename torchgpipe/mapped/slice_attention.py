@@ -34,11 +34,7 @@ class SliceStart(int):
 
 
 class SliceMask:
-    """The mask by which each query of a slice sees all keys before its own position, and that one.
-
-    Args:
-        make: makes it for a device.
-    """
+    """The mask by which each query of a slice sees all keys up to that of its own position."""
 
     # No attributes: their tensors would be brought to the device of whoever is called with this.
     __slots__ = ("_made", "_make")
@@ -79,25 +75,18 @@ def install() -> bool:
 
 
 def mask_of(plain: Callable[..., Any], causal: Any, *args: Any, **given: Any) -> Any:
-    """Make a mask, or a :class:`SliceMask` where all that a slice needs is to be causal.
-
-    Args:
-        plain: Transformers' own function.
-        causal: Transformers' function of causal masks.
-        *args: its arguments.
-        **given: its keyword arguments.
-    """
+    """Make a mask as Transformers does, or a :class:`SliceMask` for a slice that is just causal."""
     start = given.get("q_offset")
     if (
-        not isinstance(start, SliceStart)
-        or start == 0
-        or given.get("mask_function") is not causal
-        or given.get("attention_mask") is not None
-        or not given.get("allow_is_causal_skip")
-        or given.get("kv_offset")
+        isinstance(start, SliceStart)
+        and start > 0
+        and given.get("mask_function") is causal
+        and given.get("attention_mask") is None
+        and given.get("allow_is_causal_skip")
+        and not given.get("kv_offset")
     ):
-        return plain(*args, **given)
-    return SliceMask(partial(plain, *args, **given))
+        return SliceMask(partial(plain, *args, **given))
+    return plain(*args, **given)
 
 
 def attend(
@@ -109,20 +98,7 @@ def attend(
     attention_mask: Any,
     **given: Any,
 ) -> Any:
-    """Compute attention.
-
-    Args:
-        plain: Transformers' own function.
-        module: the layer.
-        query: of shape ``(rows, heads, positions, features)``.
-        key: the same, with more positions, and perhaps with fewer heads.
-        value: the same.
-        attention_mask: the mask.
-        **given: what else Transformers' function takes.
-
-    Returns:
-        The output, of shape ``(rows, positions, heads, features)``, and None.
-    """
+    """Compute attention as Transformers does, of ``(rows, heads, positions, features)``."""
     if isinstance(attention_mask, SliceMask):
         dropout = given.get("dropout", 0.0)
         if _has_kernel(query, key, value, dropout, given):

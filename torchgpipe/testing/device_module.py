@@ -132,14 +132,9 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 
 
 def can_use_flash_attention(params: Any) -> bool:
-    """Whether a device has FlashAttention's operator for arguments of attention.
-
-    GPUs have it for half precision, and so have described devices. The others show what slices of a
-    sequence compute with it in any precision, unless the kernel is switched off.
-    """
-    is_half = params.query.dtype in (torch.float16, torch.bfloat16)
-    is_wanted = torch.backends.cuda.flash_sdp_enabled() and params.dropout == 0
-    return is_wanted and (is_half or not _ops.is_hollow())
+    """Whether there is FlashAttention's operator: in a dry run for half precision, as on GPUs."""
+    takes = params.dropout == 0 and (params.query.element_size() == 2 or not _ops.is_hollow())
+    return takes and torch.backends.cuda.flash_sdp_enabled()
 
 
 def _is_in_bad_fork() -> bool:
