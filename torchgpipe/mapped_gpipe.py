@@ -94,9 +94,8 @@ class MappedGPipe(Wrapper):
         threads: in how many threads forward computes micro-batches at the same time, if all devices
             are accelerators. More than one is for models that make the host wait for a device, as
             ``.item()`` does. Such a model must not set attributes of its modules in forward.
-        slices: for causal models of Transformers, how many slices to make of the sequence of a
-            micro-batch, a list with the length of each, or ``"auto"``: two for each device, which
-            take equally long. They fill the devices as micro-batches do, with equal gradients.
+        slices: for causal models of Transformers, the number of slices of each sequence, a list of
+            their lengths, or ``"auto"``. They fill the devices as micro-batches do.
         deferred_batch_norm: whether batch normalisations update their running statistics once per
             mini-batch, as in :class:`GPipe`.
         output_device: where outputs go to, as in :class:`nn.DataParallel`; by default they stay on
@@ -250,14 +249,15 @@ class MappedGPipe(Wrapper):
         """Describe the devices: their modules and sizes, and the checkpoint mode.
 
         Returns:
-            A table, to be printed, with a row for each device that has the figures.
+            A table, to be printed, with a row for each device, and the slices of the last step.
         """
-        modes = words_of(self.checkpoint, len(self._map))
+        modes, figures = words_of(self.checkpoint, len(self._map)), self._lasting.figures
         parts = parts_of(self.module, self._map, [x.mapped for x in self._calls], modes)
-        return Description.of(parts, self.chunks, figures=self._lasting.figures)
+        return Description.of(parts, self.chunks, figures=figures, slices=self._slicing.words)
 
     def extra_repr(self) -> str:
-        return f"devices={[*map(str, dict.fromkeys(self._map.values()))]}, {super().extra_repr()}"
+        found = f"devices={[*map(str, dict.fromkeys(self._map.values()))]}, {super().extra_repr()}"
+        return found if self.slices == 1 else f"{found}, slices={self.slices!r}"
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the model, such as its ``config``."""
@@ -374,7 +374,7 @@ class MappedGPipe(Wrapper):
 
     def _run(self, step: MappedStep, batches: list[Batch]) -> None:
         def course(i: int, turns: Turns | None = None) -> None:
-            batches[i] = self._course(step, i, batches[i].take(), turns)
+            batches[i] = self._course(step, self._slicing.number(i), batches[i].take(), turns)
 
         with step.numbers:
             self._lasting.thread = get_ident()

@@ -143,6 +143,9 @@ class Watch:
         model = self._model
         if model is None or not timeline.spans:
             return None
+        if isinstance(model, MappedGPipe) and model.slices != 1:
+            # Nobody knows how long slices of other lengths would take.
+            return None
         last = timeline.step()
         shares = last.shares
         # Without a backward there are other settings to think of, and without costs, virtual

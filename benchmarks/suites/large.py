@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from benchmarks import command
@@ -33,7 +33,6 @@ from benchmarks.report.summary import Summary, Table
 from torchgpipe import GPipe, MappedGPipe, ScheduledLoss
 from torchgpipe.balance.blockpartition import solve
 from torchgpipe.testing import Prediction, dry_run
-from torchgpipe.testing.hardware import NAMED
 
 __all__ = ["main", "summarise"]
 
@@ -62,12 +61,11 @@ class Setting:
         n: how many there are.
         m: the number of micro-batches, each a sequence.
         mode: which of them are checkpointed. ``"own"`` is the model's own gradient checkpointing,
-            layer by layer.
+            layer by layer, and ``"head"`` checkpoints the head alone.
         length: tokens of a sequence.
         balance: layers of each device of a Llama.
         schedule: of the GPT.
         slices: of each sequence, or ``"auto"``; 0 where nobody asks for them.
-        attention: of a Llama, ``"sdpa"``, or ``"maskless"`` as FlashAttention's kernels are.
     """
 
     model: str
@@ -79,13 +77,18 @@ class Setting:
     balance: tuple[int, ...] = ()
     schedule: str = ""
     slices: int | str = 0
-    attention: str = "sdpa"
 
 
 MODES = ("never", "except_last", "always", "own")
 
-#: The tokens of long sequences, and modes in which some of them fit.
-LONG = (16384, "never"), (16384, "always"), (32768, "always"), (131072, "always")
+#: The tokens of long sequences, modes, and numbers of slices.
+LONG = [
+    (16384, "never", (1, 4, 8, 12, 16, "auto")),
+    (32768, "never", (1, 8, 16)),
+    (32768, "head", (16,)),
+    (32768, "always", (1, 4, 8, 16)),
+    (131072, "always", (1, 8, 16, 32, "auto")),
+]
 
 SETTINGS = [
     *[
@@ -104,9 +107,8 @@ SETTINGS = [
         for schedule in ("1f1b", "zbh1", "zbv", "dualpipev")
     ],
     *[
-        Setting("lora-8b", "h100-80gb", 4, 1, mode, length, (8, 8, 8, 8), "", slices, attention)
-        for length, mode in LONG
-        for attention, counts in (("sdpa", (1, 4, 8, 16, "auto")), ("maskless", (8, 16)))
+        Setting("lora-8b", "h100-80gb", 4, 1, mode, length, (8, 8, 8, 8), "", slices)
+        for length, mode, counts in LONG
         for slices in counts
     ],
 ]
@@ -116,12 +118,7 @@ Maker = Callable[[list[torch.device]], Callable[[], None]]
 
 def llama(setting: Setting) -> Maker:
     """A function that makes a step of a Llama by MappedGPipe."""
-    import transformers
     from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.masking_utils import flash_attention_mask
-
-    transformers.AttentionInterface.register("maskless", maskless)
-    transformers.AttentionMaskInterface.register("maskless", flash_attention_mask)
 
     def make(devices: list[torch.device]) -> Callable[[], None]:
         width, hidden, layers, heads = LLAMA[setting.model]
@@ -135,7 +132,6 @@ def llama(setting: Setting) -> Maker:
             max_position_embeddings=8192,
             use_cache=False,
         )
-        config._attn_implementation = setting.attention
         model: Any = narrow(lambda: LlamaForCausalLM(config))
         before = ""
         if setting.model.startswith("lora"):
@@ -144,7 +140,7 @@ def llama(setting: Setting) -> Maker:
             targets = "all-linear" if setting.model == "lora-70b" else None
             adapters = LoraConfig(r=16, lora_alpha=32, target_modules=targets)
             model, before = get_peft_model(model, adapters), "base_model.model."
-        mode = setting.mode
+        mode: Any = setting.mode
         if mode == "own":
             model.enable_input_require_grads()
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -155,6 +151,8 @@ def llama(setting: Setting) -> Maker:
         places = [device for device, count in zip(devices, setting.balance) for _ in range(count)]
         ends |= {f"model.layers.{k}": device for k, device in enumerate(places)}
         device_map = {before + name: device for name, device in ends.items()}
+        if mode == "head":
+            mode = ["always" if name == "lm_head" else "never" for name in ends]
         options: Any = {"chunks": setting.m, "checkpoint": mode, "slices": setting.slices or 1}
         pipe = MappedGPipe(model, device_map, **options).train()
         optimizer = torch.optim.AdamW([x for x in pipe.parameters() if x.requires_grad])
@@ -169,14 +167,6 @@ def llama(setting: Setting) -> Maker:
         return warmed(step, setting.m)
 
     return make
-
-
-def maskless(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """Attention that is right in its shapes alone, for dry runs: FlashAttention needs a GPU."""
-    found = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
-    return found.transpose(1, 2), None
 
 
 def gpt3(setting: Setting) -> Maker:
@@ -242,19 +232,12 @@ def row_of(setting: Setting) -> dict[str, Any]:
     make = gpt3(setting) if setting.schedule else llama(setting)
     # Transformers asks whether all tokens are of one sequence, and they are.
     found: Prediction = dry_run(make, setting.n, setting.hardware, value_read=1.0)
-    causal = None
-    if setting.slices == 1:
-        # The clock counts all pairs of queries and keys, of which a causal kernel computes half.
-        fast = replace(NAMED[setting.hardware], efficiency={"attention": 2.0})
-        causal = dry_run(make, setting.n, fast, value_read=1.0).time
     shares = found.timeline.shares
     return {
         **{key: getattr(setting, key) for key in ("model", "hardware", "n", "m", "mode", "length")},
         "schedule": setting.schedule,
         "slices": setting.slices,
-        "attention": setting.attention,
         "seconds": found.time,
-        "causal": causal,
         "bubble": fmean(x.bubble for x in shares),
         "reserved": [*found.reserved],
         "allocated": [*found.allocated],
@@ -283,11 +266,11 @@ def main(argv: Sequence[str]) -> None:
     publish(command.output(options, "large"), head("large", argv), rows, summarise)
 
 
-def ratios(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The time of the whole sequence over that of slices, and that with a causal kernel."""
+def ratio(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+    """The time of the whole sequence over that of slices, if it was run in the same mode."""
     same = [x for x in rows if (x["length"], x["mode"]) == (row["length"], row["mode"])]
-    whole = next(x for x in same if x["causal"])
-    return [f"{whole[key] / row['seconds']:.2f}" for key in ("seconds", "causal")]
+    whole = [x for x in same if x["slices"] == 1]
+    return f"{whole[0]['seconds'] / row['seconds']:.2f}" if whole else ""
 
 
 def summarise(result: Result) -> Summary:
@@ -301,7 +284,7 @@ def summarise(result: Result) -> Summary:
             [
                 *([row["schedule"]] if row["schedule"] else [row["length"]]),
                 *(row["slices" if sliced else "m"], row["mode"], f"{row['seconds']:.3g}"),
-                *([row["attention"], *ratios(row, rows)] if sliced else ()),
+                *([ratio(row, rows)] if sliced else ()),
                 f"{row['m'] * row['length'] / row['seconds']:.3g}",
                 *(f"{row['bubble']:.1%}", f"{max(row['before']) / GIB:.1f}"),
                 *(f"{max(row[key]) / GIB:.1f}" for key in ("allocated", "reserved")),
@@ -312,7 +295,7 @@ def summarise(result: Result) -> Summary:
         ]
         columns = ["schedule" if first["schedule"] else "tokens", "slices" if sliced else "m"]
         columns += ["mode", "s a step"]
-        columns += ["attention", "times", "causal"] if sliced else []
+        columns += ["times"] if sliced else []
         columns += ["tokens a s", "bubble", "stays", "allocated", "reserved", "fits"]
         title = f"{model}: {first['n']} x {first['hardware']}, GiB of the fullest device"
         tables.append(Table([*columns, "CPU s", "laptop GiB"], lines, title))
@@ -323,6 +306,6 @@ def summarise(result: Result) -> Summary:
         "what a device has between steps. The mode `own` is the model's own gradient "
         "checkpointing, layer by layer. The first two steps of a row take two micro-batches, and "
         "the third one, which counts, all. The last columns are what a row took of this machine. "
-        "`times` is how many times as fast as one slice, the whole sequence, and `causal` as the "
-        "whole with a kernel that skips masked pairs, since the clock counts them.",
+        "`times` is how many times as fast as the whole sequence in the same mode. `head` "
+        "checkpoints the head alone.",
     )

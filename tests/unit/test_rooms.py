@@ -249,6 +249,7 @@ def test_names_that_other_code_reaches_for():
 
 #: Private attributes of other libraries' objects.
 OTHERS = {"_replace", "_getframe", "_asdict", "_hf_hook", "_no_split_modules", "_pp_plan"}
+OTHERS |= {"_attn_implementation"}
 
 #: Private attributes and names of this package that other files of it use.
 OURS = {x for name, tree in TREES.items() if room(name) != "_torch" for x in defined(tree)}

@@ -297,6 +297,34 @@ def test_attention_is_one_kernel(devices, dtype, more, fused):
 
 
 @pytest.mark.parametrize(
+    ("attend", "pairs"),
+    [
+        (scaled_dot_product_attention, 4 * 6),
+        (partial(scaled_dot_product_attention, is_causal=True), 1 + 2 + 3 + 4),
+        # Its last query sees all keys.
+        (
+            partial(torch.ops.aten._scaled_dot_product_flash_attention, is_causal=True),
+            3 + 4 + 5 + 6,
+        ),
+    ],
+)
+def test_causal_attention_counts_the_pairs_that_it_computes(devices, attend, pairs):
+    def make(devices):
+        shape = {"device": devices[0], "dtype": torch.bfloat16, "requires_grad": True}
+        query, key = torch.rand(2, 4, 4, 8, **shape), torch.rand(2, 4, 6, 8, **shape)
+
+        def step():
+            found = attend(query, key, key)
+            (found[0] if isinstance(found, tuple) else found).sum().backward()
+
+        return step
+
+    parts = dry_run(make, 1, HARDWARE).parts
+    counted = [part.flops for part in parts if part.kind == "attention"]
+    assert sorted(counted) == [2 * 2 * 4 * pairs * 8 * products for products in (2, 5)]
+
+
+@pytest.mark.parametrize(
     ("kernels", "fused"),
     [
         ([SDPBackend.EFFICIENT_ATTENTION], True),

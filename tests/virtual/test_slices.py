@@ -11,7 +11,7 @@ from tests.support.architectures import DEEP, GPT, GROUPED, SIZES, module, sprea
 from tests.support.helpers import MODES, assert_no_races
 from tests.support.size import rotated, soak, some
 from tests.virtual.test_joined_steps import busiest
-from torchgpipe import MappedGPipe, Offload
+from torchgpipe import MappedGPipe, Offload, trace
 from torchgpipe.mapped.slice_cache import Past
 from torchgpipe.testing import observe
 
@@ -152,6 +152,39 @@ def test_one_sequence_fills_all_devices(devices):
         assert seen.makespan / busiest(seen) < most
 
 
+def test_cells_are_named_by_micro_batch_and_slice(devices):
+    """The tokens of the proof are no step of a trace."""
+    pipe = MappedGPipe(made(), spread(made(), devices[:2]), slices=[8, 7, 5], chunks=2)
+    assert "slices=(8, 7, 5)" in repr(pipe)
+    assert "slices: 3" in str(pipe.describe())
+    with trace(pipe) as timeline:
+        for _ in range(2):
+            pipe(**rows()).loss.sum().backward()
+    cells = [f"{i}.{k}" for i in range(2) for k in range(3)]
+    named = {f"{stage}{kind}{x}" for stage in range(2) for kind in "FB" for x in cells}
+    computed = [x for x in timeline.spans if x.computes]
+    assert {x.name for x in computed if x.kind in "FB"} == named
+    assert {x.step for x in computed} == {0, 1}
+    assert "slices: 3 (8, 7, 5 tokens)" in str(pipe.describe())
+    with observe(costs={"mm": 1.0}) as seen:
+        pipe(**rows()).loss.sum().backward()
+    assert {x.name for x in seen.timeline.spans if x.kind == "B"} == {x for x in named if "B" in x}
+    pipe.slices = 1
+    assert "slices" not in repr(pipe)
+    assert "slices" not in str(pipe.describe())
+
+
+def test_errors_name_the_slice(devices):
+    model = made()
+    pipe = MappedGPipe(model, spread(model, devices[:2]), slices=2)
+    pipe(**rows())
+    calls = iter([0, 1])
+    model.lm_head.register_forward_pre_hook(lambda *_: 1 / (1 - next(calls)))
+    with pytest.raises(ZeroDivisionError) as raised:
+        pipe(**rows())
+    assert "micro-batch 0.1" in raised.value.__notes__[0]
+
+
 def test_the_loss_of_the_caller(devices):
     """Logits are joined along the sequence, and nothing is kept of a loss without backward."""
     model = made()
@@ -235,13 +268,25 @@ def hybrid(model):
     )
 
 
+def replaced(model):
+    """Give a model another forward, as trainers of distillation do."""
+    plain = model.forward
+
+    def forward(*args, **kwargs):
+        return plain(*args, **kwargs)
+
+    model.forward = forward
+
+
 @pytest.mark.parametrize(
     ("change", "given", "message"),
     [
         (kept, {}, "gradient checkpoints of Transformers drop the cache"),
         (recurrent, {}, "causal models of Transformers, which take a cache"),
         (lambda _: nn.Linear(2, 2), {}, "missing a required argument|causal models"),
-        (None, {"attention_mask": 1 - torch.eye(2, LENGTH)}, r"begin with padding: \[0\]"),
+        (None, {"attention_mask": 1 - torch.eye(2, LENGTH)}, r"begin with padding: \[0\].*GRPO"),
+        (None, {"logits_to_keep": 4}, "counts tokens from the end"),
+        (replaced, {}, "replaced by another .* forward: replaced.<locals>.forward"),
         (None, {"use_cache": True}, "gets its cache from the wrapper"),
         (None, {"input_ids": None}, "divide the sequence that a model is called with by name"),
     ],

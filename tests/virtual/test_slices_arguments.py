@@ -133,6 +133,53 @@ def test_positions_of_several_kinds(devices):
     torch.testing.assert_close(gradients(model), expected, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_packed_rows(rows, checkpoint, devices):
+    """Where positions begin again another text begins, which sees nothing of the one before."""
+    positions = torch.cat([torch.arange(7), torch.arange(9), torch.arange(4)]).repeat(rows, 1)
+    given = {**batch(rows), "position_ids": positions}
+    assert_same(made, given, devices, slices=[5, 5, 10], checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize("labels", ["labels", "shift_labels"])
+def test_fused_heads(labels, devices):
+    """Those of TRL have no output for the last token, whose label is in no row."""
+    utilities = pytest.importorskip("trl.trainer.utils", exc_type=MISSING)
+    models = made(), made()
+    for model in models:
+        utilities.add_fused_lm_head(model)
+    given = {**batch(), "fused_lm_head": True}
+    if labels == "shift_labels":
+        given[labels] = given.pop("labels")
+    expected = models[0](**given)
+    expected.loss.backward()
+    pipe = MappedGPipe(models[1], spread(models[1], devices[:4]), slices=3)
+    found = pipe(**given)
+    found.loss.mean().backward()
+    torch.testing.assert_close(found.log_probs.cpu(), expected.log_probs)
+    torch.testing.assert_close(gradients(models[1]), gradients(models[0]), atol=1e-6, rtol=1e-4)
+
+
+class Shorter(torch.nn.Module):
+    """A head with no output for the first token of what it is called with."""
+
+    def __init__(self, own):
+        super().__init__()
+        self.own = own
+
+    def forward(self, x):
+        return self.own(x[:, 1:])
+
+
+def test_outputs_with_other_shapes(devices):
+    model = made()
+    model.lm_head = Shorter(model.lm_head)
+    pipe = MappedGPipe(model, spread(model, devices[:4]), slices=2)
+    with pytest.raises(ValueError, match="outputs of slices"):
+        pipe(input_ids=batch(1)["input_ids"])
+
+
 def causal(length=20):
     return torch.ones(length, length, dtype=torch.bool).tril()[None, None]
 
@@ -145,7 +192,11 @@ def prefix():
 
 #: By name: the model, what else its call gets, and words of the error.
 REFUSED = {
-    "packed": (made, {"position_ids": torch.arange(64)[None] % 40}, "positions begin again"),
+    "packed": (
+        lambda: made("Mistral", sliding_window=5),
+        {"position_ids": torch.arange(64)[None] % 40},
+        "a row of several texts",
+    ),
     "prefix": (made, {"attention_mask": prefix()}, "causal mask"),
     "window": (lambda: made("Mistral", sliding_window=5), {"attention_mask": causal()}, "window"),
     "masks": (made, {"attention_mask": {"full_attention": causal()}}, "mask of padding"),
@@ -161,7 +212,9 @@ REFUSED = {
     "no shift": (lambda: made("Bart", d_model=32, dropout=0.0), {}, "must have the gradients"),
     # It has its cache in a way of its own.
     "own cache": (
-        lambda: made("XLMWithLMHeadModel", n_layers=2, n_heads=4, emb_dim=32, n_words=61),
+        lambda: made(
+            "XLMWithLMHeadModel", n_layers=2, n_heads=4, emb_dim=32, n_words=61, causal=True
+        ),
         {"labels": None},
         "must take the keys",
     ),
@@ -201,8 +254,9 @@ def test_the_proof_sees_a_cache_that_is_detached(detached, dtype, devices, monke
         pipe(**batch(1, 40))
 
 
-def test_the_proof_sees_a_model_that_looks_ahead(devices):
-    model = made("BertLMHeadModel", torch.float32, hidden_dropout_prob=0.0)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_proof_sees_a_model_that_looks_ahead(dtype, devices):
+    model = made("BertLMHeadModel", dtype, hidden_dropout_prob=0.0)
     pipe = MappedGPipe(model, spread(model, devices[:4]), slices=2)
-    with pytest.raises(ValueError, match="must have the gradients"):
+    with pytest.raises(ValueError, match="no token looks at later ones"):
         pipe(**batch(1, 40))

@@ -109,6 +109,10 @@ NAMES: dict[str, Name] = {
         lambda: 0,
         question=True,
     ),
+    # The public function cannot say that the last query sees all keys, but by a tensor of a mask.
+    "flash_attention": Name(
+        "torch.ops:aten._scaled_dot_product_flash_attention", "attention of slices without masks"
+    ),
     # Autograd.
     "queue_callback": Name(
         "torch.autograd:Variable._execution_engine.queue_callback", "callbacks after backward"

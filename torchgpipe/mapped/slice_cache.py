@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.mapped.slice_attention import SliceStart, takes_slice_masks
 from torchgpipe.recompute.runs import is_recomputing
 
 __all__: list[str] = []
@@ -104,7 +105,8 @@ class KeptLayers:
     """
 
     def __init__(self, model: nn.Module, lengths: Sequence[int]) -> None:
-        self.starts = [sum(lengths[:k]) for k in range(len(lengths) + 1)]
+        kind = SliceStart if takes_slice_masks(model) else int
+        self.starts = [kind(sum(lengths[:k])) for k in range(len(lengths) + 1)]
         caches = import_module("transformers.cache_utils")
         config: Any = model.config
         layers = caches.DynamicCache(config=config).layers

@@ -13,8 +13,9 @@ from torchgpipe.values.division import divided
 
 __all__: list[str] = []
 
-#: The number of slices, their lengths, or "auto": two for each device, of equal time.
+#: The number of slices, their lengths, or "auto": of so many tokens, and of equal time.
 Slices: TypeAlias = int | Sequence[int] | str
+TOKENS = 2048
 
 
 def checked_slices(slices: Any) -> Slices:
@@ -41,11 +42,14 @@ def checked_slices(slices: Any) -> Slices:
     return slices if isinstance(slices, int) else tuple(given)
 
 
-def count_of(slices: Slices, devices: int) -> int:
-    """The number of slices of a long sequence."""
+def count_of(slices: Slices, devices: int, length: int) -> int:
+    """The number of slices of a sequence, if it has that many tokens."""
     if isinstance(slices, int):
         return slices
-    return 2 * devices if isinstance(slices, str) else len(slices)
+    if not isinstance(slices, str):
+        return len(slices)
+    # With fewer slices devices wait for each other, and with more they launch small kernels.
+    return min(8 * devices, max(2 * devices, length // TOKENS))
 
 
 def lengths_of(slices: Slices, length: int, devices: int, model: nn.Module) -> list[int]:
@@ -54,7 +58,7 @@ def lengths_of(slices: Slices, length: int, devices: int, model: nn.Module) -> l
     Raises:
         ValueError: given lengths are not those of the sequence.
     """
-    count = min(count_of(slices, devices), length)
+    count = min(count_of(slices, devices, length), length)
     if isinstance(slices, str):
         return equal_times(count, length, model)
     if isinstance(slices, int):

@@ -17,50 +17,53 @@ __all__: list[str] = []
 Size: TypeAlias = tuple[int, Sequence[int]]
 
 
-def joined(outputs: Sequence[Any], sizes: Sequence[Size] | Size) -> Any:
+def joined(outputs: Sequence[Any], sizes: Sequence[Size] | Size, left_out: int = 0) -> Any:
     """Join outputs of slices.
 
     Args:
         outputs: the outputs, micro-batch by micro-batch.
         sizes: the sizes of the micro-batches, whose losses are stacked; or that of the only one.
+        left_out: how many tokens at the end of a row have no output.
     """
     if not can_fill_itself(outputs[0]):
-        return _joined([*outputs], sizes)
+        return _joined([*outputs], sizes, left_out)
     values = [there(x) for x in outputs]
     found = {
-        name: _joined([x[name] for x in values], sizes)
+        name: _joined([x[name] for x in values], sizes, left_out)
         for name, x in values[0].items()
         if not (isinstance(x, Tensor) and x.dim())
     }
 
     def make() -> dict[str, Any]:
         names = [name for name in outputs[0] if name not in found]
-        return {name: _joined([x[name] for x in outputs], sizes) for name in names}
+        return {name: _joined([x[name] for x in outputs], sizes, left_out) for name in names}
 
     return on_reading(outputs[0], found, make)
 
 
-def _joined(values: list[Any], sizes: Sequence[Size] | Size) -> Any:
+def _joined(values: list[Any], sizes: Sequence[Size] | Size, left_out: int) -> Any:
     columns = [flatten_tree(x) for x in values]
-    leaves = [_joined_leaf(column, sizes) for column in zip(*[x for x, _ in columns])]
+    leaves = [_joined_leaf(column, sizes, left_out) for column in zip(*[x for x, _ in columns])]
     return columns[0][1].unflatten(leaves)
 
 
-def _joined_leaf(column: Sequence[Any], sizes: Sequence[Size] | Size) -> Any:
+def _joined_leaf(column: Sequence[Any], sizes: Sequence[Size] | Size, left_out: int) -> Any:
     if not isinstance(column[0], Tensor):
         return column[0]
     if isinstance(sizes, tuple):
-        return _joined_slices([*column], *sizes)
+        rows, lengths = sizes
+        return _joined_slices([*column], rows, lengths, left_out)
     rest = iter(column)
-    parts = [_joined_slices([next(rest) for _ in x[1]], *x) for x in sizes]
+    parts = [_joined_slices([next(rest) for _ in x[1]], *x, left_out) for x in sizes]
     return torch.cat(parts) if parts[0].dim() else torch.stack(parts)
 
 
-def _joined_slices(parts: list[Tensor], rows: int, lengths: Sequence[int]) -> Tensor:
+def _joined_slices(parts: list[Tensor], rows: int, lengths: Sequence[int], left_out: int) -> Tensor:
     if not parts[0].dim():
         return torch.stack(parts).mean(0)
     if all(x.shape[:2] == (rows, size) for x, size in zip(parts, lengths)):
-        return torch.cat(parts, 1)
+        found = torch.cat(parts, 1)
+        return found[:, :-left_out] if left_out else found
     if all(x.shape[0] == rows * size for x, size in zip(parts, lengths)):
         # As routers have them.
         return torch.cat([x.unflatten(0, (rows, -1)) for x in parts], 1).flatten(0, 1)

@@ -2,7 +2,8 @@
 
 Code that detaches what is in the cache, or looks across the whole sequence otherwise, has the same
 outputs in slices, or nearly, and other gradients. So a few tokens are computed before the first
-step, whole and in two slices, and gradients are compared.
+step, whole and in two slices, and gradients are compared. And outputs of the first tokens must not
+change with the tokens behind them.
 """
 
 from __future__ import annotations
@@ -28,18 +29,29 @@ SAMPLE = 4096
 #: The norm of a parameter's gradient counts as this share of the norm of all, if it is smaller.
 LEAST = 1e-3
 
+#: How far outputs of early tokens may change with later ones, as a rule by nothing. Experts get
+#: other numbers of tokens, so that their products may be rounded otherwise.
+EARLY = {torch.float64: 1e-9, torch.float32: 1e-5}
+HALF_EARLY, EXPERTS = 1e-3, 20
+
 #: How far gradients may differ, per unit of their norm: by rounding, in half precision, too.
 CLOSE = {torch.float64: 1e-4, torch.float32: 1e-3}
 HALF = 0.2
 
 
-def prove(model: nn.Module, whole: Callable[[], Any], slices: Callable[[], Any]) -> None:
-    """Check that a model's gradients are the same in slices.
+def prove(
+    model: nn.Module,
+    whole: Callable[..., Any],
+    slices: Callable[[], Any],
+    sequence: Mapping[str, Tensor],
+) -> None:
+    """Check that a model's outputs and gradients are the same in slices.
 
     Args:
         model: the model.
         whole: computes it for a few tokens.
         slices: computes it for the same in slices.
+        sequence: the argument with the tokens, by its name, which may be given to ``whole``.
 
     Raises:
         ValueError: they differ.
@@ -47,30 +59,69 @@ def prove(model: nn.Module, whole: Callable[[], Any], slices: Callable[[], Any])
     own = [x for x in model.parameters() if x.requires_grad and x.is_floating_point()]
     if not own:
         return
+    name, dtype = type(model).__name__, max((x.dtype for x in own), key=_rounding)
     with unchanged(model):
-        expected, again = gradient(whole, own), gradient(whole, own)
+        (expected, shapes), (again, _) = gradient(whole, own), gradient(whole, own)
         if not expected.equal(again):
             # Layers that draw are left out, since slices draw other numbers.
             model.eval()
-            expected = gradient(whole, own)
+            expected, shapes = gradient(whole, own)
+        early = changed_early(whole, sequence)
+        has_experts = any("expert" in x for x, _ in model.named_modules())
+        if not early <= EARLY.get(dtype, HALF_EARLY) * (EXPERTS if has_experts else 1):
+            raise ValueError(
+                "slices are for causal models, in which no token looks at later ones (model: "
+                f"{name}, outputs of the first of {TOKENS} tokens: {early:.2%} others with other "
+                "tokens behind them); use slices=1"
+            )
         try:
-            found = gradient(slices, own)
+            found, found_shapes = gradient(slices, own)
         except (AttributeError, IndexError, RuntimeError, TypeError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             raise ValueError(
                 "a model that is computed in slices must take the keys and values of earlier ones "
-                f"(model: {type(model).__name__}, {TOKENS} tokens in two slices: "
+                f"(model: {name}, {TOKENS} tokens in two slices: "
                 f"{type(error).__name__}: {error}); use slices=1"
             ) from error
-    off = furthest(found, expected, [min(SAMPLE, x.numel()) for x in own])
-    close = max(CLOSE.get(x.dtype, HALF) for x in own)
-    if not off <= close:
+    if any(shapes[x] != found_shapes[x] for x in shapes.keys() & found_shapes.keys()):
+        raise ValueError(
+            "outputs of slices must have a place for each token, by which they are joined (model: "
+            f"{name}, shapes of {TOKENS} tokens: {shapes}, in two slices: {found_shapes}); use "
+            "slices=1"
+        )
+    off, close = furthest(found, expected, [min(SAMPLE, x.numel()) for x in own]), CLOSE.get(dtype)
+    if not off <= (close or HALF):
         raise ValueError(
             "a model that is computed in slices must have the gradients of the whole sequence "
-            f"(model: {type(model).__name__}, {TOKENS} tokens in two slices: off by {off:.2%}, "
-            f"allowed: {close:.2%}); use slices=1"
+            f"(model: {name}, {TOKENS} tokens in two slices: off by {off:.2%}, "
+            f"allowed: {close or HALF:.2%}); use slices=1"
         )
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
+
+
+def changed_early(whole: Callable[..., Any], sequence: Mapping[str, Tensor]) -> float:
+    """How far outputs of the first tokens change with the tokens behind them, per their norm.
+
+    Rounding is the same in both, so this tells more than gradients do in half precision.
+    """
+    ((name, tokens),) = sequence.items()
+    half = tokens.shape[1] // 2
+    # They are in the vocabulary.
+    others = torch.cat([tokens[:, :half], tokens.flip(1)[:, half:]], 1)
+    with torch.no_grad():
+        outputs = whole(), whole(**{name: others})
+    first, second = (_early(output, tokens.shape[:2]) for output in outputs)
+    return float((first - second).norm() / first.norm().clamp(min=1e-30))
+
+
+def _early(output: Any, sizes: Sequence[int]) -> Tensor:
+    """The outputs of the first tokens, on the CPU, if there are some for each token."""
+    found = [x for x in _leaves(output) if x.shape[:2] == sizes]
+    return found[0][:, : sizes[1] // 2].cpu().double() if found else torch.zeros(())
 
 
 def furthest(found: Tensor, expected: Tensor, sizes: Sequence[int]) -> float:
@@ -89,18 +140,23 @@ def furthest(found: Tensor, expected: Tensor, sizes: Sequence[int]) -> float:
     return float(torch.stack(errors).max())
 
 
-def gradient(call: Callable[[], Any], parameters: list[nn.Parameter]) -> Tensor:
-    """A sample of the gradient of what a call returns, of one dimension, on the CPU."""
+def gradient(
+    call: Callable[[], Any], parameters: list[nn.Parameter]
+) -> tuple[Tensor, dict[Any, list[torch.Size]]]:
+    """Compute the gradient of what a call returns.
+
+    Returns:
+        A sample of it, of one dimension, on the CPU; and the shapes of the outputs, by their names.
+    """
     with torch.enable_grad():
         output = call()
         found = output.get("loss") if isinstance(output, Mapping) else None
         if found is None:
-            values = there(output) if isinstance(output, dict) else output
             # Squares of what a norm returns add up to the same number whatever goes in.
             found = next(
                 x[:, x.shape[1] // 2 :].float().sin()
-                for x in leaves_of(values)
-                if isinstance(x, Tensor) and x.requires_grad and x.dim() > 1
+                for x in _leaves(output)
+                if x.requires_grad and x.dim() > 1
             )
         grads = torch.autograd.grad(found.mean(), parameters, allow_unused=True)
     parts = [
@@ -109,4 +165,11 @@ def gradient(call: Callable[[], Any], parameters: list[nn.Parameter]) -> Tensor:
         else grad.detach().flatten()[:SAMPLE].cpu()
         for x, grad in zip(parameters, grads)
     ]
-    return torch.cat([x.double() for x in parts])
+    values = there(output) if isinstance(output, dict) else dict(enumerate(_leaves(output)))
+    shapes = {name: [x.shape for x in _leaves(value)] for name, value in values.items()}
+    return torch.cat([x.double() for x in parts]), shapes
+
+
+def _leaves(output: Any) -> list[Tensor]:
+    values = there(output) if isinstance(output, dict) else output
+    return [x for x in leaves_of(values) if isinstance(x, Tensor)]

@@ -22,28 +22,39 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.mapped.hugging_face import IGNORED, base_of
+from torchgpipe.mapped.hugging_face import IGNORED
 from torchgpipe.mapped.slice_cache import KeptLayers, cache_class
 from torchgpipe.mapped.slice_lengths import Slices, checked_slices, lengths_of
 from torchgpipe.mapped.slice_outputs import Size, joined
 from torchgpipe.mapped.slice_proof import TOKENS, prove
+from torchgpipe.mapped.slice_refusals import (
+    SEQUENCES,
+    verified,
+    verify_mask,
+    verify_padding,
+    verify_part,
+)
 from torchgpipe.values.division import division_of, split
 from torchgpipe.values.marks import Chunks, NoChunk
 from torchgpipe.values.structure import Arguments
 
 __all__: list[str] = []
 
-#: The names of arguments of which one has the sequence.
-SEQUENCES = ("input_ids", "inputs_embeds")
-
-#: The names of the argument for the cache.
-CACHES = ("cache", "past_key_values", "layer_past")
-
-#: What the names of arguments with images and sounds begin with.
-MEDIA = ("pixel_values", "image_", "video_", "audio_", "input_features", "input_values")
-
 #: The names of arguments that say where packed sequences begin.
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+
+
+class SliceNumber(int):
+    """The number of a slice among all of a mini-batch.
+
+    It is shown as ``i.k``, slice ``k`` of micro-batch ``i``, wherever a micro-batch has its number.
+    """
+
+    #: What it is shown as.
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
 
 
 class Slicing:
@@ -60,6 +71,27 @@ class Slicing:
         self.slices = checked_slices(slices)
         #: Whether a few tokens have shown that the model can be computed in slices.
         self._is_proven = False
+        #: The numbers of the slices of the present call; empty if none are computed.
+        self._numbers: Sequence[int] = ()
+        #: The lengths of the slices of the last call's first sequence.
+        self.lengths: Sequence[int] = ()
+
+    def number(self, i: int) -> int:
+        """The number of micro-batch ``i``, or of slice ``i`` among all."""
+        return self._numbers[i] if self._numbers else i
+
+    @property
+    def count(self) -> int:
+        """The number of slices of the last call's first sequence."""
+        return 1 if self.slices == 1 else len(self.lengths)
+
+    @property
+    def words(self) -> str | None:
+        """The slices in words; None for the whole sequence."""
+        if self.slices == 1:
+            return None
+        lengths = f" ({', '.join(map(str, self.lengths))} tokens)" if self.lengths else ""
+        return f"{self.slices if isinstance(self.slices, int | str) else len(self.slices)}{lengths}"
 
     def call(self, wrapper: Any, forward: Callable[..., Any], given: Arguments) -> Any:
         """Compute a call of a wrapper in slices.
@@ -78,18 +110,25 @@ class Slicing:
         call = SlicedCall(model, self.slices, wrapper._width, wrapper.chunks, given)
         if torch.is_grad_enabled() and wrapper.training and not self._is_proven and call.is_divided:
             few = call.few(TOKENS)
-            # What warns of few micro-batches looks at whether the wrapper trains.
-            wrapper.training = False
+            # What warns of few micro-batches looks at whether the wrapper trains. A trace is one of
+            # steps, and this is none.
+            wrapper.training, lasting = False, wrapper._lasting
+            recording, lasting.recording = lasting.recording, None
             try:
                 prove(
                     model,
-                    lambda: forward(**{**few, "use_cache": False}),
+                    lambda **changed: forward(**{**few, "use_cache": False, **changed}),
                     lambda: SlicedCall(model, 2, 1, 1, Arguments((), few)).computed(forward),
+                    {call.sequence: few[call.sequence]},
                 )
             finally:
-                wrapper.training = True
+                wrapper.training, lasting.recording = True, recording
             self._is_proven = True
-        return call.computed(forward)
+        self._numbers, self.lengths = call.numbers, call.lengths
+        try:
+            return call.computed(forward)
+        finally:
+            self._numbers = ()
 
 
 class SlicedCall:
@@ -115,20 +154,24 @@ class SlicedCall:
         for name, x in signature.parameters.items():
             if x.kind is x.VAR_KEYWORD:
                 bound |= bound.pop(name, {})
-        self._name = next((x for x in SEQUENCES if bound.get(x) is not None), "")
-        self._cache = self._verified(bound)
+        #: The name of the argument that has the sequence.
+        self.sequence = next((x for x in SEQUENCES if bound.get(x) is not None), "")
+        self._cache = verified(model, bound, self.sequence)
         division = division_of(bound, chunks)
         #: Whether the caller has divided the rows, and gets the outputs as they are.
         self._is_ready = division.is_ready
         parts = [*split(bound, division)]
         self._first = parts[0]
+        #: How many tokens at the end of a row have no output: fused heads of TRL leave out the last
+        #: one, whose label is in no row, if they get labels that are not shifted.
+        self._left_out = int(bool(bound.get("fused_lm_head")) and bound.get("shift_labels") is None)
         #: Of each micro-batch, the number of rows and the lengths of its slices.
         self._sizes: list[Size] = []
         self._layers: list[KeptLayers] = []
         calls: list[dict[str, Any]] = []
         for part in parts:
-            self._verify_part(part)
-            rows, length = part[self._name].shape[:2]
+            verify_part(type(model).__name__, part, self.sequence, self._cache)
+            rows, length = part[self.sequence].shape[:2]
             lengths = lengths_of(slices, length, devices, model)
             self._sizes.append((rows, lengths))
             self._layers.append(KeptLayers(model, lengths))
@@ -137,89 +180,35 @@ class SlicedCall:
         self.kwargs = Chunks.of(calls)
 
     @property
+    def lengths(self) -> Sequence[int]:
+        """The lengths of the slices of the first micro-batch."""
+        return self._sizes[0][1]
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of all slices."""
+        names = [f"{i}.{k}" for i, (_, own) in enumerate(self._sizes) for k in range(len(own))]
+        found = [SliceNumber(x) for x in range(len(names))]
+        for x, name in zip(found, names):
+            x.name = name
+        return [*found]
+
+    @property
     def is_divided(self) -> bool:
         """Whether sequences have more than one token."""
-        return sum(self._sizes[0][1]) > 1
-
-    def _verified(self, given: Mapping[str, Any]) -> str:
-        """The name of the argument for the cache."""
-        kind, config = type(self._model).__name__, getattr(self._model, "config", None)
-        takes = inspect.signature(base_of(self._model).forward).parameters
-        cache = next((x for x in CACHES if x in takes), None)
-        adapters: Any = getattr(self._model, "peft_config", {})
-        if (
-            cache is None
-            or config is None
-            or getattr(config, "is_encoder_decoder", False)
-            or any(x.is_prompt_learning for x in adapters.values())
-        ):
-            raise ValueError(
-                "slices of a sequence are for causal models of Transformers, which take a cache of "
-                "keys and values, and without prompts that are learned "
-                f"(model: {kind}, arguments: {[*takes]}); use slices=1"
-            )
-        if not self._name:
-            raise ValueError(
-                "slices divide the sequence that a model is called with by name "
-                f"(names: {[*SEQUENCES]}, arguments: {[*given]}); pass it by name, or use slices=1"
-            )
-        if given.get("labels") is not None and all(x.kind != x.VAR_KEYWORD for x in takes.values()):
-            raise ValueError(
-                "the loss of a slice needs the label behind its last token, as shift_labels, which "
-                f"this model does not take (model: {kind}); compute the loss from its logits"
-            )
-        dropping = [
-            name
-            for name, x in self._model.named_modules()
-            if getattr(x, "gradient_checkpointing", False) and x.training
-        ]
-        if dropping:
-            raise ValueError(
-                "gradient checkpoints of Transformers drop the cache that slices need "
-                f"(modules: {dropping[:3]}); call model.gradient_checkpointing_disable(), or pass "
-                "gradient_checkpointing=False to a Trainer's arguments, and use "
-                "checkpoint='always' of the wrapper"
-            )
-        return cache
-
-    def _verify_part(self, given: Mapping[str, Any]) -> None:
-        """Check the arguments of a micro-batch."""
-        kind, cache = type(self._model).__name__, self._cache
-        sequence = given[self._name]
-        if not isinstance(sequence, Tensor) or sequence.dim() < 2 or not sequence.shape[1]:
-            raise ValueError(
-                "slices divide a tensor of rows and positions, one at least "
-                f"({self._name}: {type(sequence).__name__}, shape: "
-                f"{[*getattr(sequence, 'shape', ())]}); pass such a tensor"
-            )
-        if given.get(cache) is not None or given.get("use_cache"):
-            raise ValueError(
-                "a model that computes slices gets its cache from the wrapper "
-                f"(arguments: {cache}, use_cache); leave them away, or set slices = 1 to write text"
-            )
-        if isinstance(given.get("labels"), Tensor) and given["labels"].dim() < 2:
-            raise ValueError(
-                "a loss of whole sequences cannot be computed in slices (model: "
-                f"{kind}, shape of labels: {tuple(given['labels'].shape)}); use slices=1"
-            )
-        media = [x for x in given if x.startswith(MEDIA) and given[x] is not None]
-        if media:
-            raise ValueError(
-                "slices are for text, since a slice does not know which of its tokens belong to "
-                f"which image or sound (model: {kind}, arguments: {media}); pass inputs_embeds "
-                "that have them, or use slices=1"
-            )
+        return sum(self.lengths) > 1
 
     def _slices(
         self, given: Mapping[str, Any], lengths: Sequence[int], layers: KeptLayers
     ) -> Iterator[dict[str, Any]]:
         """The arguments of each slice of a micro-batch."""
-        rows, length = given[self._name].shape[:2]
+        rows, length = given[self.sequence].shape[:2]
         whole = {**given, "use_cache": True}
         if whole.get("labels") is not None:
             whole.setdefault(
                 "shift_labels", nn.functional.pad(whole["labels"][:, 1:], (0, 1), value=IGNORED)
             )
+        if whole.get("shift_labels") is not None:
             count = whole.get("num_items_in_batch")
             if count is None:
                 count = (whole["shift_labels"] != IGNORED).sum()
@@ -227,69 +216,47 @@ class SlicedCall:
             whole["num_items_in_batch"] = count / len(lengths)
         mask = whole.get("attention_mask")
         if isinstance(mask, Tensor) and mask.shape == (rows, length):
-            self._verify_padding(mask)
+            verify_padding(self._model.config, mask)
             if mask.all():
                 # Attention is faster without it, and experts count the tokens of a mask.
                 whole["attention_mask"] = None
         elif isinstance(mask, Tensor) and mask.dim() == 4:
-            self._verify_mask(mask, lengths, layers)
+            verify_mask(mask, lengths, layers.has_windows)
         elif mask is not None:
             raise ValueError(
                 "slices divide a mask of padding, or one of four dimensions (attention_mask: "
                 f"{type(mask).__name__}, shape: {[*getattr(mask, 'shape', ())]}, sequence: "
                 f"{(rows, length)}); pass such a mask, or use slices=1"
             )
-        if mask is None:
-            self._verify_unpacked(whole)
-        for k, (start, size) in enumerate(zip(accumulate(lengths, initial=0), lengths)):
-            yield {
-                name: _slice(name, x, start, start + size, (rows, length))
-                for name, x in whole.items()
-            } | {self._cache: layers.of_slice(k)}
+        texts = self._texts(whole, layers) if mask is None else None
+        for k, (start, end) in enumerate(pairwise(accumulate(lengths, initial=0))):
+            part = {name: _slice(name, x, start, end, (rows, length)) for name, x in whole.items()}
+            if texts is not None:
+                part["attention_mask"] = _same_text(texts, start, end)
+            yield part | {self._cache: layers.of_slice(k)}
 
-    def _verify_padding(self, mask: Tensor) -> None:
-        if not mask[:, 0].all():
-            raise ValueError(
-                "sequences that are divided into slices are padded on the right (rows that begin "
-                f"with padding: {(mask[:, 0] == 0).nonzero().flatten().tolist()}); set "
-                "tokenizer.padding_side = 'right'"
-            )
-        if getattr(self._model.config, "output_router_logits", False) and not mask.all():
-            raise ValueError(
-                "the balance of experts counts tokens, of which a slice knows its own, and its "
-                "mask those before it, too (config.output_router_logits: True, "
-                "attention_mask: with padding); pass rows of one length, or use slices=1"
-            )
+    def _texts(self, given: Mapping[str, Any], layers: KeptLayers) -> Tensor | None:
+        """The number of each token's text, where a row has several, and positions tell.
 
-    def _verify_mask(self, mask: Tensor, lengths: Sequence[int], layers: KeptLayers) -> None:
-        if layers.has_windows:
-            raise ValueError(
-                "layers with a sliding window keep the keys of it alone, which a mask of four "
-                f"dimensions does not know (shape of attention_mask: {tuple(mask.shape)}); pass a "
-                "mask of padding, or use slices=1"
-            )
-        least = torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else 0
-        for start, end in pairwise(accumulate(lengths, initial=0)):
-            if (mask[..., start:end, end:] > least).any():
-                raise ValueError(
-                    "slices are for causal models, in which no token looks at later ones "
-                    f"(attention_mask: tokens {start} to {end - 1} look at those after {end - 1}); "
-                    "pass a causal mask, or use slices=1"
-                )
-
-    def _verify_unpacked(self, given: Mapping[str, Any]) -> None:
-        positions, starts = given.get("position_ids"), []
-        if isinstance(positions, Tensor) and positions.dim() == 2:
-            starts = (positions.diff() != 1).any(0).nonzero().flatten().add(1).tolist()
+        Where positions begin again another text begins, which sees nothing of the one before.
+        Models find out for themselves, but not beside a cache.
+        """
+        positions, found = given.get("position_ids"), None
         named = [x for x in PACKED if given.get(x) is not None]
-        if starts or named:
+        if isinstance(positions, Tensor) and positions.dim() == 2:
+            begins = positions.diff(dim=1) != 1
+            if begins.any():
+                found = nn.functional.pad(begins.cumsum(1), (1, 0))
+        attention = getattr(self._model.config, "_attn_implementation", None)
+        if named or (found is not None and (attention != "sdpa" or layers.has_windows)):
             raise ValueError(
-                "a row that is divided into slices has one text, since where positions begin again "
-                "another text begins, which sees nothing of the one before, and slices do not know "
-                f"that (positions that do not follow the one before: {starts[:3]}, arguments: "
-                f"{named}, attention_mask: None); pass a row for each text, a mask of four "
-                "dimensions, or slices=1"
+                "a row of several texts is divided into slices by a mask, which "
+                "attn_implementation='sdpa' takes, and no layer with a sliding window "
+                f"(attn_implementation: {attention}, windows: {layers.has_windows}, arguments: "
+                f"{named}); pass position_ids alone to such a model, a row for each text, or use "
+                "slices=1"
             )
+        return found
 
     def few(self, count: int) -> dict[str, Any]:
         """The arguments for the first tokens of one sequence, of which the second half has labels.
@@ -299,20 +266,22 @@ class SlicedCall:
         Args:
             count: the number of tokens.
         """
-        sizes = self._first[self._name].shape[:2]
-        found = {
-            name: _slice(name, x, 0, min(count, sizes[1]), sizes)
-            for name, x in self._first.items()
-            if name not in ("shift_labels", "num_items_in_batch")
-        }
+        sizes = self._first[self.sequence].shape[:2]
+        given = {**self._first}
+        given.pop("num_items_in_batch", None)
+        if given.get("labels") is not None:
+            given.pop("shift_labels", None)
+        end = min(count, sizes[1])
+        found = {name: _slice(name, x, 0, end, sizes) for name, x in given.items()}
         found = {name: _first_row(name, x, sizes[0]) for name, x in found.items()}
         if getattr(self._model.config, "output_router_logits", False):
             # The balance of experts is that of each slice.
             found["output_router_logits"] = False
-        if found.get("labels") is not None:
-            labels = found.get("input_ids", found["labels"].clamp(min=0)).clone()
-            labels[:, : labels.shape[1] // 2] = IGNORED
-            found["labels"] = labels
+        for name in ("labels", "shift_labels"):
+            if found.get(name) is not None:
+                labels = found.get("input_ids", found[name].clamp(min=0)).clone()
+                labels[:, : labels.shape[1] // 2] = IGNORED
+                found[name] = labels
         return found
 
     def computed(self, forward: Callable[..., Any]) -> Any:
@@ -334,9 +303,9 @@ class SlicedCall:
             ValueError: a tensor has its positions in another dimension than 1.
         """
         if not self._is_ready:
-            return joined(outputs, self._sizes)
+            return joined(outputs, self._sizes, self._left_out)
         rest = iter(outputs)
-        return [joined([next(rest) for _ in x[1]], x) for x in self._sizes]
+        return [joined([next(rest) for _ in x[1]], x, self._left_out) for x in self._sizes]
 
 
 def _slice(name: str, value: Any, start: int, end: int, sizes: tuple[int, int]) -> Any:
@@ -365,6 +334,12 @@ def _slice(name: str, value: Any, start: int, end: int, sizes: tuple[int, int]) 
         # Models look at it as one row.
         return value[:, start:end].contiguous()
     return value
+
+
+def _same_text(texts: Tensor, start: int, end: int) -> Tensor:
+    """The mask of a slice of several texts, of shape ``(rows, 1, tokens, tokens so far)``."""
+    seen = torch.ones(end - start, end, dtype=torch.bool, device=texts.device).tril(start)
+    return (texts[:, None, start:end, None] == texts[:, None, None, :end]) & seen
 
 
 def _first_row(name: str, value: Any, rows: int) -> Any:

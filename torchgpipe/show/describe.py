@@ -192,6 +192,8 @@ class Description:
     """Seconds of the last step of a trace, if there was one."""
     predicted: float | None = None
     """Seconds of a step as a plan had predicted, if one has these settings."""
+    slices: str | None = None
+    """The slices of a sequence, and their lengths, if it is divided."""
 
     @classmethod
     def of(
@@ -203,6 +205,7 @@ class Description:
         rank: int | None = None,
         figures: StepFigures | None = None,
         prediction: PlanFigures | None = None,
+        slices: str | None = None,
     ) -> Description:
         """Describe partitions, also by what a trace has measured and a plan had predicted."""
         rows, together = [], []
@@ -220,6 +223,7 @@ class Description:
             rank,
             None if figures is None else figures.time / 1000,
             None if prediction is None else prediction.time / 1000,
+            slices,
         )
 
     def __str__(self) -> str:
@@ -253,7 +257,8 @@ class Description:
 
     def _total(self) -> str:
         count = sum(len(row.layers) for row in self.rows)
-        settings = {"chunks": self.chunks, "rank": self.rank, "schedule": self.schedule}
+        settings = {"chunks": self.chunks, "slices": self.slices, "rank": self.rank}
+        settings |= {"schedule": self.schedule}
         text = ", ".join(
             # Instructions have a line for each worker.
             f"{name}:\n{x}" if "\n" in str(x) else f"{name}: {x}"

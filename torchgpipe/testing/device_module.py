@@ -131,6 +131,12 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
     return [torch.float16, torch.bfloat16]
 
 
+def can_use_flash_attention(params: Any) -> bool:
+    """Whether there is FlashAttention's operator: in a dry run for half precision, as on GPUs."""
+    takes = params.dropout == 0 and (params.query.element_size() == 2 or not _ops.is_hollow())
+    return takes and torch.backends.cuda.flash_sdp_enabled()
+
+
 def _is_in_bad_fork() -> bool:
     return False
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from torchgpipe.batchnorm import DeferredBatchNorm
-from torchgpipe.mapped.slice_lengths import count_of
 from torchgpipe.partition.arguments import checked_count
 from torchgpipe.recompute.once import OncePerMiniBatch
 from torchgpipe.transformers.collating import KEY, Collated, Collator, Loader, Prepared
@@ -318,8 +317,7 @@ class Pipelined(SpreadTrainer):
         if torch.is_grad_enabled():
             sizes = [size for call in calls for size in call.division.sizes]
             devices = [*dict.fromkeys(pipe.device_map.values())]
-            slices = count_of(pipe.slices, len(devices))
-            self._figures = Idleness(devices, len(sizes), sum(sizes), slices)
+            self._figures = Idleness(devices, len(sizes), sum(sizes), pipe._slicing.count)
         return found
 
 

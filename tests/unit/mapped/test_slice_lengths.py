@@ -30,8 +30,12 @@ def model():
 def test_they_add_up(slices, length, devices):
     found = lengths_of(slices, length, devices, model())
     assert sum(found) == length
-    assert len(found) == min(count_of(slices, devices), length)
+    assert len(found) == min(count_of(slices, devices, length), length)
     assert min(found) >= 1
+
+
+def test_longer_sequences_have_more_slices():
+    assert [count_of("auto", 4, x) for x in (64, 16384, 32768, 131072)] == [8, 8, 16, 32]
 
 
 def test_even_ones():

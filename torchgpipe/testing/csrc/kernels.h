@@ -160,6 +160,29 @@ inline int64_t fused_sdp_choice(const at::Tensor& q, const at::Tensor& k, const 
          sdp::check_last_dim_stride_equals_1_dense<true>(all, false) && q.size(3) == k.size(3) && k.size(3) == v.size(3);
 }
 
+// What FlashAttention's operator computes, on the CPU: the last query sees all keys. Other kernels
+// have as many heads of keys as of queries, and the first query see one key.
+inline std::array<at::Tensor, 3> for_cpu(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal) {
+  auto mask = causal ? at::ones({q.size(2), k.size(2)}, at::kBool).tril(k.size(2) - q.size(2)) : at::Tensor();
+  auto groups = q.size(1) / k.size(1);
+  return {k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), causal ? at::where(mask, 0.0, -INFINITY).to(q.scalar_type()) : mask};
+}
+inline std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt, at::Tensor, at::Tensor, at::Tensor> flash(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double dropout, bool causal, bool, std::optional<double> scale) {
+  auto [keys, values, mask] = for_cpu(q, k, v, causal);
+  auto [out, lse] = at::_scaled_dot_product_flash_attention_for_cpu(q, keys, values, dropout, false, mask, scale);
+  return {out, lse, {}, {}, q.size(2), k.size(2), {}, {}, {}};
+}
+inline std::tuple<at::Tensor, at::Tensor, at::Tensor> flash_backward(
+    const at::Tensor& grad, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& out, const at::Tensor& lse,
+    const at::Tensor&, const at::Tensor&, c10::SymInt, c10::SymInt, double dropout, bool causal, const at::Tensor&, const at::Tensor&,
+    std::optional<double> scale) {
+  auto [keys, values, mask] = for_cpu(q, k, v, causal);
+  auto [of_q, of_k, of_v] = at::_scaled_dot_product_flash_attention_for_cpu_backward(grad, q, keys, values, out, lse, dropout, false, mask, scale);
+  auto sum = [&](const at::Tensor& x) { return x.unflatten(1, {k.size(1), -1}).sum(2); };
+  return {of_q, sum(of_k), sum(of_v)};
+}
+
 inline void register_kernels(torch::Library& all, torch::Library& aten, torch::Library& conjugate, torch::Library& negative) {
   all.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
   aten.impl("empty.memory_format", &empty);

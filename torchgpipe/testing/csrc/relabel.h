@@ -406,7 +406,7 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::
     work.bytes = call.bytes();
     bool has_result = first < stack->size() && stack->at(first).isTensor() && stack->at(first).toTensor().defined();
     auto output = has_result ? stack->at(first).toTensor() : at::Tensor();
-    count_operations(work, call.op, arguments, has_result ? output.sizes() : c10::IntArrayRef());
+    count_operations(work, schema, call.op, arguments, has_result ? output.sizes() : c10::IntArrayRef());
   }
   call.finish();
   if (is_described) call.spend_described(work);

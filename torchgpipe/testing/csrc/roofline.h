@@ -3,8 +3,9 @@
 //     time = launch + max(operations / (rate · efficiency), bytes / (bandwidth · efficiency))
 //
 // The efficiency of a bandwidth is that of operators that move bytes alone. An efficiency may depend
-// on the size of an operator. Operations are counted
-// for matrix products, convolutions and attention, two for a multiplication and its addition.
+// on the size of an operator. Operations are counted for matrix products, convolutions and attention,
+// two for a multiplication and its addition; in causal attention, for pairs of a query and a key that
+// count.
 // Whatever else an operator computes takes less time than its bytes.
 // A convolution of 3 x 3 in float32 may be done in Winograd's way, as cuDNN does it: in tiles of
 // 6 x 6 numbers for 4 x 4 pixels, with a quarter of the operations, but with more bytes.
@@ -45,7 +46,8 @@ inline bool moves_nothing(const std::string& op) {
 }
 
 // The operations of an operator, by its arguments and the sizes of its result.
-inline void count_operations(Work& work, const std::string& op, at::ArrayRef<c10::IValue> arguments, c10::IntArrayRef output) {
+inline void count_operations(Work& work, const c10::FunctionSchema& schema, const std::string& op,
+                             at::ArrayRef<c10::IValue> arguments, c10::IntArrayRef output) {
   auto sizes = [&](size_t i) { return arguments[i].toTensor().sizes(); };
   auto multiplies = [&](size_t a, size_t b) {
     work.kind = "matmul";
@@ -88,9 +90,18 @@ inline void count_operations(Work& work, const std::string& op, at::ArrayRef<c10
     auto q = sizes(backward), k = sizes(backward + 1), v = sizes(backward + 2);
     work.kind = "attention";
     work.type = arguments[0].toTensor().scalar_type();
+    double length = double(q[2]), pairs = length * double(k[2]);
+    auto causal = schema.argumentIndexWithName("is_causal");
+    if (causal && arguments[*causal].toBool()) {
+      // Kernels skip pairs of which the key comes later. The first query sees one key, or as many
+      // more as there are keys before the first query: FlashAttention's last query sees all.
+      bool is_last = op.find("flash") != std::string::npos && op.find("for_cpu") == std::string::npos;
+      double before = is_last ? double(k[2]) - length : 0;
+      pairs = length * (before + (length + 1) / 2);
+    }
     // Backward computes the products of queries and keys again, and has two more of each kind.
     double of_keys = double(q.back()), of_values = double(v.back());
-    work.flops = 2 * double(q[0] * q[1] * q[2] * k[2]) * (backward ? 3 * of_keys + 2 * of_values : of_keys + of_values);
+    work.flops = 2 * double(q[0] * q[1]) * pairs * (backward ? 3 * of_keys + 2 * of_values : of_keys + of_values);
   }
 }
 

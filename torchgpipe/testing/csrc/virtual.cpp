@@ -312,6 +312,10 @@ TORCH_LIBRARY(virtual_accelerator, m) {
 
 // For all backends: with a kernel in the definition itself, tracers would see what it calls, which
 // is nothing.
+TORCH_LIBRARY_IMPL(aten, CPU, m) {
+  m.impl("_scaled_dot_product_flash_attention", &flash);
+  m.impl("_scaled_dot_product_flash_attention_backward", &flash_backward);
+}
 TORCH_LIBRARY_IMPL(virtual_accelerator, CompositeExplicitAutograd, m) { m.impl("busy", &busy); }
 
 }  // namespace
