@@ -25,7 +25,7 @@ from torchgpipe.engine.computation import Computation, Forward
 from torchgpipe.engine.scheduled_cell import Cell, Cells, EagerCell, Gradients, NewCell
 from torchgpipe.graphs.gate import gate
 from torchgpipe.graphs.overlap import Interleaving, interleaved
-from torchgpipe.graphs.parts import Backward, Part, Parts, copied, laid_out
+from torchgpipe.graphs.parts import BackwardParts, Part, Parts, copied, laid_out
 from torchgpipe.graphs.stage import StageGraphs, StageInStep
 from torchgpipe.graphs.traced import Entry, Traced, current_settings
 from torchgpipe.values.microbatch import Batch
@@ -210,7 +210,7 @@ class GraphCell(Cell):
         given, self._given = self._given, {}
         return part.arguments(given)
 
-    def _begin_backward(self, grads: Gradients) -> Backward:
+    def _begin_backward(self, grads: Gradients) -> BackwardParts:
         """Find the parts for these gradients, and set the arguments of the next part."""
         traced = self._traced
         tangents: list[Tensor | None] = [None] * len(traced.form.needs_grad)
