@@ -112,7 +112,7 @@ class GraphCell(Cell):
         if recorded and self.again:
             part = parts.first
             self._first, state = self._before(parts)
-            self._late = parts.again, parts.again.arguments({**given, "state": state}, "kept")
+            self._late = parts.again, parts.again.reserve({**given, "state": state}, "kept")
         values = _of_its_own(parts, part, part.arguments(given))
         # From here on, only the list of arguments holds the input, unless it is needed again.
         batch.take()
@@ -190,7 +190,7 @@ class GraphCell(Cell):
     def _backward_input(self, grads: Gradients) -> PartCall:
         parts = self._begin_backward(grads)
         late = parts.weight
-        rest = late.arguments(self._given, "live")
+        rest = late.reserve(self._given, "live")
         count = len(parts.joint.input_grads)
 
         def finish(cell: GraphCell, found: Sequence[Any]) -> Gradients:

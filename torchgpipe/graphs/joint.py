@@ -145,11 +145,8 @@ class Effects:
     def reads(self, node: Node) -> Memory:
         """The memory that a node reads."""
         unread = _statistics(node) if _is_backward(node) else []
-        found: set[int] = set()
-        for x in node.all_input_nodes:
-            if x not in unread:
-                found |= self.memory[x]
-        return frozenset(found)
+        read = [self.memory[x] for x in node.all_input_nodes if x not in unread]
+        return frozenset[int]().union(*read)
 
     def written_by(self, node: Node) -> Memory:
         """The memory that a node changes."""

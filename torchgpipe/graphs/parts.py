@@ -181,9 +181,13 @@ class Part:
     is_random: bool
     beside: WeakKeyDictionary[Part, Any] = field(default_factory=WeakKeyDictionary)
 
-    def arguments(self, given: Given, later: str = "") -> list[Any]:
-        """The list of arguments, which the function empties; None for those that come later."""
-        return [None if role == later else given[role][k] for role, k in self.sources]
+    def arguments(self, given: Given) -> list[Any]:
+        """The list of arguments, which the function empties."""
+        return [given[role][k] for role, k in self.sources]
+
+    def reserve(self, given: Given, later: str) -> list[Any]:
+        """The list of arguments, in which those of a role come later."""
+        return self.arguments({**given, later: [None] * len(self.sources)})
 
     def add(self, values: list[Any], later: str, found: Sequence[Any]) -> None:
         """Put arguments that have come into the list."""
