@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
+from tests.support.graphs import traced_in
 from tests.support.helpers import assert_graphs
 from torchgpipe import GPipe, ScheduledLoss
 
@@ -203,7 +204,7 @@ def test_gradients_of_frozen_weights_come_back():
         compare(training, layer, x)
     assert_graphs(training)
     # The graph of the first state was kept.
-    assert [len(x.traced) for x in training.graphs[0].states] == [1, 1]
+    assert [len(traced_in(x)) for x in training.graphs[0].states] == [1, 1]
 
 
 def set_number(layer):

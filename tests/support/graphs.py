@@ -80,6 +80,11 @@ class Stage:
         return self.parts.without(missing) if missing else self.parts
 
 
+def traced_in(state):
+    """The graphs of a stage for one state of its layers."""
+    return [x.traced for some in state._entries.values() for x in some if x.traced]
+
+
 class Kept(NamedTuple):
     """The memory that a cell keeps, in bytes."""
 

@@ -25,7 +25,7 @@ from torchgpipe.engine.computation import Computation, Forward
 from torchgpipe.engine.scheduled_cell import Cell, Cells, EagerCell, Gradients, NewCell
 from torchgpipe.graphs.gate import gate
 from torchgpipe.graphs.overlap import Interleaving, interleaved
-from torchgpipe.graphs.parts import Backward, Part, Parts, copied, laid_out
+from torchgpipe.graphs.parts import BackwardParts, Part, Parts, copied, laid_out
 from torchgpipe.graphs.stage import StageGraphs, StageInStep
 from torchgpipe.graphs.traced import Entry, Traced, current_settings
 from torchgpipe.values.microbatch import Batch
@@ -112,7 +112,7 @@ class GraphCell(Cell):
         if recorded and self.again:
             part = parts.first
             self._first, state = self._before(parts)
-            self._late = parts.again, parts.again.arguments({**given, "state": state}, "kept")
+            self._late = parts.again, parts.again.reserve({**given, "state": state}, "kept")
         values = _of_its_own(parts, part, part.arguments(given))
         # From here on, only the list of arguments holds the input, unless it is needed again.
         batch.take()
@@ -190,7 +190,7 @@ class GraphCell(Cell):
     def _backward_input(self, grads: Gradients) -> PartCall:
         parts = self._begin_backward(grads)
         late = parts.weight
-        rest = late.arguments(self._given, "live")
+        rest = late.reserve(self._given, "live")
         count = len(parts.joint.input_grads)
 
         def finish(cell: GraphCell, found: Sequence[Any]) -> Gradients:
@@ -210,7 +210,7 @@ class GraphCell(Cell):
         given, self._given = self._given, {}
         return part.arguments(given)
 
-    def _begin_backward(self, grads: Gradients) -> Backward:
+    def _begin_backward(self, grads: Gradients) -> BackwardParts:
         """Find the parts for these gradients, and set the arguments of the next part."""
         traced = self._traced
         tangents: list[Tensor | None] = [None] * len(traced.form.needs_grad)

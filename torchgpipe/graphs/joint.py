@@ -1,4 +1,16 @@
-"""Joint graphs of forward and backward, and what operators do besides returning values."""
+"""Joint graphs: the forward and the backward of a stage, in one graph of PyTorch's basic operators.
+
+::
+
+    state, input, loss's arguments ──→ forward ──→ outputs
+                                          │ saved
+                                          ↓
+    gradients of the outputs ───────→ backward ──→ gradients of the input, and of the weights
+
+All passes look at one such graph, and choose nodes from it: F is the forward, I is what the
+gradients of the input need of the backward, and so on. So the parts of a stage fit together by
+construction.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +27,6 @@ from torchgpipe._torch.attributes import schema_of, storage_of
 from torchgpipe.values.structure import leaves_of
 
 __all__: list[str] = []
-
-
-# Joint graphs: the forward and the backward of a stage, in one graph of PyTorch's basic
-# operators.
-#
-# ::
-#
-#     state, input, loss's arguments ──→ forward ──→ outputs
-#                                           │ saved
-#                                           ↓
-#     gradients of the outputs ───────→ backward ──→ gradients of the input, and of the weights
-#
-# All passes look at one such graph, and choose nodes from it: F is the forward, I is what the
-# gradients of the input need of the backward, and so on. So the parts of a stage fit together by
-# construction.
 
 
 @dataclass
@@ -112,13 +109,6 @@ def tensors_of(node: Node) -> list[Tensor]:
     return [x for x in found if isinstance(x, Tensor)]
 
 
-# Effects: what the operators of a graph do besides returning values.
-#
-# An in-place operator changes memory that other nodes read, and a random one changes the
-# generator. A pass that takes nodes out of a graph must take these, too, and must keep their
-# order.
-
-
 #: Arguments of norms that are written in training, though their declarations do not say so.
 STATISTICS = ("running_mean", "running_var")
 
@@ -129,13 +119,17 @@ Memory = frozenset[int]
 class Effects:
     """The memory that each node of a graph returns, reads and writes.
 
+    An in-place operator changes memory that other nodes read. A pass that takes nodes out of a
+    graph must take it, too, and must keep their order.
+
     Args:
         nodes: all nodes of the graph, in order.
     """
 
     def __init__(self, nodes: Iterable[Node]) -> None:
         self.position = {node: k for k, node in enumerate(nodes)}
-        self.memory = {node: memory_of(node) for node in self.position}
+        #: The memory that the value of each node is in.
+        self.memory = {node: frozenset(map(storage_of, tensors_of(node))) for node in self.position}
         #: The nodes that write to memory, in order.
         self.writers: dict[int, list[Node]] = {}
         self.written: dict[Node, Memory] = {}
@@ -151,11 +145,8 @@ class Effects:
     def reads(self, node: Node) -> Memory:
         """The memory that a node reads."""
         unread = _statistics(node) if _is_backward(node) else []
-        found: set[int] = set()
-        for x in node.all_input_nodes:
-            if x not in unread:
-                found |= self.memory[x]
-        return frozenset(found)
+        read = [self.memory[x] for x in node.all_input_nodes if x not in unread]
+        return frozenset[int]().union(*read)
 
     def written_by(self, node: Node) -> Memory:
         """The memory that a node changes."""
@@ -207,11 +198,6 @@ class Effects:
     def in_order(self, nodes: Iterable[Node]) -> list[Node]:
         """Some nodes in the order of the graph."""
         return sorted(nodes, key=self.position.__getitem__)
-
-
-def memory_of(node: Node) -> Memory:
-    """The memory that the value of a node is in."""
-    return frozenset(storage_of(x) for x in tensors_of(node))
 
 
 def has_statistics(node: Node) -> bool:

@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
 from torchgpipe.ambient import labels
-from torchgpipe.checks import verify
+from torchgpipe.checks import verify_kind
 from torchgpipe.devices.streams import (
     AbstractStream,
     make_current,
@@ -140,14 +140,8 @@ def communicates(operator: Any) -> None:
     Raises:
         TypeError: it is no operator.
     """
-    verify(
-        isinstance(operator, OPERATORS),
-        "an operator must be one of torch.ops",
-        "operator",
-        operator,
-        "pass such as torch.ops.my_library.exchange",
-        TypeError,
-    )
+    rule, remedy = "an operator must be one of torch.ops", "pass such as torch.ops.mine.exchange"
+    verify_kind(operator, OPERATORS, rule, "operator", remedy)
     _communicating.add(operator)
 
 

@@ -54,13 +54,6 @@ from torchgpipe.graphs.slices import (
 __all__: list[str] = []
 
 
-# A pass for strides: graphs must compute the same if kernels return other strides than traced.
-#
-# A kernel may return other strides than its fake tensor has, as those of losses do. Most
-# operators take any strides. A view takes only some, and the trace lacks the copies that it would
-# need (by ``contiguous``, or within ``reshape``), since the fake tensor needed none.
-
-
 aten = torch.ops.aten
 
 #: Operators, besides views by shape, that compute something else, or refuse, with other strides.
@@ -88,7 +81,12 @@ def copied(tensor: Tensor, strides: Sequence[int]) -> Tensor:
 
 
 def settle_strides(joint: Joint) -> Joint:
-    """Insert copies, so that results do not depend on the strides that kernels return."""
+    """Insert copies, so that results do not depend on the strides that kernels return.
+
+    A kernel may return other strides than its fake tensor has, as those of losses do. Most
+    operators take any strides. A view takes only some, and the trace lacks the copies that it would
+    need (by ``contiguous``, or within ``reshape``), since the fake tensor needed none.
+    """
     graph = joint.module.graph
     effects = Effects(graph.nodes)
     # Placeholders come with the strides of the trace.
@@ -179,13 +177,17 @@ class Part:
     slice: Slice
     function: Function
     sources: list[tuple[str, int]]
-    owner: Backward
+    owner: BackwardParts
     is_random: bool
     beside: WeakKeyDictionary[Part, Any] = field(default_factory=WeakKeyDictionary)
 
-    def arguments(self, given: Given, later: str = "") -> list[Any]:
-        """The list of arguments, which the function empties; None for those that come later."""
-        return [None if role == later else given[role][k] for role, k in self.sources]
+    def arguments(self, given: Given) -> list[Any]:
+        """The list of arguments, which the function empties."""
+        return [given[role][k] for role, k in self.sources]
+
+    def reserve(self, given: Given, later: str) -> list[Any]:
+        """The list of arguments, in which those of a role come later."""
+        return self.arguments({**given, later: [None] * len(self.sources)})
 
     def add(self, values: list[Any], later: str, found: Sequence[Any]) -> None:
         """Put arguments that have come into the list."""
@@ -194,7 +196,7 @@ class Part:
                 values[place] = found[k]
 
 
-class Backward:
+class BackwardParts:
     """The backward of a stage, for gradients of some of its outputs, or of all.
 
     Args:
@@ -228,12 +230,12 @@ class Backward:
         first, last = halves(joint)
         live = first.outputs[len(joint.input_grads) :]
         roles = {x.name: ("live", k) for k, x in enumerate(live) if x is not None}
-        own = Backward(joint, self._make, self._later)
+        own = BackwardParts(joint, self._make, self._later)
         return own._part(first, self._later), own._part(last, {**self._later, **roles})
 
-    def without(self, missing: Collection[int]) -> Backward:
+    def without(self, missing: Collection[int]) -> BackwardParts:
         """The backward in which outputs of these indices have no gradient."""
-        return Backward(without(self.joint, missing), self._make, self._later)
+        return BackwardParts(without(self.joint, missing), self._make, self._later)
 
     def _part(self, part: Slice, roles: Roles) -> Part:
         sources = [roles[x.name] for x in part.inputs]
@@ -242,7 +244,7 @@ class Backward:
         )
 
 
-class Parts(Backward):
+class Parts(BackwardParts):
     """The parts of one stage, for one kind of input.
 
     Args:
@@ -338,14 +340,10 @@ class Parts(Backward):
         return self.effects.in_order(self.effects.needed([*results, *others], {*forward}))
 
 
-# Compiled parts: PyTorch's compiler makes one function of all operators of a part.
-#
-# Each part is compiled on its own, when a schedule asks for it first. A compiler may compute in
-# another order, and draw other random numbers, than the operators do one by one.
-
-
 def compiler(backend: str | Callable[..., Any]) -> Callable[[Joint, Slice], Function]:
     """Make a compiler, which turns a slice of a graph into a function.
+
+    It may compute in another order, and draw other random numbers, than the operators one by one.
 
     Args:
         backend: as for :func:`torch.compile`.

@@ -24,20 +24,14 @@ from torchgpipe.graphs.joint import (
 __all__: list[str] = []
 
 
-# A pass for operators with a mask: each becomes two, for the input and for the weights.
-#
-# ``convolution_backward`` computes the gradients of the input, the weight and the bias at once,
-# unless its mask says otherwise. Cut as it is, all of it would be in I, and W would be empty. Two
-# of it, with masks that complete each other, do the same arithmetic.
-#
-# That pays where the gradients of the weights take much arithmetic. In a norm they take little,
-# and W would have to keep the norm's input for them. So the arithmetic decides: operators whose
-# operations PyTorch counts (:mod:`torch.utils.flop_counter`) are convolutions and products of
-# matrices.
-
-
 def split_masks(joint: Joint) -> Joint:
     """Make two nodes of each operator that computes gradients of both kinds by a mask.
+
+    ``convolution_backward`` computes the gradients of the input, the weight and the bias at once,
+    unless its mask says otherwise. Cut as it is, all of it would be in I, and W would be empty. Two
+    of it, with masks that complete each other, do the same arithmetic. In a norm that is little,
+    and W would have to keep the norm's input for it. So only operators whose operations PyTorch
+    counts become two: convolutions and products of matrices.
 
     Returns:
         A copy. Where I and W are one B, one operator takes less time than two.
@@ -75,11 +69,6 @@ def _mask_of(node: Node) -> int | None:
     return places[0] if places and places[0] < len(node.args) else None
 
 
-# Tidying: leave nodes out that compute nothing.
-#
-# Each node costs the host two microseconds or three, in each micro-batch.
-
-
 aten = torch.ops.aten
 
 #: Operators that return their argument.
@@ -89,7 +78,10 @@ RESHAPES = {aten.view.default, aten.expand.default, aten.reshape.default}
 
 
 def tidy(joint: Joint) -> Joint:
-    """Remove operators that return their argument, double transpositions, and unused nodes."""
+    """Remove operators that return their argument, double transpositions, and unused nodes.
+
+    Each node costs the host two microseconds or three, in each micro-batch.
+    """
     graph = joint.module.graph
     effects = Effects(graph.nodes)
     for node in joint.calls:
@@ -126,12 +118,6 @@ def _same(node: Node) -> Node | None:
     return None
 
 
-# A pass that replaces operators by PyTorch's own Python functions, where there are such.
-#
-# ``torch.ops.aten.mm.default`` looks its arguments up in a declaration, and takes a microsecond
-# more than :func:`torch.mm`, which was generated for these arguments. The operator is the same.
-
-
 #: Operators with a function of the same name that takes the same arguments.
 FUNCTIONS = {"abs", "add", "addmm", "addcmul", "addcdiv", "amax", "baddbmm", "bmm", "cat"}
 FUNCTIONS |= {"clone", "conj", "convolution", "cos", "cumsum", "div", "embedding", "eq"}
@@ -147,7 +133,11 @@ METHODS = {"expand", "reshape", "view"}
 
 
 def call_directly(graph: Graph) -> None:
-    """Replace operators in a graph by functions and methods of PyTorch."""
+    """Replace operators in a graph by PyTorch's own functions and methods, where there are such.
+
+    ``torch.ops.aten.mm.default`` looks its arguments up in a declaration, and takes a microsecond
+    more than :func:`torch.mm`, which was generated for these arguments. The operator is the same.
+    """
     for node in graph.nodes:
         schema = schema_of(node.target)
         if schema is None or node.kwargs or not schema.name.startswith("aten::"):
@@ -157,9 +147,6 @@ def call_directly(graph: Graph) -> None:
             node.op, node.target = "call_method", name
         elif name in FUNCTIONS and callable(function := getattr(torch, name, None)):
             node.target = function
-
-
-# Slices: some nodes of a joint graph as a graph, and a function, of their own.
 
 
 #: A function of a list of tensors, which it empties, so that each is freed after its last use.
@@ -219,16 +206,14 @@ def _filled(graph: Graph, part: Slice, known: dict[Node, Node]) -> Graph:
     return graph
 
 
-# A pass for a backward in which some outputs have no gradient.
-#
-# Zeros in their place would be wrong: a weight that gets no gradient must have None, and some
-# derivatives, as that of a square root at 0, turn a gradient of 0 into NaN. So what depends on
-# missing gradients alone goes, and a sum with it becomes its other summand. Where another operator
-# takes it beside a gradient that is there, it takes zeros, as autograd's own operators do.
-
-
 def without(joint: Joint, missing: Collection[int]) -> Joint:
-    """Make a copy for a backward in which outputs of these indices have no gradient."""
+    """Make a copy for a backward in which outputs of these indices have no gradient.
+
+    Zeros in their place would be wrong: a weight that gets no gradient must have None, and some
+    derivatives, as that of a square root at 0, turn a gradient of 0 into NaN. So what depends on
+    missing gradients alone goes, and a sum with it becomes its other summand. Where another
+    operator takes it beside a gradient that is there, it takes zeros, as in autograd.
+    """
     joint = joint.copied()
     graph = joint.module.graph
     lost = {joint.tangents[k] for k in missing} - {None}
@@ -237,7 +222,8 @@ def without(joint: Joint, missing: Collection[int]) -> Joint:
         taken = {*node.all_input_nodes}
         if taken & there and node.target is aten.add.Tensor and len(taken & lost) == 1:
             (other,) = taken - lost
-            if not node.kwargs and tensors_of(other)[0].shape == tensors_of(node)[0].shape:
+            (a,), (b,) = tensors_of(other), tensors_of(node)
+            if (a.shape, a.stride(), a.dtype, node.kwargs) == (b.shape, b.stride(), b.dtype, {}):
                 joint.replace(node, other)
                 lost.add(node)
                 continue
@@ -270,27 +256,17 @@ def _zeros(shape: Any, strides: Any, dtype: torch.dtype, device: torch.device) -
     return torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_()
 
 
-# A pass that cuts a backward in two: I, for the input, and W, for the weights.
-#
-# ::
-#
-#   I   all that the gradients of the input need
-#   W   the rest
-#
-# Values that both need are computed in I, and handed to W. Some operators compute gradients of
-# the input and of weights at once, and have a mask that says which: of these, the first pass above
-# makes two.
-#
-# Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), for the halves.
-
-
 def backward(joint: Joint) -> Slice:
     """The whole backward (B), which returns the gradients of the input, then of the weights."""
     return sliced(joint.late, [*joint.input_grads, *joint.weight_grads])
 
 
 def halves(joint: Joint) -> tuple[Slice, Slice]:
-    """Cut the backward in two.
+    """Cut the backward in two: all that the gradients of the input need, and the rest.
+
+    Values that both need are computed in I, and handed to W.
+
+    Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241).
 
     Returns:
         I, which returns the gradients of the input, then what W takes from it; and W, which returns
@@ -328,25 +304,15 @@ def halves(joint: Joint) -> tuple[Slice, Slice]:
     return sliced(of_input, [*joint.input_grads, *live]), sliced(of_weights, joint.weight_grads)
 
 
-# The passes that choose what R computes again, and so what a cell keeps from F until then.
-#
-# ``everything``: the whole forward, from the input. ``min_cut``: only cheap operators, from the
-# values that take the fewest bytes. Matrix products and convolutions are not recomputed, nor are
-# operators that draw random numbers or change memory in place; norms, activations and other
-# elementwise operators are. The kept values are a minimum cut, by bytes, between the nodes that
-# cannot be recomputed, inputs included, and the nodes that backward needs.
-#
-# Sources: Chen et al., Training Deep Nets with Sublinear Memory Cost (arXiv 1604.06174), for the
-# first; He and Yang, Min-cut optimal (re)materialization (dev-discuss.pytorch.org, 2022), for the
-# second.
-
-
 #: Chooses the nodes that are computed again, in order, to get the values of some nodes.
 Choice = Callable[[Joint, Effects, Sequence[Node]], list[Node]]
 
 
 def everything(joint: Joint, effects: Effects, saved: Sequence[Node]) -> list[Node]:
-    """Recompute everything that the backward needs, from the input and what layers keep."""
+    """Recompute everything that the backward needs, from the input and what layers keep.
+
+    Source: Chen et al., Training Deep Nets with Sublinear Memory Cost (arXiv 1604.06174).
+    """
     forward = joint.forward
     # guard: random numbers in the same order
     others = [x for x in forward if is_random(x) or is_void(x)]
@@ -356,7 +322,13 @@ def everything(joint: Joint, effects: Effects, saved: Sequence[Node]) -> list[No
 
 
 def min_cut(joint: Joint, effects: Effects, saved: Sequence[Node]) -> list[Node]:
-    """Recompute cheap operators only, from the values that take the fewest bytes."""
+    """Recompute cheap operators only, from the values that take the fewest bytes.
+
+    The kept values are a minimum cut, by bytes, between what is not recomputed (inputs, products of
+    matrices, convolutions, what draws random numbers or changes memory) and what backward needs.
+
+    Source: He and Yang, Min-cut optimal (re)materialization (dev-discuss.pytorch.org, 2022).
+    """
     # A dependency of PyTorch.
     import networkx  # type: ignore[import-untyped]
 

@@ -243,13 +243,6 @@ def _places(batch: Batch) -> tuple[Any, ...]:
     return tuple(tuple([place[id(x)] for x in part]) for part in batch.parts.values())
 
 
-# The costs of stages, from their graphs: what schedules are judged by, before any runs.
-#
-# Fake tensors know their sizes, and which of them share a storage. So what a cell keeps from one
-# instruction to the next is known to the byte. Memory that a kernel takes for itself, as
-# convolutions do on a GPU, is not counted.
-
-
 def traced_all(executor: Executor, graphs: Sequence[StageGraphs]) -> list[Traced]:
     """Trace all stages for the first micro-batch of a step, without running any of them.
 
@@ -283,10 +276,10 @@ def traced_all(executor: Executor, graphs: Sequence[StageGraphs]) -> list[Traced
 
 
 def costs_of(traced: Sequence[Traced]) -> Costs:
-    """The costs of stages.
+    """The costs of stages: times as numbers of operations, and memory in bytes.
 
-    Returns:
-        Times as numbers of operations, and memory in bytes.
+    Fake tensors know their sizes, and which of them share a storage. Memory that a kernel takes for
+    itself, as convolutions do on a GPU, is not counted.
     """
     parts = [x.parts for x in traced]
 

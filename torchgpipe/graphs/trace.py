@@ -277,15 +277,12 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
 
 
-# Random numbers that a graph cannot draw: those of Python and NumPy, and seeds of PyTorch.
-
-
 @contextmanager
 def drawing_nothing() -> Iterator[None]:
-    """Check that a block leaves these generators alone.
+    """Check that a block draws no random numbers that a graph cannot draw.
 
-    Draws from PyTorch's own generator are part of the graph. Other threads may draw from it at the
-    same time, so only a new seed counts.
+    A graph draws from PyTorch's own generator. Other threads may draw from it at the same time, so
+    only a new seed counts.
 
     Raises:
         UntraceableError: the block has drawn from the others, or seeded PyTorch's.

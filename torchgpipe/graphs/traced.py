@@ -12,16 +12,13 @@ from torch import Tensor, nn
 from torchgpipe import _torch
 from torchgpipe.ambient.context import current_hooks
 from torchgpipe.devices.streams import device_types
-from torchgpipe.graphs.parts import Backward, Parts
+from torchgpipe.graphs.parts import BackwardParts, Parts
 from torchgpipe.graphs.places import Places
 from torchgpipe.graphs.trace import OutputForm
 from torchgpipe.recompute.once import updated_in
 from torchgpipe.values.structure import Structure
 
 __all__: list[str] = []
-
-
-# A traced stage: a graph, and what takes its arguments apart and puts its results together.
 
 
 class Traced:
@@ -41,9 +38,9 @@ class Traced:
             k for k in parts.state_of_backward if not isinstance(tensors[k], nn.Parameter)
         ]
         #: The backward for gradients of some outputs.
-        self._known: dict[tuple[bool, ...], Backward] = {tuple(form.needs_grad): parts}
+        self._known: dict[tuple[bool, ...], BackwardParts] = {tuple(form.needs_grad): parts}
 
-    def with_grads(self, grads: Sequence[Tensor | None]) -> Backward:
+    def with_grads(self, grads: Sequence[Tensor | None]) -> BackwardParts:
         """Find the backward in which only these outputs have gradients."""
         key = tuple([x is not None and needed for x, needed in zip(grads, self.form.needs_grad)])
         if key not in self._known:
@@ -51,11 +48,8 @@ class Traced:
         return self._known[key]
 
 
-# Settings of the thread and the process that decide which operators layers call.
-
-
 class Settings(NamedTuple):
-    """The settings of one step.
+    """The settings of a thread and the process that decide which operators layers call.
 
     Args:
         casts: the types of device whose operators autocast casts.
@@ -99,12 +93,6 @@ def current_settings() -> Settings:
     )
 
 
-# States of layers: modes, numbers in attributes, and kinds of weights decide what is computed.
-#
-# A graph stands for the layers in one state. A stage that is trained, evaluated and trained again
-# comes back to its first state, and to the graphs of that.
-
-
 #: The number of kinds of micro-batches, in each state, that become graphs.
 KINDS = 32
 
@@ -128,6 +116,8 @@ class Entry:
 
 class StageState:
     """The graphs of a stage for one state of its layers.
+
+    A stage that is trained, evaluated and trained again comes back to its first state.
 
     Args:
         modules: the layers, and the loss if it is a module.
@@ -162,8 +152,3 @@ class StageState:
         entry = Entry(structures)
         self._entries[key] = [*self._entries.get(key, ()), entry]
         return entry
-
-    @property
-    def traced(self) -> list[Traced]:
-        """All graphs."""
-        return [x.traced for some in self._entries.values() for x in some if x.traced]

@@ -1,4 +1,4 @@
-"""What draws from generators that a graph cannot draw from is found out."""
+"""A layer that draws numbers which a graph cannot draw is no graph."""
 
 import random
 
