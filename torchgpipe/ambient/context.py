@@ -37,7 +37,7 @@ __all__: list[str] = []
 # Thread-local attributes, registered so that they can be restored after Ctrl-C.
 #
 # Each room keeps its own: :mod:`torchgpipe.ambient.notes` what is called when a layer has run,
-# :mod:`torchgpipe.ambient.generators` how wrappers are nested, :mod:`torchgpipe.recompute.runs`
+# :mod:`torchgpipe.ambient.generators` whether it computes a cell, :mod:`torchgpipe.recompute.runs`
 # which run of a cell it is, and :mod:`torchgpipe.skip.tracker` where layers stash and pop.
 
 
