@@ -254,7 +254,7 @@ TESTS = {
     "interrupted": (
         "behaviour.test_unwinding",
         "test_interrupted_where_something_was_set",
-        {"window": "a skip tracker", "places": ["cpu"] * 2},
+        {"window": "attributes of a thread, afterwards", "places": ["cpu"] * 2},
     ),
     "changing buffers": (
         "behaviour.test_changing_buffers",

@@ -71,7 +71,7 @@ MUTANTS = {
         "changed arguments",
     ),
     "graphs that are thrown away": (("ref(view)", "lambda: view"), "offloaded, trials"),
-    "casts of both runs": (("own_casts()", "ExitStack()"), "casts of policies"),
+    "casts of both runs": (("own_casts()", "torch.enable_grad()"), "casts of policies"),
     "operators of one run": (("uncounted()", "torch.no_grad()"), "norms of one run"),
     "small views of large storages": (("storage.nbytes()", "tensor.nbytes"), "offloaded, small"),
 }

@@ -37,7 +37,7 @@ __all__: list[str] = []
 # Thread-local attributes, registered so that they can be restored after Ctrl-C.
 #
 # Each room keeps its own: :mod:`torchgpipe.ambient.notes` what is called when a layer has run,
-# :mod:`torchgpipe.ambient.generators` how wrappers are nested, :mod:`torchgpipe.recompute.runs`
+# :mod:`torchgpipe.ambient.generators` whether it computes a cell, :mod:`torchgpipe.recompute.runs`
 # which run of a cell it is, and :mod:`torchgpipe.skip.tracker` where layers stash and pop.
 
 
@@ -65,24 +65,26 @@ def put_back(values: list[dict[str, Any]]) -> None:
 
 
 class Swap:
-    """Attributes of an object, such as those of a thread, with other values in a ``with`` block.
+    """Attributes of a thread with other values, within a ``with`` block.
 
     A class, as all context managers that are entered for each cell: @contextmanager takes longer.
     """
 
-    __slots__ = ("_found", "_object", "_values")
+    __slots__ = ("_found", "_local", "_values")
 
-    def __init__(self, object: object, **values: Any) -> None:
-        self._object, self._values = object, values
+    def __init__(self, local: threading.local, **values: Any) -> None:
+        self._local, self._values = local, values
 
     def __enter__(self) -> None:
-        self._found = [getattr(self._object, name) for name in self._values]
-        for name, value in self._values.items():
-            setattr(self._object, name, value)
+        own = self._local.__dict__
+        self._found = own.copy()
+        own.update(self._values)
 
     def __exit__(self, *_: object) -> None:
-        for name, value in zip(self._values, self._found):
-            setattr(self._object, name, value)
+        # All at once: to set attribute by attribute takes longer.
+        own = self._local.__dict__
+        own.clear()
+        own.update(self._found)
 
 
 Result = TypeVar("Result")

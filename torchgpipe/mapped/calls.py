@@ -20,7 +20,7 @@ from torchgpipe import _torch
 from torchgpipe._torch.checkpoints import repeating
 from torchgpipe._torch.dynamo import is_compiled, uncompiled
 from torchgpipe.ambient.context import Swap, registered
-from torchgpipe.ambient.notes import after_layer, layer
+from torchgpipe.ambient.notes import layer
 from torchgpipe.engine.body import Body
 from torchgpipe.mapped.alone import CallAlone, devices_of, put_call
 from torchgpipe.mapped.device_map import Mapped
@@ -294,20 +294,17 @@ class MappedBody(Body):
         """
         # As a layer of a partition, for errors about what it saves and changes.
         layer.name, layer.kind = self.name, type(self.layers).__name__
-        try:
-            with inside():
-                if not is_recomputing():
-                    # The checkpoint holds the list until backward.
-                    args, kwargs = own.pop()
-                    call = self.call
-                    output = self.run(batch, call=lambda *_, **__: call(*args, **kwargs), **more)
-                    if after_layer.then is not None:
-                        after_layer.then()
-                    return output
+        with inside():
+            if not is_recomputing():
+                # The checkpoint holds the list until backward.
+                args, kwargs = own.pop()
+                return self.run(batch, call=lambda *_, **__: self.call(*args, **kwargs), **more)
+            try:
                 # The inputs of recomputation are leaves, which cannot be changed in place.
                 return self.run(self.kept(batch), **more)
-        finally:
-            layer.name = None
+            finally:
+                # The note on an error names the module as its place.
+                layer.name = None
 
     def kept(self, batch: Batch) -> Batch:
         """Keep the arguments for a later run: as clones, if this run may change them in place."""

@@ -117,8 +117,9 @@ class StoredInput:
         """
         if self.unchanged:
             return
-        # The note on the error names the layer, and in a device map the module.
-        current.name, current.kind = self._changed_by or (None, None)
+        if self._changed_by is not None:
+            # The note on the error names the layer.
+            current.name, current.kind = self._changed_by
         layer = f" (layer: {current.name})" if current.name else ""
         raise RuntimeError(
             "under checkpointing, a partition must not change its input in place, nor what it "
