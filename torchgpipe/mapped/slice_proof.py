@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.engine.unchanged import unchanged
-from torchgpipe.mapped.on_demand import there
+from torchgpipe.mapped.on_demand import can_fill_itself, there
 from torchgpipe.values.structure import leaves_of
 
 __all__: list[str] = []
@@ -165,11 +165,12 @@ def gradient(
         else grad.detach().flatten()[:SAMPLE].cpu()
         for x, grad in zip(parameters, grads)
     ]
-    values = there(output) if isinstance(output, dict) else dict(enumerate(_leaves(output)))
-    shapes = {name: [x.shape for x in _leaves(value)] for name, value in values.items()}
+    values = there(output) if can_fill_itself(output) else output
+    named = values if isinstance(values, Mapping) else {"output": values}
+    shapes = {name: [x.shape for x in _leaves(value)] for name, value in named.items()}
     return torch.cat([x.double() for x in parts]), shapes
 
 
 def _leaves(output: Any) -> list[Tensor]:
-    values = there(output) if isinstance(output, dict) else output
+    values = there(output) if can_fill_itself(output) else output
     return [x for x in leaves_of(values) if isinstance(x, Tensor)]
