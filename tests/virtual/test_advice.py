@@ -106,7 +106,7 @@ def traced(devices, case, change):
     return timeline
 
 
-# Others stand in tests of maps, and in docs/trouble.rst.
+# Others stand in tests of maps, and in docs/speed.rst.
 @pytest.mark.parametrize("case", some([*CASES], [*CASES][2:]))
 def test_advice_that_is_followed(devices, case, monkeypatch):
     # Where several threads issue, nobody can tell what a host that is late costs.
