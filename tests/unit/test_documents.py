@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import torchgpipe
-from torchgpipe import distributed, plans, schedule, testing
 from tests.virtual.mutants import guards
+from torchgpipe import distributed, plans, schedule, testing
 
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
