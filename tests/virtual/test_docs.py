@@ -29,7 +29,7 @@ TUTORIAL = some(TUTORIAL, [x for x in TUTORIAL if x.stem == "tutorial"])
 def test_guide(run, devices, tmp_path, monkeypatch, capsys):
     # The devices of this process are loaded already.
     monkeypatch.setattr("torchgpipe.testing.load", lambda number: devices[:number])
-    names = run(FILE, path=tmp_path / "trace.json")
+    names = run(FILE, pasted=True, path=tmp_path / "trace.json")
     assert names["path"].stat().st_size > 1000
     printed = capsys.readouterr().out.splitlines()
     text = FILE.read_text("utf-8")
@@ -103,7 +103,7 @@ def test_timelines_of_the_readme(devices, chunks):
 def test_debugging(run, devices, monkeypatch, capsys):
     monkeypatch.setattr("torchgpipe.testing.load", lambda number: devices[:number])
     page = DOCS / "debugging.rst"
-    run(page)
+    run(page, pasted=True)
     text = page.read_text("utf-8")
     printed = capsys.readouterr().out.splitlines()
     # The number of a stream is whichever comes next.
