@@ -78,7 +78,7 @@ def known(name):
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.rst")), ids=lambda page: page.stem)
 def test_names_exist(page):
-    """What pages call by the name of a public object is there, so that a rename finds them."""
+    """Names of public objects in pages are those of the package, so that a rename finds them."""
     names = "|".join(["torchgpipe", *OBJECTS])
     found = {
         match[0]

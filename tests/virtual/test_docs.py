@@ -95,9 +95,8 @@ def test_timelines_of_the_readme(devices, chunks):
     text = (DOCS.parent / "README.rst").read_text("utf-8")
     drawn = [line.rstrip() for line in str(timeline).splitlines() if line.startswith("virtual")]
     assert "\n".join(f"   {line}" for line in drawn[:4]) in text
-    assert (
-        f"({timeline.step().makespan:.0f} ms, busy {100 * timeline.shares[0].busy:.0f} %)" in text
-    )
+    time, busy = timeline.step().makespan, 100 * timeline.shares[0].busy
+    assert f"({time:.0f} ms, busy {busy:.0f} %)" in text
 
 
 def test_debugging(run, devices, monkeypatch, capsys):
