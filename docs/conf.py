@@ -8,6 +8,7 @@ become links to where it is published.
 from __future__ import annotations
 
 import posixpath
+import re
 import socket
 import sys
 from pathlib import Path
@@ -28,6 +29,8 @@ extensions = [
     "myst_parser",
 ]
 exclude_patterns = ["__pycache__"]
+#: The programs themselves, to which pages link.
+html_extra_path = ["../examples"]
 html_theme = "furo"
 html_title = "torchgpipe"
 html_copy_source = False
@@ -44,7 +47,28 @@ PAGES = {
     "docs/reproduce.md": "reproduce",
     "docs/tables.md": "tables",
 }
-PAGES |= {f"examples/{x.name}": f"examples#{x.stem}" for x in (ROOT / "examples").glob("*.py")}
+PAGES["CONTRIBUTING.rst"] = "contributing"
+#: Where pages of before 0.1.0 went, for a release: who has their address is led on.
+MOVED = {
+    "batches": "inputs.html#micro-batches-that-you-have-made",
+    "compile": "precision.html#torch-compile",
+    "data_parallel": "across_machines.html#data-parallelism",
+    "differences": "trouble.html#the-contract",
+    "dry_run": "testing.html#a-dry-run",
+    "evaluation": "training.html#evaluate",
+    "examples": "index.html#examples",
+    "messages": "trouble.html#what-messages-mean",
+    "migration": "coming_from.html#torchgpipe-0-0-7-and-fairscale",
+    "preference": "trainers.html#trl",
+    "random": "batchnorm.html#random-numbers",
+    "saving": "training.html#save-and-load",
+    "schedules_run": "schedule.html#run-it",
+    "sequential_models": "model.html#models-of-transformers",
+    "skip": "tutorial_no_chain.html#skips",
+    "threads": "how_it_works.html#who-issues-the-work",
+    "tutorial_encoder_decoder": "tutorial_no_chain.html#an-encoder-and-a-decoder",
+    "tutorial_unet": "tutorial_no_chain.html#a-u-net",
+}
 
 
 def _is_reachable(host: str) -> bool:
@@ -73,6 +97,10 @@ def _linked(app: Any, doctree: nodes.document, page: str) -> None:
             # Sphinx has found the pages itself that its own links lead to.
             continue
         path = posixpath.normpath(posixpath.join("docs", folder, target))
+        if re.fullmatch(r"examples/\w+\.py", path):
+            up = "../" * page.count("/")
+            node["refuri"] = up + posixpath.basename(path)
+            continue
         own = path.removeprefix("docs/").removesuffix(".rst")
         name, _, place = PAGES.get(path, own).partition("#")
         if name not in app.env.found_docs:
@@ -88,6 +116,15 @@ def _linked(app: Any, doctree: nodes.document, page: str) -> None:
         node["refuri"] = f"{uri}#{anchor}" if anchor else uri
 
 
+def _moved(app: Any, error: Exception | None) -> None:
+    """Write a page that leads on for each name that a page had before."""
+    for name, place in MOVED.items() if error is None else ():
+        lead = f'<meta http-equiv="refresh" content="0; url={place}">'
+        text = f'<!DOCTYPE html>{lead}<a href="{place}">This page has moved.</a>\n'
+        (Path(app.outdir) / f"{name}.html").write_text(text, encoding="utf-8")
+
+
 def setup(app: Any) -> None:
-    """Connect the change of links."""
+    """Connect the change of links, and the pages that lead on."""
     app.connect("doctree-resolved", _linked)
+    app.connect("build-finished", _moved)

@@ -126,16 +126,19 @@ def run():
 
     What stands after the line ``This prints::`` is compared with what the block before it printed,
     whatever the ends of lines. A page that has such a line has one after each block that prints.
+    Names that most blocks need are there, unless the page is as one pastes it.
     """
 
-    def run(file, **names):
+    def run(file, *, pasted=False, **names):
         indented = r"((?:   .*\n|\n)+)"
         text = file.read_text("utf-8")
         blocks = re.findall(
             rf"\.\. code-block:: python\n\n{indented}(?:This prints::\n\n{indented})?", text
         )
         assert blocks
-        names |= {"__name__": file.stem, "GPipe": GPipe, "F": F, "nn": nn, "torch": torch}
+        names["__name__"] = file.stem
+        if not pasted:
+            names |= {"GPipe": GPipe, "F": F, "nn": nn, "torch": torch}
         for block, expected in blocks:
             with redirect_stdout(StringIO()) as printed:
                 exec(compile(dedent(block), str(file), "exec"), names)

@@ -74,7 +74,7 @@ class GPipe(Wrapper):
             are not stashed and popped in pairs; a layer yields and is not skippable; devices is
             not a sequence; a batch normalisation cannot be deferred; or ``"auto"`` has no sample,
             or one of another kind.
-        ValueError: balance, chunks or checkpoint are out of range, a parameter would be needed on
+        ValueError: balance, chunks or checkpoint are out of range, a buffer would be needed on
             two devices, or layers are sharded by FSDP2 while the devices are several. The balance
             is a word other than ``"auto"``, or it is, and devices are empty, the layers take no
             time there, or they do not fit. A sample is given beside a balance.

@@ -51,7 +51,7 @@ class ScheduledLoss(Alone):
     ::
 
         model = GPipe(layers, balance, devices=[0, 1, 2, 3, 3, 2, 1, 0], chunks=8)
-        training = ScheduledLoss(model, F.cross_entropy, schedule="zbv")
+        training = ScheduledLoss(model, F.cross_entropy, schedule="zero_bubble_v")
         loss = training(input, target)
         loss.backward()
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
+from tests.examples import MISSING
+from tests.support.architectures import build
 from torchgpipe._torch.dynamo import VERSION
 from torchgpipe.planner.blocks import timed
 from torchgpipe.planner.problem import problem_of
@@ -18,8 +19,10 @@ README = ROOT / "README.rst"
 #: tests/virtual runs the pages about virtual accelerators, tests/schedule the page that prints, and
 #: test_tutorial.py the tutorial.
 GUIDE = {*(ROOT / "docs").glob("*.rst")} - {*(ROOT / "docs").glob("tutorial*.rst")}
-ELSEWHERE = {ROOT / f"docs/{name}.rst" for name in ("dry_run", "schedule", "testing")}
+ELSEWHERE = {ROOT / f"docs/{name}.rst" for name in ("debugging", "schedule", "testing")}
 GUIDE = sorted(GUIDE - ELSEWHERE)
+#: Pages that do not import torch and GPipe themselves.
+BORROWING = ("balance", "choose", "graphs", "layers", "long_sequences", "see")
 #: Pages that need a newer PyTorch than the package.
 NEWER = {"across_machines": (2, 13)}
 
@@ -41,21 +44,25 @@ def no_accelerators(monkeypatch):
     monkeypatch.setattr("torchgpipe.planner.given.accelerators", lambda: [torch.device("cpu")] * 2)
 
 
-def test_readme(run):
+@pytest.mark.filterwarnings("ignore:a model is on the CPU alone")
+def test_readme(run, tmp_path, monkeypatch):
+    """Both blocks run as they are pasted; a tiny model stands for that of the hub."""
+    transformers = pytest.importorskip("transformers", exc_type=MISSING)
     text = README.read_text("utf-8")
     # What one reads in two minutes.
     assert len(text.splitlines()) <= 60
-    assert 'GPipe(nn.Sequential(a, b, c, d), "auto", sample=sample, chunks=8)' in text
-    layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
-    before = [x.clone() for x in layers.parameters()]
-    run(
-        README,
-        layers=layers,
-        sample=torch.rand(16, 4),
-        loader=[(torch.rand(16, 4), torch.randint(4, (16,)))] * 2,
-        **dict(zip("abcd", layers)),
-    )
-    assert not any(x.equal(y) for x, y in zip(layers.parameters(), before))
+    torch.manual_seed(0)
+    build("llama")[0].save_pretrained(tmp_path)
+    page = tmp_path / "README.rst"
+    quiet = 'trained", save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True'
+    text = text.replace("Qwen/Qwen3-0.6B", tmp_path.as_posix()).replace('trained"', quiet, 1)
+    page.write_text(text, "utf-8")
+    monkeypatch.chdir(tmp_path)
+    words = {"input_ids": [k % 20 for k in range(1000)]}
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda _: lambda _: words)
+    names = run(page, pasted=True)
+    assert len(names["data"]) == 15
+    assert len(names["model"].devices) == 2
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +81,7 @@ def test_guide(run, file, tmp_path, monkeypatch):
     if NEWER.get(file.stem, (0,)) > VERSION:
         pytest.skip(f"PyTorch {VERSION} has no runtime for it")
     monkeypatch.chdir(tmp_path)
-    run(file)
+    run(file, pasted=file.stem not in BORROWING)
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,23 @@
 """Documents name files and objects that exist."""
 
+import ast
+import importlib
 import re
 import runpy
+from functools import reduce
 from pathlib import Path
 
 import pytest
 
 import torchgpipe
 from tests.virtual.mutants import guards
+from torchgpipe import distributed, plans, schedule, testing
 
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
 DECISIONS = sorted((DOCS / "decisions").glob("*.rst"))
-PAGES = [*DECISIONS, DOCS / "glossary.rst", DOCS / "architecture.rst"]
+BOOK = ("glossary", "architecture", "recipes", "debugging")
+PAGES = [*DECISIONS, *[DOCS / f"{name}.rst" for name in BOOK]]
 PAGES = [page for page in PAGES if page.exists()]
 
 #: A path of a file, or of a folder with a slash at its end.
@@ -37,6 +42,64 @@ def test_guards_exist():
 def test_files_exist():
     named = [(page.stem, x) for page in PAGES for x in literals(page) if PATH.fullmatch(x)]
     assert [x for x in named if not (ROOT / x[1]).exists()] == []
+
+
+#: What pages call objects of these classes.
+OBJECTS = {
+    "timeline": [torchgpipe.Timeline],
+    "seen": [testing.Observation],
+    "predicted": [testing.Prediction],
+    "report": [schedule.Report],
+    "plans": [plans.Plans],
+    "candidate": [plans.Candidate],
+    "training": [torchgpipe.ScheduledLoss],
+    "pipe": [torchgpipe.GPipe, torchgpipe.MappedGPipe, distributed.Pipe],
+    "model": [torchgpipe.GPipe, torchgpipe.MappedGPipe, distributed.Pipe],
+}
+#: What models of others have.
+OTHERS = {"generate", "layers", "lm_head"}
+
+
+def known(name):
+    """Whether the package has a dotted name, or the class of an object what follows its name."""
+    first, *rest = name.split(".")
+    if first != "torchgpipe":
+        classes = [x for kind in OBJECTS[first] for x in kind.__mro__]
+        own = {x for kind in classes for x in getattr(kind, "__annotations__", {})}
+        return rest[0] in own | OTHERS or any(hasattr(kind, rest[0]) for kind in OBJECTS[first])
+    for k in range(len(rest), -1, -1):
+        try:
+            module = importlib.import_module(".".join([first, *rest[:k]]))
+            return reduce(getattr, rest[k:], module) is not None
+        except (ImportError, AttributeError):
+            continue
+    return False
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.rst")), ids=lambda page: page.stem)
+def test_names_exist(page):
+    """Names of public objects in pages are those of the package, so that a rename finds them."""
+    names = "|".join(["torchgpipe", *OBJECTS])
+    found = {
+        match[0]
+        for x in literals(page)
+        # What is gone is named where one comes from 0.0.7.
+        if x != "torchgpipe.microbatch"
+        for match in re.finditer(rf"(?<![\w./])(?:{names})\.[a-zA-Z_]\w*(?:\.\w+)*(?!/)", x)
+    }
+    assert [x for x in sorted(found) if not known(x)] == []
+
+
+def test_moved_pages_lead_somewhere():
+    tree = ast.parse((DOCS / "conf.py").read_text("utf-8"))
+    (moved,) = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.AnnAssign | ast.Assign) and "MOVED" in ast.unparse(node)[:5]
+    ]
+    pages = {x.stem for x in DOCS.glob("*.rst")}
+    assert not {*moved} & pages
+    assert {place.partition(".html")[0] for place in moved.values()} <= pages
 
 
 def test_the_changelog_begins_with_the_version():

@@ -7,13 +7,15 @@ from textwrap import dedent
 
 import pytest
 import torch
+from torch import nn
 
 from tests.examples import MISSING
 from tests.support.architectures import build
 from tests.support.size import some
+from torchgpipe import GPipe, trace
 from torchgpipe.planner.blocks import timed
 from torchgpipe.planner.problem import problem_of
-from torchgpipe.testing import observe
+from torchgpipe.testing import Busy, observe
 
 pytestmark = pytest.mark.usefixtures("one_round")
 
@@ -27,7 +29,7 @@ TUTORIAL = some(TUTORIAL, [x for x in TUTORIAL if x.stem == "tutorial"])
 def test_guide(run, devices, tmp_path, monkeypatch, capsys):
     # The devices of this process are loaded already.
     monkeypatch.setattr("torchgpipe.testing.load", lambda number: devices[:number])
-    names = run(FILE, path=tmp_path / "trace.json")
+    names = run(FILE, pasted=True, path=tmp_path / "trace.json")
     assert names["path"].stat().st_size > 1000
     printed = capsys.readouterr().out.splitlines()
     text = FILE.read_text("utf-8")
@@ -35,6 +37,10 @@ def test_guide(run, devices, tmp_path, monkeypatch, capsys):
         # The number of a stream is whichever comes next.
         assert line.split(" stream ")[0] in text
     assert any("waited from" in line for line in printed)
+    # The dry run's report: its basis, and the time of its step.
+    assert next(line for line in printed if line.startswith("predicted for")) in text
+    assert next(line for line in printed if line.startswith("step of 515")) in text
+    assert names["measured"] > names["predicted"].time
 
 
 def test_device_map_of_two_gpus(run, devices, tmp_path, monkeypatch):
@@ -78,25 +84,45 @@ def timelines(text):
     return [re.sub(r" +\d+\.\d$", "", x, flags=re.MULTILINE) for x in found]
 
 
-def test_transformers_of_the_readme(devices, tmp_path):
+@pytest.mark.parametrize("chunks", [8, 1])
+def test_timelines_of_the_readme(devices, chunks):
+    """A step that is cut into micro-batches, and one that is not."""
+    layers = nn.Sequential(*[Busy(8 / chunks, 8 / chunks, 8 / chunks) for _ in range(4)])
+    model = GPipe(layers, [1] * 4, devices=devices[:4], chunks=chunks, checkpoint="never")
+    input = torch.rand(32, 1, device=devices[0], requires_grad=True)
+    with observe(), trace(model) as timeline:
+        model(input).sum().backward()
+    text = (DOCS.parent / "README.rst").read_text("utf-8")
+    drawn = [line.rstrip() for line in str(timeline).splitlines() if line.startswith("virtual")]
+    assert "\n".join(f"   {line}" for line in drawn[:4]) in text
+    time, busy = timeline.step().makespan, 100 * timeline.shares[0].busy
+    assert f"({time:.0f} ms, busy {busy:.0f} %)" in text
+
+
+def test_debugging(run, devices, monkeypatch, capsys):
+    monkeypatch.setattr("torchgpipe.testing.load", lambda number: devices[:number])
+    page = DOCS / "debugging.rst"
+    run(page, pasted=True)
+    text = page.read_text("utf-8")
+    printed = capsys.readouterr().out.splitlines()
+    # The number of a stream is whichever comes next.
+    assert [x for x in printed if x.rstrip().split(" stream ")[0] not in text] == []
+
+
+def test_transformers_of_the_readme(devices, tmp_path, monkeypatch):
     """The lines train a model on four devices."""
     transformers = pytest.importorskip("transformers", exc_type=MISSING)
     text = (DOCS.parent / "README.rst").read_text("utf-8")
-    block = dedent(re.search(r"::\n\n((?:   .*\n|\n)+)", text)[1])
-    assert len(block.splitlines()) <= 8
+    block = dedent(re.search(r"code-block:: python\n\n((?:   .*\n|\n)+)", text)[1])
     torch.manual_seed(0)
-    model, inputs = build("llama")
-    model.save_pretrained(tmp_path)
-    options = {"max_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
-    data = [dict(zip(inputs, row)) for row in zip(*inputs.values())]
-    names = {
-        "AutoModelForCausalLM": transformers.AutoModelForCausalLM,
-        "Trainer": transformers.Trainer,
-        "name": tmp_path,
-        "folder": str(tmp_path),
-        "TrainingArguments": partial(transformers.TrainingArguments, **options),
-        "data": data * 2,
-    }
+    build("llama")[0].save_pretrained(tmp_path)
+    (tmp_path / "README.rst").write_text(text, "utf-8")
+    monkeypatch.chdir(tmp_path)
+    words = {"input_ids": [k % 20 for k in range(1000)]}
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda _: lambda _: words)
+    quiet = 'trained", save_strategy="no", report_to=[], disable_tqdm=True'
+    block = block.replace("Qwen/Qwen3-0.6B", tmp_path.as_posix()).replace('trained"', quiet, 1)
+    names = {}
+    block = block.replace("max_steps=10", "max_steps=1").replace("chunks=8", "devices=4, chunks=8")
     exec(block, names)
-    assert names["trainer"].state.global_step == 1
     assert {x.device for x in names["model"].parameters()} == {*devices[:4]}

@@ -1,23 +1,11 @@
-"""Dry runs as a page shows them, and the benchmark that predicts published tables."""
+"""The benchmark that predicts published tables by dry runs."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.suites import dry_run
-
-PAGE = Path(__file__).parent.parent.parent / "docs" / "dry_run.rst"
-
-
-def test_page(run, devices, capsys):
-    names = run(PAGE)
-    text = PAGE.read_text("utf-8")
-    printed = capsys.readouterr().out.splitlines()
-    assert all(line in text for line in printed[:3])
-    assert next(line for line in printed if line.startswith("step of")) in text
-    assert names["measured"] > names["predicted"].time
 
 
 def test_tables(devices, tmp_path, capsys, monkeypatch):

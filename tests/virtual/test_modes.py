@@ -15,7 +15,7 @@ def places(request, devices):
 
 
 def test_profiler_sees_layers_of_other_threads(devices):
-    """The profiler needs a setting for that, as in ``docs/threads.rst``."""
+    """The profiler needs a setting for that, as in ``docs/how_it_works.rst``."""
     model = wrap(made(), [devices[0], "cpu"], "never")
     config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     counts = []
