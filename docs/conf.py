@@ -50,6 +50,7 @@ PAGES = {
 PAGES["CONTRIBUTING.rst"] = "contributing"
 #: Where pages of before 0.1.0 went, for a release: who has their address is led on.
 MOVED = {
+    "balance": "choose.html#balance-alone",
     "batches": "inputs.html#micro-batches-that-you-have-made",
     "compile": "precision.html#torch-compile",
     "data_parallel": "across_machines.html#data-parallelism",
@@ -65,6 +66,7 @@ MOVED = {
     "schedules_run": "schedule.html#run-it",
     "sequential_models": "model.html#models-of-transformers",
     "skip": "tutorial_no_chain.html#skips",
+    "speed": "see.html#make-it-faster",
     "threads": "how_it_works.html#who-issues-the-work",
     "tutorial_encoder_decoder": "tutorial_no_chain.html#an-encoder-and-a-decoder",
     "tutorial_unet": "tutorial_no_chain.html#a-u-net",

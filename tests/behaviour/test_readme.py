@@ -22,7 +22,7 @@ GUIDE = {*(ROOT / "docs").glob("*.rst")} - {*(ROOT / "docs").glob("tutorial*.rst
 ELSEWHERE = {ROOT / f"docs/{name}.rst" for name in ("debugging", "schedule", "testing")}
 GUIDE = sorted(GUIDE - ELSEWHERE)
 #: Pages that do not import torch and GPipe themselves.
-BORROWING = ("balance", "choose", "graphs", "layers", "long_sequences", "see")
+BORROWING = ("choose", "graphs", "layers", "long_sequences", "see")
 #: Pages that need a newer PyTorch than the package.
 NEWER = {"across_machines": (2, 13)}
 

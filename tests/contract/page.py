@@ -8,30 +8,34 @@ from tests.contract.promises import GRAPHS, POLICY, PROMISES, SECTIONS, WRAPPERS
 PAGE = Path(__file__).parent.parent.parent / "docs" / "promises.rst"
 
 HEAD = """\
-What each wrapper promises
-==========================
+Where the wrappers differ
+=========================
 
-One list for all wrappers, and one test for each row, which runs with every wrapper, kind of stages,
-and checkpoint mode, ``'offload'`` and a policy of PyTorch's included (``tests/contract``). Where a
-wrapper, or a policy, does something else, a number leads to the reason below the table, and the
-test checks that the difference is an error, or the one that is named, and nothing that nobody
-notices. ``ScheduledLoss of graphs`` has ``stages="graph"``; where it says eager, such stages are no
-graphs, and a warning says why. This page is made from the tests.
+The wrappers keep {count} promises, each of which is one test, with every wrapper, kind of stages and checkpoint mode,
+``'offload'`` and a policy of PyTorch's included (``tests/contract``). Here are the {few} in which one of them does
+something else; the others hold everywhere. A number leads to the reason below the table, and the test checks that the
+difference is an error, or the one that is named, and nothing that nobody notices. ``ScheduledLoss of graphs`` has
+``stages="graph"``; where it says eager, such stages are no graphs, and a warning says why. This page is made from the
+tests.
 """
 
 
 def written():
     """The text of the page."""
-    lines = [HEAD]
+    lines, few = [], 0
     for section in SECTIONS:
         found = [x for x in PROMISES.values() if x.name.startswith(f"{section}:")]
+        differing = [x for x in found if x.otherwise or x.eager]
+        if not differing:
+            continue
+        few += len(differing)
         title = sys.modules[f"tests.contract.{section}"].__doc__.splitlines()[0].rstrip(".")
         lines += [title, "-" * len(title), ""]
         reasons = []
         widths = "40 12 12 12 12 12"
         lines += [".. list-table::", "   :header-rows: 1", f"   :widths: {widths}", ""]
         lines += rows(["", *WRAPPERS])
-        for promise in found:
+        for promise in differing:
             cells = []
             for wrapper in WRAPPERS:
                 other = promise.otherwise.get(wrapper)
@@ -45,7 +49,7 @@ def written():
             lines += rows([promise.sentence, *cells])
         lines += ["", *[f"{k}. {reason}" for k, reason in enumerate(reasons, 1)]]
         lines += [""] if reasons else []
-    return "\n".join(lines).rstrip("\n") + "\n"
+    return "\n".join([HEAD.format(count=len(PROMISES), few=few), *lines]).rstrip("\n") + "\n"
 
 
 def rows(cells):

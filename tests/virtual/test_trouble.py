@@ -1,4 +1,4 @@
-"""The causes of waits in docs/speed.rst take the time that the page says, and show as it says."""
+"""The causes of waits in docs/see.rst take the time that the page says, and show as it says."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from torch import nn
 from torchgpipe import GPipe, ScheduledLoss, trace
 from torchgpipe.testing import observe
 
-PAGE = Path(__file__).parents[2] / "docs/speed.rst"
+PAGE = Path(__file__).parents[2] / "docs/see.rst"
 #: The rows of the table by their causes: milliseconds, bubble, host-bound and advice.
 ROWS = {
     name: cells

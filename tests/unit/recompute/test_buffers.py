@@ -220,7 +220,7 @@ def test_knowledge_keeps_no_layer_alive():
     assert not learned
 
 
-class Counting(TorchDispatchMode):
+    """Counts of the operators that move memory."""
     """How often each operator that moves memory is called."""
 
     def __init__(self):
