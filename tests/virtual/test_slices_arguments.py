@@ -136,7 +136,7 @@ def test_positions_of_several_kinds(devices):
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_packed_rows(rows, checkpoint, devices):
-    """A text begins where positions begin again, and sees nothing of the text before it."""
+    """A text that begins where positions begin again sees nothing of the one before."""
     positions = torch.cat([torch.arange(7), torch.arange(9), torch.arange(4)]).repeat(rows, 1)
     given = {**batch(rows), "position_ids": positions}
     assert_same(made, given, devices, slices=[5, 5, 10], checkpoint=checkpoint)
@@ -144,7 +144,7 @@ def test_packed_rows(rows, checkpoint, devices):
 
 @pytest.mark.parametrize("labels", ["labels", "shift_labels"])
 def test_fused_heads(labels, devices):
-    """Those of TRL have no output for the last token, whose label is in no row."""
+    """A fused head of TRL has no output for the last token, whose label is in no row."""
     utilities = pytest.importorskip("trl.trainer.utils", exc_type=MISSING)
     models = made(), made()
     for model in models:
