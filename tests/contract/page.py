@@ -11,12 +11,12 @@ HEAD = """\
 Where the wrappers differ
 =========================
 
-The wrappers keep {count} promises, each of which is one test, with every wrapper, kind of stages and checkpoint mode,
-``'offload'`` and a policy of PyTorch's included (``tests/contract``). Here are the {few} in which one of them does
-something else; the others hold everywhere. A number leads to the reason below the table, and the test checks that the
-difference is an error, or the one that is named, and nothing that nobody notices. ``ScheduledLoss of graphs`` has
-``stages="graph"``; where it says eager, such stages are no graphs, and a warning says why. This page is made from the
-tests.
+The wrappers keep {count} promises, each of which is one test, with every wrapper, kind of stages
+and checkpoint mode, ``'offload'`` and a policy of PyTorch's included (``tests/contract``). Here are
+the {few} in which one of them does something else; the others hold everywhere. A number leads to
+the reason below the table, and the test checks that the difference is an error, or the one that is
+named, and nothing that nobody notices. ``ScheduledLoss of graphs`` has ``stages="graph"``; where it
+says eager, such stages are no graphs, and a warning says why. This page is made from the tests.
 """
 
 

@@ -55,4 +55,4 @@ def test_all_modes(problem):
                 best = search.keeping_more(trial)
                 assert best.modes == one_by_one(search, trial).modes
                 found |= {*best.modes}
-    assert {"never", "except_last", "always", "offload"} <= found
+    assert {"never", "always", "offload"} <= found

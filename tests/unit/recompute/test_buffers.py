@@ -220,8 +220,8 @@ def test_knowledge_keeps_no_layer_alive():
     assert not learned
 
 
+class Counting(TorchDispatchMode):
     """Counts of the operators that move memory."""
-    """How often each operator that moves memory is called."""
 
     def __init__(self):
         super().__init__()
