@@ -103,8 +103,8 @@ def _rounding(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
 
 
+def changed_early(whole: Callable[..., Any], sequence: Mapping[str, Tensor]) -> float:
     """The change of outputs of the first tokens with the tokens behind them, per their norm.
-    """How far outputs of the first tokens change with the tokens behind them, per their norm.
 
     Rounding is the same in both, so this tells more than gradients do in half precision.
     """
