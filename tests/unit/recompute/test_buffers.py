@@ -221,7 +221,7 @@ def test_knowledge_keeps_no_layer_alive():
 
 
 class Counting(TorchDispatchMode):
-    """Counts of the operators that move memory."""
+    """Counter of the operators that move memory."""
 
     def __init__(self):
         super().__init__()
