@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import ast
 import re
 import runpy
 from functools import reduce
@@ -100,6 +101,17 @@ def test_moved_pages_lead_somewhere():
     pages = {x.stem for x in DOCS.glob("*.rst")}
     assert not {*moved} & pages
     assert {place.partition(".html")[0] for place in moved.values()} <= pages
+
+
+def test_what_decides_exists():
+    text = (DOCS / "architecture.rst").read_text("utf-8").partition("Where is it decided?")[2]
+    found = re.findall(r"``(torchgpipe/\S+\.py)``, ``([\w.]+)``", text)
+    assert len(found) >= 40
+    for path, name in found:
+        node = ast.parse((ROOT / path).read_text("utf-8"))
+        for part in name.split("."):
+            assert part in (inside := {getattr(x, "name", ""): x for x in node.body}), (path, name)
+            node = inside[part]
 
 
 def test_the_changelog_begins_with_the_version():
