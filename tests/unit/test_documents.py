@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import ast
 import re
 import runpy
 from functools import reduce
@@ -110,7 +109,8 @@ def test_what_decides_exists():
     for path, name in found:
         node = ast.parse((ROOT / path).read_text("utf-8"))
         for part in name.split("."):
-            assert part in (inside := {getattr(x, "name", ""): x for x in node.body}), (path, name)
+            inside = {getattr(x, "name", ""): x for x in node.body}
+            assert part in inside, (path, name)
             node = inside[part]
 
 
