@@ -104,7 +104,7 @@ def _rounding(dtype: torch.dtype) -> float:
 
 
 def changed_early(whole: Callable[..., Any], sequence: Mapping[str, Tensor]) -> float:
-    """The change of outputs of the first tokens with the tokens behind them, per their norm.
+    """The change of the first tokens' outputs with the tokens behind them, per their norm.
 
     Rounding is the same in both, so this tells more than gradients do in half precision.
     """
