@@ -317,7 +317,7 @@ class GPipe(Wrapper):
         begin_mini_batch(self)
         pipeline = Pipeline(self._stages, mini_batch.batches, mini_batch.modes)
         mini_batch.compute(pipeline.run)
-        return mini_batch.joined()
+        return mini_batch.joined(pipeline.step.blocks)
 
 
 def _read_only(name: str, value: object) -> AttributeError:

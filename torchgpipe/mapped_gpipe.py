@@ -50,7 +50,8 @@ from torchgpipe.partition.keeping import Keeping, keepings_of, words_of
 from torchgpipe.planner.given import Memory
 from torchgpipe.planner.maps import chosen_map, try_backward
 from torchgpipe.show.describe import Description
-from torchgpipe.values.microbatch import Batch
+from torchgpipe.values.microbatch import VALUE, Batch
+from torchgpipe.values.order import Order
 from torchgpipe.values.structure import Arguments, map_leaves
 
 __all__ = ["MappedGPipe"]
@@ -182,7 +183,7 @@ class MappedGPipe(Wrapper):
                 own = [x.clone() for x in Near(devices[0]).all_of(*batches[0])]
                 batches[0] = batches[0].replace(own)
                 step = MappedStep(self._lasting, devices, self.module, 1, {})
-                run = partial(self._run, step, batches)
+                run = partial(self._run, step, batches, Order(self.module))
                 compute(partial(holding, step.numbers.locks, run), self, [])
                 try_backward(self.module, batches)
         finally:
@@ -358,23 +359,26 @@ class MappedGPipe(Wrapper):
             dict(zip(self._map, mini_batch.modes)),
             None if late else output_device,
         )
-        run = partial(self._run, step, mini_batch.batches)
+        order = Order(self.module)
+        run = partial(self._run, step, mini_batch.batches, order)
         mini_batch.compute(partial(holding, step.numbers.locks, run))
         omitted = step.omitted
         # It refers to the graph, and the graph to the step, if the model came back to a device.
         # guard: letting go of what is omitted
         del step.omitted
         omitted.take(mini_batch.batches, joins=not mini_batch.division.is_ready)
-        output = mini_batch.joined()
+        output = mini_batch.joined(order.blocks)
         if given:
             given.watch(output)
         if late:
             output = map_leaves(partial(on_device, output_device), output)
         return omitted.put(output, output_device)
 
-    def _run(self, step: MappedStep, batches: list[Batch]) -> None:
+    def _run(self, step: MappedStep, batches: list[Batch], order: Order) -> None:
         def course(i: int, turns: Turns | None = None) -> None:
-            batches[i] = self._course(step, self._slicing.number(i), batches[i].take(), turns)
+            # With several threads, rows are watched in the first step only, which one thread runs.
+            known, number = order if turns is None and i < 2 else None, self._slicing.number(i)
+            batches[i] = self._course(step, number, batches[i].take(), turns, known)
 
         with step.numbers:
             self._lasting.thread = get_ident()
@@ -399,16 +403,20 @@ class MappedGPipe(Wrapper):
         if any(device.type == "cpu" for device in self._map.values()):
             drain_after_failure(batches[-1])
 
-    def _course(self, step: MappedStep, i: int, batch: Batch, turns: Turns | None) -> Batch:
+    def _course(
+        self, step: MappedStep, i: int, batch: Batch, turns: Turns | None, order: Order | None
+    ) -> Batch:
         course = Course(step, i, turns)
         glue = course.glue = Glue(course) if step.needs_glue else None
         outer, current.course = current.course, course
-        value = batch.take().value
+        given, value = batch.parts[VALUE], batch.take().value
         try:
-            with glue or nullcontext():
+            with order.begin(given) if order else nullcontext(), glue or nullcontext():
                 output = course.calling(self.module)(*value.args, **value.kwargs)
             if self._takes_cache and (self.slices != 1 or not value.kwargs["use_cache"]):
                 output = without_cache_of(output)
+            if order:
+                order.end(given, Batch(output).parts[VALUE])
             return course.end(output)
         except BaseException as error:
             course.note(error)

@@ -183,7 +183,7 @@ class ScheduledLoss(Alone):
             value = executor.outcome(value, divisor)
         if criterion.outputs is None:
             return value
-        return value, criterion.joined(self.model._traps.several)
+        return value, criterion.joined(executor.step.blocks)
 
     def costs(self, input: Any, *targets: Any, **more: Any) -> Costs:
         """Count what each stage costs, from its graph, without running a step.

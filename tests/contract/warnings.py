@@ -118,15 +118,6 @@ def compared_rows(make):
 
 
 @promise(
-    "An output with several rows for each row of the input, which are joined as they are, is a "
-    "warning that says how they must stand.",
-)
-def several_rows(make):
-    run = steps(make, layers_of(nn.Linear(4, 4), lambda x: torch.cat([x, -x])), torch.rand(6, 4))
-    checked_warning(run, "output: the value, shape: ", "side by side")
-
-
-@promise(
     "Under autocast to float16, a step whose backward is inside of the call, and has no gradient "
     "scaler, is a warning.",
     otherwise=dict.fromkeys(

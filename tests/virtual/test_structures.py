@@ -8,9 +8,6 @@ from tests.support.helpers import MODES, wrap
 from tests.virtual.stages import ONE_MODE, SEEDS, Stage, limit, makespans, own_streams
 from torchgpipe import NoChunk
 
-# What goes whole to all micro-batches comes out of each of them.
-pytestmark = pytest.mark.filterwarnings("ignore:GPipe joins outputs of micro-batches")
-
 
 class DictStage(Stage):
     """A stage that passes on a dict, and uses each tensor of the dict."""

@@ -411,7 +411,7 @@ class Pipe(Wrapper):
                 compute(run, self, shared, executor.step.context.modes, m)
                 # Before the others take the step for done, since this may fail.
                 if criterion.outputs is not None and self.is_last:
-                    output = criterion.joined(self._traps.several)
+                    output = criterion.joined(executor.step.blocks)
                 ends = criterion.total() if with_loss and self.is_last else (None, None)
                 found = self._agreement.end(mail, *ends)
                 # The last stage waits for the others' last backwards, and does this meanwhile.

@@ -21,6 +21,7 @@ from torchgpipe.recompute.runs import is_recomputing
 from torchgpipe.recompute.selective import Contexts, contexts_of
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 from torchgpipe.values.microbatch import VALUE, Batch
+from torchgpipe.values.order import Order
 
 __all__: list[str] = []
 
@@ -39,9 +40,13 @@ class Body:
         lock: a lock to hold while the layers run.
         state: the state of the layers, for recomputations; None in a step without any.
         first: whether this is the first partition.
+        order: the order of rows that the layers return; None where nobody joins them.
     """
 
-    __slots__ = (*("call", "first", "in_place", "layers", "lock", "offloading", "policy", "state"),)
+    __slots__ = (
+        *("call", "first", "in_place", "layers", "lock", "offloading", "order"),
+        *("policy", "state"),
+    )
 
     def __init__(
         self,
@@ -49,10 +54,12 @@ class Body:
         lock: AbstractContextManager[Any],
         state: LayersState | None,
         first: bool,
+        order: Order | None = None,
     ) -> None:
         self.layers = layers
         #: Calls the layers. A device map puts another function here, which knows where they are.
         self.call: Callable[..., Any] = layers
+        self.order = order
         self.lock = lock
         self.state = state
         #: How what cells save leaves for the host, if it does.
@@ -104,11 +111,14 @@ class Body:
         # From here on only the tracker holds a skip, until it is popped.
         tracker = SkipTracker.of(batch)
         value = batch.take().with_skips({})
+        order = self.order
+        run = value.call if order is None or order.known else partial(self._ordered, order, value)
+        call = call or self.call
         policy = NOTHING if contexts is None else contexts[is_recomputing()]
         # guard: a partition at a time
         # guard: operators around the layers
         with self.lock, self._around(copies), policy, use_skip_tracker(tracker):
-            output = value.call(call or self.call)
+            output = run(call)
             if after is not None:
                 output = after(output)
             if tracker.values:
@@ -144,6 +154,15 @@ class Body:
             self.state.buffers.settle()
         if self.offloading is not None:
             self.offloading.end()
+
+    def _ordered(self, order: Order, value: Batch, call: Callable[..., Any]) -> Batch:
+        """Call the layers, and look at the order of the rows that they return."""
+        if self.state and is_recomputing():
+            return value.call(call)
+        with order.begin(value.parts[VALUE]):
+            output = value.call(call)
+        order.end(value.parts[VALUE], output.parts[VALUE])
+        return output
 
     def _around(self, copies: list[Copied] | None) -> AbstractContextManager[None]:
         """A context manager for the state of the layers, in this run."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import groupby
 from numbers import Real
@@ -22,7 +22,7 @@ from torchgpipe.engine.links import fetched
 from torchgpipe.recompute.runs import is_recomputing
 from torchgpipe.values.division import Division, divided, leaves_in, rows_in, split
 from torchgpipe.values.marks import Chunks
-from torchgpipe.values.microbatch import Batch, Several, joined
+from torchgpipe.values.microbatch import Batch, joined
 from torchgpipe.values.structure import is_of_input, leaves_of, map_leaves, names, verify_filled
 
 __all__: list[str] = []
@@ -157,10 +157,10 @@ class Criterion:
         results = [] if found is None else [x for x in found if isinstance(x, Tensor)]
         return results if output is None else [*results, *output]
 
-    def joined(self, several: Several) -> Any:
+    def joined(self, blocks: Container[int]) -> Any:
         """The outputs of all micro-batches: see :func:`~torchgpipe.values.microbatch.joined`."""
         assert self.outputs is not None
-        return joined([x for x in self.outputs if x is not None], self.division, several)
+        return joined([x for x in self.outputs if x is not None], self.division, blocks)
 
     def total(self) -> tuple[Tensor, Tensor | None]:
         """The loss of the mini-batch, and what its gradients are still to be divided by, if at all.

@@ -104,7 +104,8 @@ class Executor:
         self.crew, self.plan, self.criterion = crew, plan, criterion
         stages = crew.stages
         after = criterion.loss if isinstance(criterion.loss, nn.Module) else None
-        self.step = Step(stages, plan.schedule.chunks, {j for j, _ in plan.again}, after)
+        joins, again = criterion.outputs is not None, {j for j, _ in plan.again}
+        self.step = Step(stages, plan.schedule.chunks, again, joins, after)
         #: Whether the caller is within autocast, which backward must not be.
         self.casts = any(x.enabled for x in self.step.context.modes.autocast)
         #: For each stage, copies of weights that it computes with in their place.

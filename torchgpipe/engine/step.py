@@ -37,6 +37,7 @@ from torchgpipe.recompute.layer_state import LayersState
 from torchgpipe.recompute.offload import Offloading
 from torchgpipe.schedule.trips import leaving
 from torchgpipe.values.microbatch import VALUE
+from torchgpipe.values.order import Order
 
 __all__: list[str] = []
 
@@ -148,6 +149,7 @@ class Step:
         stages: Stages,
         m: int,
         again: Container[int],
+        joined: bool,
         after: nn.Module | None = None,
     ) -> None:
         self.stages = stages
@@ -159,10 +161,18 @@ class Step:
             self.modules[-1] = nn.ModuleList([self.modules[-1], after])
         #: The layers of each partition.
         self.bodies: list[Body] = []
+        order: Order | None = None
         for j, (layers, x, lock) in enumerate(zip(stages.partitions, self.modules, stages.locks)):
+            order = Order(layers, order) if joined else None
             state = LayersState(x, stages.learned) if j in again else None
-            self.bodies.append(Body(layers, lock, state, j == 0))
+            self.bodies.append(Body(layers, lock, state, j == 0, order))
         self.numbers = StepNumbers(stages.devices, m)
+
+    @property
+    def blocks(self) -> Container[int]:
+        """The places of outputs with several rows for each row, block by block."""
+        order = self.bodies[-1].order
+        return order.blocks if order is not None else ()
 
     def end_forward(self) -> None:
         """Take note that all cells were computed."""
@@ -176,7 +186,7 @@ class PipelineStep(Step):
     def __init__(self, stages: Stages, m: int, modes: Sequence[Keeping]) -> None:
         #: For each partition, how many micro-batches, from the first, are checkpointed.
         self.checkpointed = [checkpointed(recomputed_by(mode), m) for mode in modes]
-        super().__init__(stages, m, {j for j, count in enumerate(self.checkpointed) if count})
+        super().__init__(stages, m, {j for j, count in enumerate(self.checkpointed) if count}, True)
         recorder = None if stages.recording is None else stages.recording.recorder
         for j, (body, mode, device) in enumerate(zip(self.bodies, modes, stages.devices)):
             if not isinstance(mode, str) or mode == "offload":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import chain
 from typing import Any, ClassVar, TypeVar
 
@@ -293,8 +293,12 @@ class MiniBatch:
         wrapper = self.wrapper
         wrapper._traps.coupled(outputs, self.division.rows, self._shapes, wrapper.parameters())
 
-    def joined(self) -> Any:
-        """Join the outputs of all micro-batches."""
-        found = joined(self.batches, self.division, self.wrapper._traps.several)
+    def joined(self, blocks: Container[int]) -> Any:
+        """Join the outputs of all micro-batches.
+
+        Args:
+            blocks: the places of tensors with several rows for each row, block by block.
+        """
+        found = joined(self.batches, self.division, blocks)
         self.warn_of_coupled(self.batches[0].shapes, self.batches[-1].shapes)
         return found

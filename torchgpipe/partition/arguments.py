@@ -341,18 +341,6 @@ class Traps:
             f"this by warnings.filterwarnings('ignore', '{words}')"
         )
 
-    def several(self, output: str, shape: torch.Size) -> None:
-        """Warn of an output of the first micro-batch that has several rows for each row."""
-        if "several" not in self._known:
-            self._known.add("several")
-            warn(
-                f"{self._wrapper} joins outputs of micro-batches, so several rows for each row "
-                "must stand side by side, and torch.cat(views) puts all rows of one view in front "
-                f"of those of the next (output: {output}, shape: {tuple(shape)}); return a tensor "
-                "for each view, as output.chunk(2), or put the views into dimension 1"
-                f"{self._silenced('joins outputs of micro-batches')}"
-            )
-
     def coupled(
         self,
         outputs: Sequence[Sequence[torch.Size]],

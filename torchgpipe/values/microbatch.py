@@ -6,10 +6,10 @@ Nested structures end here: the engine sees the flat tensors of a :class:`Batch`
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, combinations, product, starmap
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torchgpipe import _torch
 from torchgpipe.devices.streams import device_types
 from torchgpipe.values.division import Division, division_of, is_list_of_rows, rows_in, split
 from torchgpipe.values.marks import is_marked, unmarked
+from torchgpipe.values.order import verify_rows
 from torchgpipe.values.structure import (
     ALONE,
     Arguments,
@@ -34,9 +35,6 @@ __all__: list[str] = []
 
 #: The key of the value among the parts of a micro-batch.
 VALUE = None
-
-#: Takes note of an output with several rows for each row: its name, and its shape.
-Several: TypeAlias = Callable[[str, torch.Size], None]
 
 
 class PackedSkip(NamedTuple):
@@ -248,9 +246,7 @@ def in_all(batches: Sequence[Batch]) -> list[Tensor]:
     return [tensor for tensor in batches[0] if id(tensor) in others]
 
 
-def gather(
-    outputs: Sequence[Batch], rows: Sequence[int] = (), several: Several = lambda *_: None
-) -> Any:
+def gather(outputs: Sequence[Batch], rows: Sequence[int] = (), blocks: Container[int] = ()) -> Any:
     """Join the outputs of all micro-batches along dimension 0: the inverse of :func:`scatter`.
 
     Tensors without a dimension are stacked, ``()`` to ``(m,)``, and so is what is marked by
@@ -259,12 +255,12 @@ def gather(
     Args:
         outputs: the outputs, in order.
         rows: the number of rows of each micro-batch. Without it, dimension 0 may have any size.
-        several: called with the name and the shape of each tensor that has several rows for each.
+        blocks: the indices of output tensors that have several rows per input row, block by block.
 
     Raises:
         ValueError: the outputs differ in structure or in objects that are no tensors, or tensors
             differ in another dimension than 0, or their sizes in dimension 0 are not the same
-            multiple of the rows.
+            multiple of the rows, or their rows are block by block.
     """
     first = outputs[0]
     for i, other in enumerate(outputs):
@@ -280,15 +276,15 @@ def gather(
             if stacked:
                 joined[key] = _stacked(tensors, rows)
             else:
-                if rows and _verified_multiple(partial(_name, first, k), tensors, rows) > 1:
-                    several(_name(first, k), tensors[0].shape)
+                if rows:
+                    verify_rows(partial(_name, first, k), tensors, rows, k in blocks)
                 joined[key] = join_tensors(tensors)
         found.append(joined[key])
     value = first.structures[VALUE].unflatten(tuple(found))
     return value if marked is None else unmarked(value)
 
 
-def joined(outputs: Sequence[Batch], division: Division, several: Several = lambda *_: None) -> Any:
+def joined(outputs: Sequence[Batch], division: Division, blocks: Container[int] = ()) -> Any:
     """Do as :func:`gather` does, or return a list of the outputs if the caller divided all.
 
     Raises:
@@ -308,25 +304,7 @@ def joined(outputs: Sequence[Batch], division: Division, several: Several = lamb
                 f"{name}, entries: {sizes[0]}, rows: {sizes}); pass the lists of the input as "
                 "torchgpipe.Chunks, for a list of outputs, or have the model return a tuple"
             )
-    return gather(outputs, division.rows, several)
-
-
-def _verified_multiple(name: Callable[[], str], tensors: Tensors, rows: Sequence[int]) -> int:
-    """Check that an output can be joined; return how many rows it has for each row."""
-    # A tensor of one element, such as a loss, is one per micro-batch, as in 0.0.7.
-    if all(x.numel() == 1 for x in tensors) or not all(x.dim() for x in tensors):
-        return 1
-    multiple = tensors[0].shape[0] // rows[0]
-    if any(x.shape[0] != multiple * size for x, size in zip(tensors, rows)):
-        raise ValueError(
-            "the first size of an output must be the same multiple of the rows of each "
-            "micro-batch, since all micro-batches are joined along dimension 0 "
-            f"(output: {name()}, shapes: {[tuple(x.shape) for x in tensors]}, rows: "
-            f"{list(rows)}); have the last layer return it with the rows in dimension 0, as "
-            "transpose(0, 1) puts them for an RNN's state, or padded to so many rows, or as "
-            "torchgpipe.PerMicroBatch(output) for one of each micro-batch, stacked"
-        )
-    return multiple
+    return gather(outputs, division.rows, blocks)
 
 
 def _marked(batch: Batch) -> set[int] | None:

@@ -172,42 +172,6 @@ def test_what_compares_no_rows_or_may_have_its_size_from_elsewhere(case):
     assert coupled(**case) == []
 
 
-# Several rows for each row.
-
-
-class Views(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
-
-
-@pytest.mark.parametrize(
-    ("function", "name"),
-    [
-        (lambda x: torch.cat([x, -x]), "the value"),
-        (lambda x: {"y": x.repeat_interleave(2, 0)}, "['y']"),
-    ],
-)
-def test_several_rows_for_each_row(function, name):
-    model = wrap([Views(function)], chunks=2)
-    (found,) = messages(lambda: [model(torch.rand(6, 4)), model(torch.rand(6, 4))])
-    assert f"(output: {name}, shape: (6, 4)); return a tensor for each view" in found
-
-
-@pytest.mark.parametrize(
-    "function",
-    [lambda x: torch.cat([x, -x]).chunk(2), lambda x: torch.stack([x, -x], 1), lambda x: x[:0]],
-)
-def test_remedies_for_several_rows_and_none(function):
-    model, x = wrap([Views(function)], chunks=2), torch.rand(6, 4)
-    found = []
-    assert messages(lambda: found.append(model(x))) == []
-    torch.testing.assert_close(found[0], function(x))
-
-
 # Fewer micro-batches than devices.
 
 
