@@ -1,4 +1,4 @@
-"""The report of the first hour with GPUs, on virtual accelerators, and its first part."""
+"""The report of what a GPU says, rehearsed on virtual accelerators."""
 
 import json
 
@@ -32,21 +32,28 @@ def test_checks(devices, tmp_path, monkeypatch, capsys):
 
 def test_a_part_that_fails(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(
-        gpu.PARTS, "checks", gpu.PARTS["checks"]._replace(virtual=["benchmarks", "nothing"])
+        gpu.PARTS, "steps", gpu.PARTS["steps"]._replace(virtual=["benchmarks", "nothing"])
     )
     options = ["--device", "virtual", "--folder", str(tmp_path)]
-    assert gpu.main([*options, "--parts", "checks", "speed"]) == 1
-    text = (tmp_path / "report.md").read_text("utf-8")
+    assert gpu.main([*options, "--parts", "steps", "speed_ups"]) == 1
+    (report,) = tmp_path.rglob("report.md")
+    text = report.read_text("utf-8")
     assert "**It failed (status: 2).**" in text
     assert "`python -m benchmarks NAME --help` lists the options" in text
     assert "Only GPUs can answer this." in text
 
 
 @soak
-def test_report(tmp_path):
+def test_report(tmp_path, capsys):
     assert gpu.main(["--device", "virtual", "--folder", str(tmp_path)]) == 0
-    text = (tmp_path / "report.md").read_text("utf-8")
+    (report,) = tmp_path.rglob("report.md")
+    text = report.read_text("utf-8")
     assert [f"## {part.question}" in text for part in gpu.PARTS.values()] == [True] * len(gpu.PARTS)
     # A step on virtual accelerators takes the very time that a dry run predicts.
     assert "equal layers" in text
     assert "+0.0%" in text
+    capsys.readouterr()
+    # What has ended is not run again.
+    assert gpu.main(["--device", "virtual", "--folder", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{report}\n"
+    assert report.read_text("utf-8") == text

@@ -120,9 +120,14 @@ def first_run() -> Swap:
 _locks: dict[torch.device, threading.RLock] = {}
 
 
+def _begin_child() -> None:
+    # The thread that held a lock does not exist in the child, and no cell of the parent goes on.
+    _locks.clear()
+    computing.within = False
+
+
 if hasattr(os, "register_at_fork"):
-    # The thread that held a lock does not exist in the child.
-    os.register_at_fork(after_in_child=_locks.clear)
+    os.register_at_fork(after_in_child=_begin_child)
 
 
 def locks_of(devices: Iterable[torch.device]) -> list[Lock]:

@@ -245,7 +245,7 @@ def place(model: nn.Module, device_map: Mapping[str, torch.device]) -> None:
         for _, tensor in tensors(module, recurse=False):
             homes.setdefault(tensor, device)
     with sharing(tables(model)):
-        for _, module, device in modules:
+        for _, module, _ in modules:
             move(module, homes, recurse=False)
 
 

@@ -46,9 +46,7 @@ def place(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> N
             move(partition, homes)
 
 
-def move(
-    module: nn.Module, homes: Mapping[Tensor, torch.device], *, recurse: bool = True
-) -> None:
+def move(module: nn.Module, homes: Mapping[Tensor, torch.device], *, recurse: bool = True) -> None:
     """Move tensors of a module, and their gradients, to their home devices."""
     for inner in module.modules() if recurse else [module]:
         table: dict[str, Any] = inner._parameters

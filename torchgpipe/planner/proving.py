@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from math import inf
 from typing import Any, NamedTuple, TypeVar
 
@@ -145,13 +146,13 @@ def proof_of(
 
 def _near(values: Any, device: torch.device) -> Any:
     """Values on a device, under the same marks."""
+    return map_leaves(partial(_on, device), values, is_of_input)
 
-    def near(x: Any) -> Any:
-        if is_of_input(x):
-            return x.map(near)
-        return x.to(device) if isinstance(x, Tensor) else x
 
-    return map_leaves(near, values, is_of_input)
+def _on(device: torch.device, x: Any) -> Any:
+    if is_of_input(x):
+        return x.map(partial(_on, device))
+    return x.to(device) if isinstance(x, Tensor) else x
 
 
 def _step(
