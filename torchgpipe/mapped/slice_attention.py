@@ -115,8 +115,9 @@ def _has_kernel(
 ) -> bool:
     if given.get("position_bias") is not None or given.get("softcap") is not None:
         return False
-    # Their sizes: PyTorch's kernels take features by eights, and pad them otherwise.
-    if query.shape[-1] % 8 or not query.dtype == key.dtype == value.dtype:
+    # PyTorch's kernels take features by eights, and as many of keys as of values.
+    features = query.shape[-1]
+    if features % 8 or value.shape[-1] != features or not query.dtype == key.dtype == value.dtype:
         return False
     grouped = query.shape[1] != key.shape[1]
     # The virtual accelerator says it for itself.
