@@ -103,8 +103,7 @@ class MappedGPipe(Wrapper):
             the device on which the model has them.
         sample: for ``"auto"`` only: the arguments of a call, with as many rows as a micro-batch. A
             mapping has keyword arguments, a tuple has positional ones, and a tensor is the only
-            one. The model computes the sample where it is, and backward, too, if the memory of a
-            device is limited, and at last by the map; it does not change.
+            one. The model computes it where it is, and at last by the map; it does not change.
         devices: for ``"auto"`` only: the devices, by default all accelerators.
         memory: for ``"auto"`` only: the bytes that a device may use, of which the map leaves 15 %
             free, by default nine tenths of what it has. One number is for all devices, a list has
@@ -113,11 +112,9 @@ class MappedGPipe(Wrapper):
     Raises:
         TypeError: the module is none, the map is no mapping of names, or a sample or devices are of
             the wrong kind.
-        ValueError: a name leads to no module, a parameter or buffer has no device,
-            modules are offloaded, or chunks, checkpoint or threads are out of range. The map is a
-            word other than ``"auto"``, or it is, and there is no sample or no device, there are
-            fewer blocks than devices, the model does not fit, or it is on the meta device. A
-            sample, devices or memory are given beside a map, or a limit is none.
+        ValueError: a name leads to no module, a tensor has no device, modules are offloaded, or a
+            number is out of range. The map is a word other than ``"auto"``, or what is for
+            ``"auto"`` alone is missing, or given beside a map, or the model does not fit.
     """
 
     _own = (
