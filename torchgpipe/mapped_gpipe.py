@@ -99,8 +99,7 @@ class MappedGPipe(Wrapper):
             their lengths, or ``"auto"``. They fill the devices as micro-batches do.
         deferred_batch_norm: whether batch normalisations update their running statistics once per
             mini-batch, as in :class:`GPipe`.
-        output_device: where outputs go to, as in :class:`nn.DataParallel`; by default they stay on
-            the device on which the model has them.
+        output_device: where outputs go to; by default they stay where the model has them.
         sample: for ``"auto"`` only: the arguments of a call, with as many rows as a micro-batch. A
             mapping has keyword arguments, a tuple has positional ones, and a tensor is the only
             one. The model computes it where it is, and at last by the map; it does not change.
