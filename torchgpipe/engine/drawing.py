@@ -111,7 +111,7 @@ class StepDraws:
 
     def backward(self) -> AbstractContextManager[Any]:
         """Context manager for the backward of a cell."""
-        return self._watched(NOTHING)
+        return self._watched(first_run())
 
     def _watched(self, inner: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
         return self._watching(inner) if self._is_watched else inner

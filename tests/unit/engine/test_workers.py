@@ -217,12 +217,3 @@ def test_caller_that_is_interrupted_while_it_submits(monkeypatch):
     release.set()
     run(workers, (A, partial(done.append, "next")))
     assert done == ["next"]
-
-
-def test_worker_that_comes_to_its_workers_runs_all_itself():
-    """A worker would wait for itself, as where the loss of a step calls the wrapped model."""
-    workers, seen = Workers(CPUS), []
-    inner = [Task(k, x, lambda: seen.append(threading.get_ident())) for k, x in enumerate(CPUS)]
-    run(workers, (B, lambda: workers.run(inner, Context())))
-    assert len(seen) == len(CPUS)
-    assert len({*seen} - {threading.get_ident()}) == 1
