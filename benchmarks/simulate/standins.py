@@ -139,7 +139,7 @@ class Steps:
     def __init__(self, library: Library, stages: dict[str, Any], m: int, mode: str) -> None:
         self.library, self.stages = library, StageCosts(**stages)
         n = len(self.stages.forward)
-        busy = library.testing.hardware.busy
+        busy = library.testing.busy.busy
         layers = nn.Sequential(*[stand_in(self.stages, j, busy) for j in range(n)])
         self.devices = library.devices[:n]
         self.model = library.wrap(layers, [1] * n, devices=self.devices, chunks=m, checkpoint=mode)

@@ -94,7 +94,8 @@ def test_autocast(devices):
 @pytest.mark.usefixtures("_exact")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("model", MODELS)
-def test_gpipe_takes_the_same_in_each_run(devices, model, mode):
+@pytest.mark.parametrize("issuing", ["the calling thread"])
+def test_gpipe_takes_the_same_in_each_run(devices, model, mode, issuing):
     """Threads free sooner or later what crosses devices, and a dry run has one thread."""
     make = maker(model, "momentum", mode)
     found = dry(make, devices[:2])

@@ -181,6 +181,7 @@ def test_a_policy_is_asked_for_the_layers_alone(devices):
     model(torch.rand(2 * M, 16, 32, device=devices[0]))
     # The layer's own, and not those for recomputations.
     assert asked.count(aten.clone.default) == M
+    assert aten.cat.default not in asked
 
 
 def test_layers_that_change_buffers_under_a_policy(devices):
