@@ -310,7 +310,7 @@ class MappedBody(Body):
         """Keep the arguments for a later run: as clones, if this run may change them in place."""
         others = batch.others
         if any(isinstance(x, list | dict) for x in others.values()):
-            # Of a class that PyTorch does not know as a container.
+            # Lists and dicts of a subclass, which PyTorch does not know as containers.
             others = {k: copy(x) if isinstance(x, list | dict) else x for k, x in others.items()}
             batch = batch.copy()
             batch.structures = {VALUE: Structure(batch.structures[VALUE].spec, others)}

@@ -1,9 +1,9 @@
 """A cache that carries keys and values from slice to slice of a sequence, in forward and backward.
 
 A causal model computes a slice of a sequence from that slice, and from the keys and values that
-earlier slices have left in a cache. Transformers' own cache joins them anew for each slice, so that
-attention keeps a copy of all earlier ones for each. Here each layer has one buffer of the length
-of the sequence. A slice writes its own part, and attention sees the buffer as far as that::
+earlier slices have left in a cache. Transformers' own cache joins all keys and values anew for each
+slice, and attention keeps each of these copies for backward. Here each layer has one buffer of the
+length of the sequence. A slice writes its own part, and attention sees the buffer as far as that::
 
     buffer    0 0 0 1 1 1 . . .     slice 1 has written; attention sees the first six
     backward  its gradient is that of slice 1's own part, and of what slice 0 saw
