@@ -50,7 +50,7 @@ def plan(
     batch: int | None = None,
     loss: Callable[..., Any] | None = None,
     targets: Sequence[Any] = (),
-    chunks: Iterable[int] | None = None,
+    chunks: int | Iterable[int] | None = None,
     timeout: float = 1.0,
     progress: bool = False,
     prove: int | None = None,

@@ -42,7 +42,10 @@ MUTANTS = {
         ("self._around(copies), policy", "policy, self._around(copies)"),
         "policy",
     ),
-    "buffers that layers read": (("found + ", ""), "buffer changed"),
+    "buffers that layers read": (
+        ("*[(common.places[k], common.copies[k]) for k in changed], ", ""),
+        "buffer changed",
+    ),
     "recording what is given": (DROP, "given"),
     "operators of what is given": (("uncounted()", "torch.no_grad()"), "given in one run"),
     "state of the mini-batch in the tail": (("lasting(x)", "x.detach()"), "state in the tail"),

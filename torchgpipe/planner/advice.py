@@ -111,7 +111,8 @@ def _balance(step: Observed) -> Iterator[Advice]:
     longer = computing[slowest] / mean(computing.values()) - 1
     if longer > UNEVEN and step.count > len(computing):
         reason = f"{slowest} computes {longer:.0%} longer than the mean"
-        yield Advice(reason, {}, remedy=f"take the balance of {step.balancing}")
+        remedy = f"take the balance of {step.balancing}, if that is another one"
+        yield Advice(reason, {}, remedy=remedy)
 
 
 def _modes(step: Observed) -> Iterator[Advice]:

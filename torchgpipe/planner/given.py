@@ -71,7 +71,9 @@ def places_of(devices: Iterable[Device] | None, *, are_one_each: bool = True) ->
     return found
 
 
-def chunks_of(chunks: Iterable[int] | None, rows: int, *, has_norms: bool = False) -> list[int]:
+def chunks_of(
+    chunks: int | Iterable[int] | None, rows: int, *, has_norms: bool = False
+) -> list[int]:
     """The numbers of micro-batches to try, given or not, of a mini-batch of some rows."""
     if chunks is None and has_norms:
         warn(
@@ -83,7 +85,8 @@ def chunks_of(chunks: Iterable[int] | None, rows: int, *, has_norms: bool = Fals
         most = min(max(1, rows // 2) if has_norms else rows, MOST)
         return [2**k for k in range(MOST.bit_length()) if 2**k <= most]
     remedy = "leave them out to try 1, 2, 4 and so on"
-    given = listed(chunks, "chunks must be numbers of micro-batches", "chunks", remedy)
+    given = [chunks] if type(chunks) is int else chunks
+    given = listed(given, "chunks must be numbers of micro-batches", "chunks", remedy)
     numbers = [number for number in map(positive_int, given) if number is not None]
     found = sorted({*numbers})
     if not found or len(numbers) < len(given) or found[-1] > rows:

@@ -90,10 +90,10 @@ class Copied(NamedTuple):
         for k in changed:
             if common.copies[k] is None:
                 raise _changed(common.places[k], common.tensors[k])
+        # guard: buffers that layers read
         found = [*[(common.places[k], common.copies[k]) for k in changed], *self.own]
         # A copy once more, since this or another cell may be computed from it again.
         copies = _copied([tensor for _, tensor in found])
-        # guard: buffers that layers read
         for ((module, name), _), copy in zip(found, copies):
             module._buffers[name] = copy
 

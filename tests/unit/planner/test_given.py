@@ -49,6 +49,7 @@ def test_errors(function, args, kind, words):
 
 def test_defaults():
     assert chunks_of(None, 20) == [1, 2, 4, 8, 16]
+    assert chunks_of(8, 20) == chunks_of([8], 20) == [8]
     assert chunks_of(None, 1000)[-1] == 64
     assert limits_of(None, [CPU]) == [inf]
     assert limits_of(100, [CPU, CPU]) == [100, 100]
