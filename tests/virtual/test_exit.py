@@ -18,6 +18,7 @@ def ended():
     return endings(some(names, [name for name in names if name != "refused, virtual"]))
 
 
+@soak
 def test_many_live_wrappers(ended):
     assert ended["live, virtual"] == [0, "end\n", ""]
 

@@ -23,6 +23,11 @@ EXPERTS = {**GROUPED, "num_experts_per_tok": 2, "experts_implementation": "eager
 MODELS = {
     "LlamaForCausalLM": GROUPED,
     "MistralForCausalLM": {**GROUPED, "sliding_window": 6},
+    "BloomForCausalLM": {"vocab_size": 32, "hidden_size": 16, "n_layer": 3, "n_head": 2},
+    "MixtralForCausalLM": {**EXPERTS, "num_local_experts": 3},
+}
+#: The same, for a soak.
+MORE = {
     "Gemma3nForCausalLM": {
         **GROUPED,
         "num_hidden_layers": 5,
@@ -36,12 +41,7 @@ MODELS = {
         "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
         "sliding_window": 6,
     },
-    "BloomForCausalLM": {"vocab_size": 32, "hidden_size": 16, "n_layer": 3, "n_head": 2},
     "GPT2LMHeadModel": {**GPT, "n_positions": 32},
-    "MixtralForCausalLM": {**EXPERTS, "num_local_experts": 3},
-}
-#: The same, for a soak.
-MORE = {
     "Qwen2ForCausalLM": GROUPED,
     "Qwen3ForCausalLM": {**GROUPED, "head_dim": 8},
     "Gemma2ForCausalLM": {**GROUPED, "head_dim": 8, "sliding_window": 6},

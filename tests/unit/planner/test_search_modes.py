@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.support.size import soak
 from torchgpipe.planner import search as choice
 from torchgpipe.planner.layers import Line
 from torchgpipe.planner.problem import HOST, problem_of
@@ -47,6 +48,7 @@ def one_by_one(search, trial):
     return trial
 
 
+@soak
 def test_all_modes(problem):
     found = set()
     for share in (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7):

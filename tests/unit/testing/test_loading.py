@@ -13,6 +13,7 @@ from textwrap import dedent
 import pytest
 
 from tests.support import fresh
+from tests.support.size import soak
 from torchgpipe import _torch, testing
 from torchgpipe.testing import loading as build
 
@@ -187,6 +188,7 @@ def test_old_torch(version):
         build.verify_torch(version)
 
 
+@soak
 def test_skipped_where_unavailable(tmp_path):
     """Tests of this project, and the conftest of the guide, skip without a compiler."""
     text = (ROOT / "docs" / "testing.rst").read_text("utf-8")
