@@ -327,7 +327,7 @@ class Traps:
         self._known.add("idle")
         count = f"micro-batches: {m}, " + ("" if division.is_given else f"rows: {rows}, ")
         if division.is_given:
-            change = "pass more in one call (in a Trainer: accumulate over more mini-batches)"
+            change = "pass more in one call (in a Trainer: raise chunks, or accumulate more)"
         elif rows > m:
             change = f"set model.chunks, for a start to {min(rows, 4 * devices)}"
         else:
