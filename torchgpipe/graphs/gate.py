@@ -18,7 +18,7 @@ class Gate:
     """A shared lock: any number of computing threads hold it together, or one that traces, alone.
 
     As a context manager it is held to compute. A thread that holds it may take it again, in either
-    way, as nested wrappers do.
+    way: a part of a graph is made within the cell that first needs it.
     """
 
     def __init__(self) -> None:

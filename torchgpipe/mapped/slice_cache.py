@@ -157,6 +157,7 @@ def known(caches: Any) -> tuple[type, ...]:
 @cache
 def cache_class() -> Any:
     """The class of the caches, derived from Transformers' own, which models ask for."""
+    # An extra, whose classes are any objects to mypy.
     caches: Any = import_module("transformers.cache_utils")
 
     class SliceLayer(caches.DynamicLayer):  # type: ignore[misc]
