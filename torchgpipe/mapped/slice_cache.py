@@ -157,8 +157,7 @@ def known(caches: Any) -> tuple[type, ...]:
 @cache
 def cache_class() -> Any:
     """The class of the caches, derived from Transformers' own, which models ask for."""
-    # An extra, whose classes are any objects to mypy.
-    caches: Any = import_module("transformers.cache_utils")
+    caches: Any = import_module("transformers.cache_utils")  # To mypy, its classes are any objects.
 
     class SliceLayer(caches.DynamicLayer):  # type: ignore[misc]
         """The keys and values of one layer, as one slice finds them."""
