@@ -7,22 +7,36 @@ from zlib import crc32
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-#: Files of tests that take turns of three, by the beginning of their path, and what they test.
+#: Files of tests that take turns of three, by the beginning of their path, and what they test. They
+#: are matrices of one room, and long; what other rooms may break in them is in tests/contract, too.
 TURNS = {
     "tests/examples/": ("examples/",),
     "tests/benchmarks/": ("benchmarks/",),
     "tests/virtual/test_examples": ("examples/",),
     "tests/virtual/test_benchmarks": ("benchmarks/",),
     "tests/virtual/test_memory_benchmark": ("benchmarks/",),
-    "tests/virtual/test_joined_steps": ("torchgpipe/transformers/",),
+    "tests/behaviour/test_tutorial": ("docs/",),
+    "tests/virtual/test_docs": ("docs/",),
+    "tests/behaviour/test_compiler": ("torchgpipe/engine/", "torchgpipe/recompute/"),
+    "tests/virtual/test_parity": ("torchgpipe/engine/", "torchgpipe/autograd/"),
+    "tests/virtual/test_limit": ("torchgpipe/engine/", "torchgpipe/devices/"),
     "tests/virtual/test_offload": (
         "torchgpipe/recompute/",
         "torchgpipe/schedule/",
         "torchgpipe/mapped",
     ),
-    "tests/behaviour/test_compiler": ("torchgpipe/engine/", "torchgpipe/recompute/"),
     "tests/behaviour/test_schedules_compiled": ("torchgpipe/engine/", "torchgpipe/graphs/"),
+    "tests/behaviour/test_graph_": ("torchgpipe/graphs/",),
+    "tests/virtual/test_graph_": ("torchgpipe/graphs/",),
+    "tests/unit/graphs/test_overlap": ("torchgpipe/graphs/",),
+    "tests/unit/graphs/test_parts_compiled": ("torchgpipe/graphs/",),
+    "tests/unit/graphs/test_slices_": ("torchgpipe/graphs/",),
+    "tests/virtual/test_slices": ("torchgpipe/transformers/", "torchgpipe/mapped"),
+    "tests/virtual/test_joined_steps": ("torchgpipe/transformers/",),
     "tests/virtual/test_trl": ("torchgpipe/transformers/", "torchgpipe/mapped"),
+    "tests/virtual/test_spread_trainer": ("torchgpipe/transformers/", "torchgpipe/mapped"),
+    "tests/unit/transformers/test_trainer": ("torchgpipe/transformers/",),
+    "tests/virtual/test_mapped_memory": ("torchgpipe/planner/", "torchgpipe/mapped"),
     "tests/virtual/test_advice": ("torchgpipe/planner/", "torchgpipe/tracing.py"),
     "tests/virtual/test_plan": ("torchgpipe/planner/", "torchgpipe/plans.py"),
 }
