@@ -1,7 +1,7 @@
 """The process of a rival: it imports the rival's library, and answers requests of the parent.
 
 :mod:`benchmarks.rivals.processes` starts
-``python -m benchmarks.rivals.library NAME FOLDER DEVICE COUNT THREADS``. Requests and answers are
+``python -m benchmarks.rivals.library FOLDER DEVICE COUNT THREADS``. Requests and answers are
 lines of JSON on stdin and stdout; the library's own output goes to stderr.
 """
 
@@ -39,22 +39,14 @@ class Library:
     testing: Any = None
 
 
-#: Module and class of each library's pipeline, and the module in which it names CUDA streams. Ours
-#: names none, and this module of ours is for pickles of 0.0.7.
-PIPELINES = {
-    "torchgpipe": ("torchgpipe", "GPipe", "torchgpipe.stream"),
-    "fairscale": ("fairscale.nn", "Pipe", "fairscale.nn.pipe.stream"),
-}
+def load(folder: Path, device: str, count: int) -> Library:
+    """Import torchgpipe from a folder.
 
-
-def load(name: str, folder: Path, device: str, count: int) -> Library:
-    """Import a library from a folder.
-
-    Virtual accelerators are those of this checkout, for every rival. If a library names CUDA
-    streams, :mod:`benchmarks.rivals.streams` replaces its module of streams.
+    Virtual accelerators are those of this checkout, for every rival. Where ``torchgpipe.stream``
+    names CUDA streams, as that of 0.0.7 does, :mod:`benchmarks.rivals.streams` replaces it.
 
     Raises:
-        RuntimeError: Python imported the library from elsewhere.
+        RuntimeError: Python imported torchgpipe from elsewhere.
     """
     devices = [torch.device("cpu")] * count
     testing: Any = None
@@ -68,15 +60,14 @@ def load(name: str, folder: Path, device: str, count: int) -> Library:
         available = torch.cuda.device_count()
         devices = [torch.device("cuda", i % available) for i in range(count)]
     sys.path.insert(0, str(folder))
-    package, wrapper, stream = PIPELINES[name]
     if device == "virtual":
-        source = folder.joinpath(*stream.split(".")).with_suffix(".py")
+        source = folder / "torchgpipe" / "stream.py"
         if source.exists() and "torch.cuda" in source.read_text(encoding="utf-8"):
-            sys.modules[stream] = streams
-    module = importlib.import_module(package)
+            sys.modules["torchgpipe.stream"] = streams
+    module = importlib.import_module("torchgpipe")
     if not Path(module.__file__ or "").resolve().is_relative_to(folder.resolve()):
-        raise RuntimeError(f"another {package} was imported (folder: {folder}, module: {module})")
-    return Library(getattr(module, wrapper), devices, testing)
+        raise RuntimeError(f"another one was imported (folder: {folder}, module: {module})")
+    return Library(module.GPipe, devices, testing)
 
 
 #: Modules of this checkout's package. The virtual accelerators need them until the process ends.
@@ -119,10 +110,10 @@ def main() -> None:
     """Load the library, confirm that in the first answer, and serve requests."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    name, folder, device, count, threads = sys.argv[1:]
+    folder, device, count, threads = sys.argv[1:]
     torch.set_num_threads(int(threads))
     try:
-        library = load(name, Path(folder), device, int(count))
+        library = load(Path(folder), device, int(count))
     except Exception:
         print(json.dumps({"error": traceback.format_exc()}), file=answers, flush=True)
     else:
@@ -130,8 +121,6 @@ def main() -> None:
         gc.collect()
         gc.freeze()
         serve(library, sys.stdin, answers)
-    # Skip the usual end of Python, which would wait for threads of fairscale's Pipe in vain.
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from benchmarks.report.machine import ROOT, commit
 INSTALLED = ROOT / ".venv" / "rivals"
 
 #: Requirements of the rivals that come from PyPI, by name.
-REQUIREMENTS = {"0.0.7": "torchgpipe==0.0.7", "fairscale": "fairscale==0.4.13"}
+REQUIREMENTS = {"0.0.7": "torchgpipe==0.0.7"}
 
 
 class UnavailableError(RuntimeError):
@@ -40,17 +40,15 @@ class UnavailableError(RuntimeError):
 
 @dataclass(frozen=True)
 class Rival:
-    """A library, and the folder to import it from.
+    """A torchgpipe, and the folder to import it from.
 
     Args:
         name: in results.
-        library: a key of :data:`benchmarks.rivals.library.PIPELINES`.
         folder: to put on the module search path.
         version: a requirement, or a commit.
     """
 
     name: str
-    library: str
     folder: Path
     version: str | None
 
@@ -63,7 +61,7 @@ def checkout(name: str, folder: Path) -> Rival:
     """
     if not (folder / "torchgpipe" / "__init__.py").is_file():
         raise UnavailableError(f"this is no checkout of torchgpipe (folder: {folder})")
-    return Rival(name, "torchgpipe", folder.resolve(), commit(folder))
+    return Rival(name, folder.resolve(), commit(folder))
 
 
 def installed(name: str) -> Rival:
@@ -86,7 +84,7 @@ def installed(name: str) -> Rival:
                 f"pip install --no-deps --target {folder} {requirement}"
             )
         unfinished.rename(folder)
-    return Rival(name, requirement.partition("==")[0], folder, requirement)
+    return Rival(name, folder, requirement)
 
 
 class Running:
@@ -106,7 +104,7 @@ class Running:
         self.rival = rival
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.rivals.library"]
         self.process = subprocess.Popen(
-            [*command, rival.library, str(rival.folder), device, str(count), str(threads)],
+            [*command, str(rival.folder), device, str(count), str(threads)],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)},
             stdin=subprocess.PIPE,

@@ -1,8 +1,8 @@
-"""Streams of any accelerator, for libraries that know CUDA streams only.
+"""Streams of any accelerator, for torchgpipe 0.0.7, which knows CUDA streams only.
 
-torchgpipe 0.0.7 and fairscale's Pipe name :mod:`torch.cuda` in one module. This module replaces
-that one, with functions of the same names, so that these libraries run on virtual accelerators. The
-functions are as fast as they can be, so that no library looks slower than it is.
+torchgpipe 0.0.7 names :mod:`torch.cuda` in one module. This module replaces that one, with
+functions of the same names, so that 0.0.7 runs on virtual accelerators. The functions are as fast
+as they can be, so that 0.0.7 looks no slower than it is.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def current_stream(device: torch.device) -> AbstractStream:
     return CPUStream if device.type == "cpu" else torch.accelerator.current_stream(device)
 
 
-#: The libraries ask for the default stream only where it is the current stream too.
+#: It asks for the default stream only where it is the current stream too.
 default_stream = current_stream
 
 

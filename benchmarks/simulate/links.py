@@ -12,9 +12,6 @@ A worker has ``layers`` layers of a decoder-only Transformer, and a micro-batch 
 So a copy takes ``size * peak * used / (24 * layers * width * link)`` forwards: neither rows nor
 length matter. Embedding, head, the products of queries and keys, and the time until the first byte
 arrives are left out.
-
-Data parallelism sends ``2 * p * size`` bytes for each worker's layers in the whole model (a ring
-all-reduce among many), once in a step. Up to a backward's time of that is hidden.
 """
 
 from __future__ import annotations
@@ -27,10 +24,7 @@ from torchgpipe.schedule import Costs, Op, Schedule
 from torchgpipe.schedule.costs import Table
 from torchgpipe.schedule.program import operations, walk
 
-__all__ = ["Decoder", "HIDDEN", "costs", "highest", "makespans", "messages"]
-
-#: Share of data parallelism's computation that can hide its all-reduce: backward is 2 of 3 parts.
-HIDDEN = 2 / 3
+__all__ = ["Decoder", "costs", "highest", "makespans", "messages"]
 
 
 @dataclass(frozen=True)
@@ -77,23 +71,6 @@ class Decoder:
     def link(self, copy: float) -> float:
         """Bytes a second of the link whose copies take so many forwards of a worker."""
         return self.message / copy / self.forward
-
-    def reduced(self, workers: int) -> int:
-        """Bytes that each process of data parallelism sends in a step, for the whole model."""
-        return 2 * workers * self.parameters * self.size
-
-    def exposed(self, workers: int, m: int, link: float) -> float:
-        """Time of a step of data parallelism, over its computation.
-
-        The same number of devices trains the same ``m`` micro-batches, each device with the whole
-        model, so the computation of a device is that of a worker.
-        """
-        computation = 3 * m * self.forward
-        return 1 + max(0, self.reduced(workers) / link / computation - HIDDEN)
-
-    def enough(self, workers: int, m: int, loss: float) -> float:
-        """Bytes a second of the link from which on data parallelism loses less than ``loss``."""
-        return self.reduced(workers) / (3 * m * self.forward * (HIDDEN + loss))
 
 
 def costs(schedule: Schedule) -> Costs:

@@ -4,13 +4,11 @@ A decoder-only Transformer grows with its workers: each worker has the same laye
 those of ``benchmarks/simulate/links.py``. The simulator of schedules tells how long a step takes if
 copies take the time of their bytes over a link. The simulator lets a link carry any number of
 copies at once. So the suite also simulates links that send one message after another, and these are
-the figures of the tables. Beside them stands data parallelism over the same link, on the same
-mini-batch.
+the figures of the tables.
 """
 
 from __future__ import annotations
 
-import time
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -20,8 +18,8 @@ from benchmarks.command import at_least, output, parser
 from benchmarks.progress import progress
 from benchmarks.report.files import Result, head, publish
 from benchmarks.report.summary import Summary, Table
-from benchmarks.simulate.links import Decoder, costs, highest, makespans, messages
-from torchgpipe.schedule import Schedule, named, simulate
+from benchmarks.simulate.links import Decoder, highest, makespans, messages
+from torchgpipe.schedule import named
 
 #: Bytes a second, in one direction.
 LINKS = {
@@ -49,9 +47,6 @@ SEARCHED = tuple(0.03 * 1.5**k for k in range(10))
 
 #: Share of a step that copies may cost.
 LOSS = 0.05
-
-#: The simulator's own time is measured for schedules of at most so many instructions.
-TIMED = 4_000_000
 
 Row = dict[str, Any]
 
@@ -86,8 +81,6 @@ def sizes(text: str) -> tuple[int, int]:
 def measure(decoder: Decoder, workers: int, m: int, name: str) -> Row:
     """Simulate a schedule with free copies and over each link, and find the slowest link."""
     schedule = named(name, workers, m)
-    instructions = sum(map(len, schedule.program))
-    seconds = timed(schedule) if instructions <= TIMED else None
     copies = sorted({0.0, *map(decoder.copy, LINKS.values()), *SEARCHED})
     simulated, queued = makespans(schedule, copies)
     free = queued[0]
@@ -101,16 +94,7 @@ def measure(decoder: Decoder, workers: int, m: int, name: str) -> Row:
         "over": {link: queued[k] / free for link, k in places.items()},
         "simulated": {link: simulated[k] / free for link, k in places.items()},
         "enough": decoder.link(highest(copies, queued, free * (1 + LOSS))),
-        "instructions": instructions,
-        "seconds": seconds,
     }
-
-
-def timed(schedule: Schedule) -> float:
-    """Measure the seconds that the simulator takes of one core, whatever else runs."""
-    start = time.process_time()
-    simulate(schedule, costs(schedule))
-    return time.process_time() - start
 
 
 def gigabits(link: float) -> str:
@@ -133,10 +117,8 @@ def summarise(result: Result) -> Summary:
         [
             carried(decoder, links),
             steps(rows, links, loss),
-            reduced(decoder, rows, links, loss),
-            taken(rows),
         ],
-        f"**On paper**: nothing was measured but the simulator's own time. A worker has "
+        f"**On paper**: nothing was measured. A worker has "
         f"{decoder.layers} layers of width {decoder.width}, and a micro-batch is {decoder.rows} x "
         f"{decoder.length} tokens of {decoder.size} bytes a number. A device does "
         f"{decoder.peak / 1e12:.0f} Tflop/s at its peak (an H100 in bfloat16), of which training "
@@ -145,10 +127,7 @@ def summarise(result: Result) -> Summary:
         "message after another. The simulator itself lets copies share a link without delay; a `*` "
         "marks where that makes its step more than 1% shorter. Efficiency: the share of a step in "
         "which a worker computes. The last column: the slowest link over which copies make a step "
-        f"less than {loss:.0%} longer. Interleaved 1F1B and ZB-V have two stages per worker. "
-        "Data parallelism: as many devices train the same mini-batch, each with the whole model, "
-        "as if it fitted; backward hides as much of the all-reduce as it can. To compare a "
-        "pipeline with it, divide the time of the pipeline's step by the efficiency.",
+        f"less than {loss:.0%} longer. Interleaved 1F1B and ZB-V have two stages per worker.",
     )
 
 
@@ -184,40 +163,3 @@ def steps(rows: Sequence[Row], links: dict[str, float], loss: float) -> Table:
         "much longer a step takes over each link (x: how many times as long):"
     )
     return Table(columns, lines, caption)
-
-
-def reduced(decoder: Decoder, rows: Sequence[Row], links: dict[str, float], loss: float) -> Table:
-    """Bytes that data parallelism sends instead, and how much longer that makes its step."""
-    lines = []
-    for workers, m in dict.fromkeys((row["workers"], row["m"]) for row in rows):
-        sent, other = 2 * m * decoder.message, decoder.reduced(workers)
-        lines.append(
-            [
-                *(workers, m, f"{workers * decoder.parameters / 1e9:.0f}"),
-                f"{m * decoder.rows * decoder.length / 1e6:.2f}",
-                *[f"{x / 1e9:.3g}" for x in (sent, 2 * sent, other)],
-                *[percent(decoder.exposed(workers, m, x)) for x in links.values()],
-                gigabits(decoder.enough(workers, m, loss)),
-            ]
-        )
-    columns = ["workers", "m", "10^9 parameters", "10^6 tokens", "GB, v=1", "GB, v=2", "GB, data"]
-    caption = (
-        "What a worker sends in a step (v stages per worker; `data`: in data parallelism), and how "
-        "much longer a step of data parallelism takes over each link than its computation:"
-    )
-    return Table([*columns, *links, f"Gb/s for {loss:.0%}"], lines, caption)
-
-
-def taken(rows: Sequence[Row]) -> Table:
-    """Time of the simulator."""
-    lines = [
-        [*(x[key] for key in ("workers", "m", "schedule", "instructions")), seconds(x["seconds"])]
-        for x in rows
-    ]
-    columns = ["workers", "m", "schedule", "instructions", "seconds"]
-    return Table(columns, lines, "Time of one `simulate` (with the check of the schedule):")
-
-
-def seconds(time: float | None) -> str | None:
-    """Write a time."""
-    return None if time is None else f"{time:.2g}"

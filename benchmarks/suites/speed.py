@@ -7,12 +7,10 @@ time:
     baseline            the plain model on one device, with a mini-batch of its own
     ours                this checkout
     0.0.7               torchgpipe of PyPI
-    accumulation        the plain model on one device, on micro-batches one after another
-    DataParallel        nn.DataParallel on as many GPUs as there are partitions
 
 With --device cuda, models have the papers' sizes, and partitions share GPUs if there are fewer of
 these; with cpu, models are smaller. With virtual, layers of the papers' sizes take the virtual time
-that they would take on a Tesla P40, and only rivals with a pipeline in one process take part.
+that they would take on a Tesla P40, and the plain model takes no part.
 """
 
 from __future__ import annotations
@@ -40,12 +38,7 @@ from benchmarks.suites.tables import speed, virtual_speed
 
 __all__ = ["main", "summarise"]
 
-#: Class that trains for each rival without a pipeline of its library.
-TRAININGS = {
-    "accumulation": "benchmarks.rivals.plain:Accumulation",
-    "DataParallel": "benchmarks.rivals.plain:Replicas",
-}
-RIVALS = ("ours", "0.0.7", *TRAININGS)
+RIVALS = ("ours", "0.0.7")
 
 Row = dict[str, Any]
 
@@ -147,17 +140,16 @@ def layer_costs(experiment: Experiment) -> list[float]:
     return [x + y for x, y in zip(found.forward, found.backward)]
 
 
-def task(name: str, setting: Setting) -> tuple[str, dict[str, Any]]:
-    """Class that trains in the process of a rival, and its arguments."""
+def arguments_of(name: str, setting: Setting) -> dict[str, Any]:
+    """The arguments of a training in the process of a rival."""
     experiment = setting.baseline if name == "baseline" else setting.experiment
     arguments: dict[str, Any] = {
         key: getattr(experiment, key) for key in ("model", "size", "batch")
     }
-    if name == "baseline":
-        return "benchmarks.rivals.training:Training", arguments
-    m = experiment.m or 1
-    arguments.update(balance=setting.balance, m=m, mode=experiment.mode)
-    return TRAININGS.get(name, "benchmarks.rivals.training:Training"), arguments
+    if name != "baseline":
+        m = experiment.m or 1
+        arguments.update(balance=setting.balance, m=m, mode=experiment.mode)
+    return arguments
 
 
 def measure(running: Iterable[Running], setting: Setting, options: argparse.Namespace) -> Row:
@@ -169,12 +161,12 @@ def measure(running: Iterable[Running], setting: Setting, options: argparse.Name
     for turn in range(options.rounds):
         for process in running:
             name = process.rival.name
-            if name in failed or (name == "DataParallel" and setting.experiment.n == 1):
+            if name in failed:
                 continue
-            subject, arguments = task(name, setting)
+            arguments = arguments_of(name, setting)
             try:
                 if alone or turn == 0:
-                    process.make(subject, **arguments)
+                    process.make("benchmarks.rivals.training:Training", **arguments)
                     process.call("seconds", steps=1)
                 (seconds,) = process.call("seconds", steps=1)
                 found.setdefault(name, []).append(round(arguments["batch"] / seconds, 4))
@@ -219,17 +211,8 @@ def figures(found: dict[str, list[float]]) -> dict[str, Row]:
 
 def rows(options: argparse.Namespace, chosen: Sequence[Setting]) -> tuple[list[Row], Row]:
     """Measure the rows, and the entries that hold for all of them."""
-    names: list[str] = [*options.rivals]
+    names = [*(["baseline"] if options.device != "virtual" else []), *options.rivals]
     left_out = {}
-    if options.device == "virtual":
-        # Rivals without a pipeline in one process take no virtual time.
-        names = [name for name in names if name not in TRAININGS]
-    else:
-        names = ["baseline", *names]
-    gpus = torch.cuda.device_count() if options.device == "cuda" else 0
-    if "DataParallel" in names and gpus < 2:
-        names.remove("DataParallel")
-        left_out["DataParallel"] = f"needs two GPUs or more of CUDA (GPUs: {gpus})"
     count = max(setting.experiment.n for setting in chosen)
     found = []
     with ExitStack() as stack:
@@ -260,11 +243,6 @@ def main(argv: Sequence[str]) -> None:
     """Measure and publish."""
     reads = parser()
     options = command.parse(reads, argv)
-    if options.device == "virtual" and not ({*options.rivals} - {*TRAININGS} or options.against):
-        reads.error(
-            "on virtual accelerators pipelines of one process are compared "
-            f"(rivals: {', '.join(options.rivals)}); name ours or 0.0.7"
-        )
     result = head("speed", argv, device=options.device)
     found, more = rows(options, settings(options))
     publish(command.output(options, f"speed_{options.device}"), result | more, found, summarise)

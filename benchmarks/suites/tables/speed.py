@@ -16,14 +16,11 @@ NOTES = """\
 Rivals take turns, one step each in a round. Figures are medians (least to most) over rounds, and
 ratios are medians of the ratios within a round, since the machine is shared and its speed varies.
 The `never` row of `pipeline-1` is the wrapper's own overhead. The bubble is the schedule's,
-(n - 1) / (m + n - 1). Utilisation is the speed-up divided by the number of devices.
-torch.distributed.pipelining has a process for each stage, micro-batches of one size, and no
-checkpoints of its own: where the others checkpoint, its stages checkpoint every micro-batch, the
-last one too. Gradient accumulation recomputes nothing."""
+(n - 1) / (m + n - 1). Utilisation is the speed-up divided by the number of devices."""
 
 ON_CPU = """\
 The CPU is one device that all partitions share, so nothing can be gained here: a speed-up below 1
-is the cost of small micro-batches (see accumulation), of recomputation and of the pipeline. Cores
+is the cost of small micro-batches, of recomputation and of the pipeline. Cores
 and threads of a rival, over all of its processes: {threads}, but at least a thread in each.
 Experiments keep the papers' names, with at most as many micro-batches as samples. Their layers are
 so small that the host's work shows: under checkpointing, ours looks at each tensor that a layer

@@ -22,13 +22,6 @@ def test_formulae():
     assert SMALL.copy(10) == expected == other.copy(10)
 
 
-def test_data_parallelism():
-    assert SMALL.reduced(4) == 2 * 4 * 384 * 2
-    enough = SMALL.enough(4, 8, 0.05)
-    assert SMALL.exposed(4, 8, enough) == pytest.approx(1.05)
-    assert SMALL.exposed(4, 8, 10 * enough) == 1
-
-
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zero_bubble_v", "dualpipe_v"])
 def test_one_walk_says_what_several_simulations_say(name):
     schedule = named(name, 4, 8)

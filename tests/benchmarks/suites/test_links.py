@@ -6,9 +6,8 @@ from benchmarks.__main__ import main
 from benchmarks.suites import links
 
 
-def test_links(tmp_path, capsys, monkeypatch):
+def test_links(tmp_path, capsys):
     path = tmp_path / "links.json"
-    monkeypatch.setattr(links, "TIMED", 100)
     few = ["--settings", "2x4", "4x16", "--schedules", "1f1b", "interleaved"]
     assert main(["links", *few, "--output", str(path)]) == 0
     rows = json.loads(path.read_text("utf-8"))["rows"]
@@ -19,9 +18,6 @@ def test_links(tmp_path, capsys, monkeypatch):
         # The slower the link, the longer the step; and never less than its bytes take.
         assert over == sorted(over)
         assert all(row["over"][x] >= row["simulated"][x] >= 1 for x in links.LINKS)
-        assert (row["seconds"] is None) == (row["instructions"] > 100)
     # Free copies: (m + n - 1) forwards and backwards.
     assert rows[2]["free"] == 3 * (16 + 3)
-    printed = capsys.readouterr().out
-    assert "A message has 64 MiB" in printed
-    assert "| not run" in printed
+    assert "A message has 64 MiB" in capsys.readouterr().out

@@ -11,9 +11,7 @@ from benchmarks.models import experiments
 from benchmarks.models.experiments import Experiment
 from benchmarks.report.machine import ROOT
 from benchmarks.rivals.library import Library
-from benchmarks.rivals.plain import Accumulation
 from benchmarks.rivals.processes import Rival, UnavailableError
-from benchmarks.rivals.training import Training
 from benchmarks.suites import speed
 from benchmarks.suites.speed import parser, settings
 from torchgpipe import GPipe
@@ -27,7 +25,7 @@ class Here:
     """A rival in this process, where it needs none of its own."""
 
     def __init__(self, name):
-        self.rival = Rival(name, "torchgpipe", ROOT, None)
+        self.rival = Rival(name, ROOT, None)
 
     def make(self, subject, **arguments):
         module, _, name = subject.partition(":")
@@ -48,14 +46,14 @@ def test_speed(tmp_path, monkeypatch, capsys):
 
     def start(stack, names, against, device, count, threads):
         started.append((names, count, threads))
-        return [Here(name) for name in names], {"0.0.7": "cannot be had"}
+        return [Here(name) for name in names[:2]], {"0.0.7": "cannot be had"}
 
     monkeypatch.setattr(speed, "start", start)
     path = tmp_path / "speed.json"
-    names = ["ours", "accumulation", "DataParallel"]
+    names = ["ours", "0.0.7"]
     few = ["--modes", "paper", "--rounds", "2", "--scale", "1", "8", "4", "--threads", "1"]
     assert main(["speed", *few, "--rivals", *names, "--output", str(path)]) == 0
-    assert started == [(["baseline", *names[:2]], 2, 1)]
+    assert started == [(["baseline", *names], 2, 1)]
     result = json.loads(path.read_text("utf-8"))
     first, second = result["rows"]
     for row, bubble in [(first, 0), (second, 0.5)]:
@@ -65,7 +63,6 @@ def test_speed(tmp_path, monkeypatch, capsys):
         assert all(len(x["rounds"]) == 2 for x in row["rivals"].values())
     printed = capsys.readouterr().out
     assert "| unet/n2m1  |   2 |   1 |" in printed
-    assert "Not run: DataParallel: needs two GPUs" in printed
     assert "Not run: 0.0.7: cannot be had" in printed
 
 
@@ -84,21 +81,6 @@ def test_default_settings(monkeypatch):
     assert full.experiment == experiments.SPEED["amoebanetd"][4]
     # The paper has no such baseline.
     assert (full.baseline.batch, full.baseline.m) == (48, None)
-
-
-def test_accumulation_has_the_gradients_of_the_mini_batch():
-    library = Library(GPipe, [torch.device("cpu")])
-    model = {**TINY, "dropout": 0.0}
-    arguments = {"model": model, "size": 8, "batch": 5}
-    one, other = (
-        Training(library, **arguments),
-        Accumulation(library, m=3, balance=[1], mode="never", **arguments),
-    )
-    for training in (one, other):
-        training.optimizer = torch.optim.SGD(training.model.parameters(), lr=1.0)
-        training.step()
-    for x, y in zip(one.model.parameters(), other.model.parameters()):
-        torch.testing.assert_close(x, y)
 
 
 def test_ratios():
