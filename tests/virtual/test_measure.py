@@ -31,6 +31,7 @@ def test_rates_are_those_of_the_data_sheet(file):
     assert found.bandwidth == pytest.approx(described.bandwidth, rel=1e-3)
     assert found.link == pytest.approx(described.link, rel=1e-2)
     assert found.host_link == pytest.approx(described.host_link, rel=1e-2)
+    assert found.pageable == pytest.approx(described.pageable, rel=1e-2)
     assert found.launch == pytest.approx(4e-6, rel=1e-3)
     assert found.host > 0 < found.host_backward
 
@@ -48,6 +49,16 @@ def test_a_step_takes_as_long_by_the_file(file, devices):
     described = replace(NAMED["a100-80gb"], launch=4e-6)
     own, by_file = (dry_run(convolutions_and_products, 1, x).time for x in (described, found))
     assert by_file == pytest.approx(own, rel=0.1)
+
+
+@pytest.mark.parametrize(("pinned", "rate"), [(True, 50e9), (False, 8e9)])
+def test_memory_that_is_not_pinned_takes_longer(devices, pinned, rate):
+    def make(devices):
+        x = torch.empty(2**20, pin_memory=pinned)
+        return lambda: x.to(devices[0])
+
+    hardware = replace(NAMED["h100-80gb"], launch=0.0)
+    assert dry_run(make, 1, hardware).time == pytest.approx(2**22 / rate)
 
 
 def chain(devices):

@@ -60,6 +60,8 @@ class Hardware:
         host: seconds that a thread of Python takes to issue an operator; 0 for a host that is never
             late.
         host_backward: the same of autograd's threads.
+        pageable: bytes a second between a device and memory of the host that is not pinned, which
+            a core copies through a buffer; at most ``host_link``.
     """
 
     memory: int
@@ -73,6 +75,7 @@ class Hardware:
     baseline: str = ""
     host: float = 0.0
     host_backward: float = 0.0
+    pageable: float = 8e9
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -196,6 +199,19 @@ NAMED = {
 }
 NAMED["a100-80gb"] = replace(
     NAMED["a100-40gb"], memory=int(79.1 * GIB), bandwidth=2.039e12, name="a100-80gb"
+)
+# NVIDIA H200 Tensor Core GPU data sheet (2024), with the shares that such GPUs are known to reach,
+# and a host as late as that of the machine on which benchmarks/RESULTS.md has measured steps.
+NAMED["h200-140gb"] = replace(
+    NAMED["h100-80gb"],
+    memory=int(139.0 * GIB),
+    bandwidth=4.8e12,
+    host_link=55e9,
+    efficiency={"matmul": 0.65, "convolution": 0.65, "attention": 0.45, "other": 0.8},
+    name="h200-140gb",
+    baseline="five training steps on one GPU",
+    host=30e-6,
+    host_backward=10e-6,
 )
 
 
@@ -344,7 +360,7 @@ def put_links(bandwidth: Mapping[Link, float]) -> None:
 
 def put_hardware(hardware: Hardware) -> None:
     """Tell the library how fast the devices are, in milliseconds."""
-    _ops.set_speed(hardware.bandwidth / 1e3, hardware.launch * 1e3)
+    _ops.set_speed(hardware.bandwidth / 1e3, hardware.launch * 1e3, hardware.pageable / 1e3)
     for dtype, rate in hardware.rates.items():
         _ops.set_rate(dtype, rate / 1e3)
     for kind, share in hardware.efficiency.items():

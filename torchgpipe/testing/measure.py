@@ -159,14 +159,16 @@ def of_host(on: Device) -> tuple[float, float]:
 def of_links(on: Device) -> dict[str, float]:
     """Bytes a second from the host, and from one device to another, or again from the host."""
     size = 2**26
-    x = torch.empty(size, dtype=torch.float32, pin_memory=on.device.type == "cuda")
     target = on.rand(size)
-    seconds = on.seconds(lambda: target.copy_(x, non_blocking=True))
-    found = {"host_link": x.nbytes / seconds}
+    found = {}
+    for name, pinned in (("host_link", True), ("pageable", False)):
+        x = torch.empty(size, dtype=torch.float32, pin_memory=pinned)
+        found[name] = x.nbytes / on.seconds(partial(target.copy_, x, non_blocking=True))
     if torch.accelerator.device_count() > 1:
         other = target.to(torch.device(on.device.type, 1))
-        seconds = on.seconds(lambda: target.copy_(other, non_blocking=True))
-    return {**found, "link": x.nbytes / seconds}
+        seconds = on.seconds(partial(target.copy_, other, non_blocking=True))
+        return {**found, "link": other.nbytes / seconds}
+    return {**found, "link": found["host_link"]}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

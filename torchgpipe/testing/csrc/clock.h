@@ -81,6 +81,7 @@ struct Speed {
   // The share of a rate that a kind of operator reaches, by the logarithm of its size.
   std::map<std::string, std::vector<std::pair<double, double>>> efficiency;
   double bandwidth = 1, launch = 0;          // Bytes per millisecond, and the time of any kernel.
+  double pageable = 0;                       // Bytes per millisecond, of a link to memory that is not pinned.
 };
 // What an operator has taken on a device, in all its calls.
 struct Part {

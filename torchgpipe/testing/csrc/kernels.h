@@ -65,26 +65,30 @@ inline at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, 
     auto& traffic = state().traffic[{from, to}];
     traffic.copies++;
     traffic.bytes += bytes;
+    auto& host = from == kHost ? source : target;
+    bool has_host = from == kHost || to == kHost;
+    auto* pinned = has_host && host.has_storage() ? PinnedAllocator::find(host.storage().data()) : nullptr;
     auto link = state().links.find({from, to});
     double launch = state().speed.described ? state().speed.launch : 0;
     if (link != state().links.end()) {
       std::ostringstream name;
       name << "copy to ";
       to == kHost ? name << "cpu" : name << "virtual:" << to;
-      spend_on(link->second, s, launch + double(bytes) / link->second.bandwidth, name.str());
+      // The host itself copies what is not pinned, through a buffer.
+      double most = link->second.bandwidth;
+      if (has_host && !pinned && state().speed.pageable) most = std::min(most, state().speed.pageable);
+      spend_on(link->second, s, launch + double(bytes) / most, name.str());
     } else if (state().speed.described) {
       if (bytes) spend(s, time_of({"other", 0, bytes_moved(source) + bytes_moved(target)}, op, from), op);
     } else {
       spend_by_table(s, op);
     }
     if (crosses) wait_for(other, stream_state(s).clock, stream_state(s).time);
-    auto& host = from == kHost ? source : target;
-    auto* pinned = is_virtual(host) || !host.has_storage() ? nullptr : PinnedAllocator::find(host.storage().data());
     if (pinned) {
       auto [low, high] = extent(host);
       touch(pinned, s, low, high, to == kHost, op, stack);
     }
-    if ((from == kHost || to == kHost) && !(non_blocking && pinned)) host_wait(s);
+    if (has_host && !(non_blocking && pinned)) host_wait(s);
   }
   if (state().hollow) {
     // Bytes in pinned memory, which the host does not wait for, are what cells keep there, and no

@@ -148,11 +148,13 @@ void set_capacity(int64_t bytes) {
   memory().capacity = bytes;
   for (auto& account : memory().accounts) account.segments.trim();
 }
-void set_speed(double bandwidth, double launch) {
+void set_speed(double bandwidth, double launch, double pageable) {
   VIRTUAL_LOCK;
-  state().speed.described = true;
-  state().speed.bandwidth = bandwidth;
-  state().speed.launch = launch;
+  auto& speed = state().speed;
+  speed.described = true;
+  speed.bandwidth = bandwidth;
+  speed.launch = launch;
+  speed.pageable = pageable;
 }
 void set_rate(c10::ScalarType type, double rate) {
   VIRTUAL_LOCK;
@@ -294,7 +296,7 @@ TORCH_LIBRARY(virtual_accelerator, m) {
   m.def("set_hollow(bool on, float? value_read) -> ()", &set_hollow);
   m.def("is_hollow() -> bool", [] { return state().hollow.load(); });
   m.def("set_capacity(int bytes) -> ()", &set_capacity);
-  m.def("set_speed(float bandwidth, float launch) -> ()", &set_speed);
+  m.def("set_speed(float bandwidth, float launch, float pageable) -> ()", &set_speed);
   m.def("set_rate(ScalarType dtype, float rate) -> ()", &set_rate);
   m.def("set_efficiency(str kind, float[] sizes, float[] shares) -> ()", &set_efficiency);
   m.def("troubles() -> str", &troubles);
