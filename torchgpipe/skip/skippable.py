@@ -63,6 +63,10 @@ class stash:
 class pop:
     """Pop what was stashed: ``tensor = yield pop(name)``.
 
+    Python holds what a generator is given until the generator yields again or returns. So the value
+    stays in memory as long as the layer that pops it runs. Where that layer goes on for long after
+    the last use, write the rest as a layer of its own.
+
     Args:
         name: a name that the layer declared.
     """
@@ -273,7 +277,8 @@ def _run_generator(
             sent = tracker.load(skip)
         else:
             tracker.save(skip, asked.tensor)
-        # While the layer goes on, this frame must not keep the tensor alive.
+        # While the layer goes on, this frame must not keep what was stashed alive. What is popped it
+        # has to keep: the argument of send() lives until the generator yields again or returns.
         del asked
 
 
