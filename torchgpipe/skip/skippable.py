@@ -277,8 +277,8 @@ def _run_generator(
             sent = tracker.load(skip)
         else:
             tracker.save(skip, asked.tensor)
-        # While the layer goes on, this frame must not keep what was stashed alive. What is popped it
-        # has to keep: the argument of send() lives until the generator yields again or returns.
+        # While the layer goes on, this frame must not keep alive what was stashed. It has to keep
+        # what was popped: the argument of send() lives until the generator yields again.
         del asked
 
 
