@@ -37,8 +37,8 @@ from torchgpipe.graphs.joint import (
     tensors_of,
 )
 from torchgpipe.graphs.slices import (
-    Choice,
     Function,
+    RecomputeChoice,
     Slice,
     backward,
     everything,
@@ -254,7 +254,7 @@ class Parts(BackwardParts):
     """
 
     def __init__(
-        self, joint: Joint, make: Maker = function_of, recompute: Choice = everything
+        self, joint: Joint, make: Maker = function_of, recompute: RecomputeChoice = everything
     ) -> None:
         joint = settle_strides(tidy(joint))
         self._recompute = recompute

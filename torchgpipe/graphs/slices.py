@@ -305,7 +305,7 @@ def halves(joint: Joint) -> tuple[Slice, Slice]:
 
 
 #: Chooses the nodes that are computed again, in order, to get the values of some nodes.
-Choice = Callable[[Joint, Effects, Sequence[Node]], list[Node]]
+RecomputeChoice = Callable[[Joint, Effects, Sequence[Node]], list[Node]]
 
 
 def everything(joint: Joint, effects: Effects, saved: Sequence[Node]) -> list[Node]:
@@ -368,4 +368,4 @@ def _is_fixed(effects: Effects, node: Node) -> bool:
     return any(x in effects.writers for x in touched)
 
 
-CHOICES: dict[str, Choice] = {"everything": everything, "min-cut": min_cut}
+CHOICES: dict[str, RecomputeChoice] = {"everything": everything, "min-cut": min_cut}
