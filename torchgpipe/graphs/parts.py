@@ -154,7 +154,7 @@ def _is_certain(effects: Effects, node: Node, certain: Collection[Node]) -> bool
 
 
 #: The arguments of a part, by their roles, such as ``state`` and ``saved``.
-Given = Mapping[str, Sequence[Any]]
+ByRole = Mapping[str, Sequence[Any]]
 #: Makes a function of a slice.
 Maker = Callable[[Joint, Slice], SliceFunction]
 #: For each argument of a part, by the name of its node, its role and its index in that.
@@ -181,11 +181,11 @@ class Part:
     is_random: bool
     beside: WeakKeyDictionary[Part, Any] = field(default_factory=WeakKeyDictionary)
 
-    def arguments(self, given: Given) -> list[Any]:
+    def arguments(self, given: ByRole) -> list[Any]:
         """The list of arguments, which the function empties."""
         return [given[role][k] for role, k in self.sources]
 
-    def reserve(self, given: Given, later: str) -> list[Any]:
+    def reserve(self, given: ByRole, later: str) -> list[Any]:
         """The list of arguments, in which those of a role come later."""
         return self.arguments({**given, later: [None] * len(self.sources)})
 
