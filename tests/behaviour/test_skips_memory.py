@@ -96,7 +96,7 @@ def test_how_many_are_alive(mode, chunks, distance):
 @pytest.mark.parametrize("balance", [[5], [1, 4], [3, 2]])
 @pytest.mark.parametrize("grad", [False, True])
 def test_alive_until_its_last_use(devices, balance, grad):
-    """A skip dies with its last use, and not at the end of the partition."""
+    """A skip dies with the last layer that uses it, and not at the end of the partition."""
     watch = Watch()
     put, get = watch.layers()
     seen = []
@@ -116,3 +116,41 @@ def test_alive_until_its_last_use(devices, balance, grad):
         gc.enable()
     # After a copy to another device, only the copy is alive.
     assert seen == [0 if balance[0] == 1 and devices[0] != devices[1] else 1, 0]
+
+
+@skippable(pop=["x"], stash=["nothing"])
+class GetAndGoOn(nn.Module):
+    """A layer that is done with a skip long before it returns."""
+
+    def __init__(self, alive):
+        super().__init__()
+        self.alive, self.seen = alive, []
+
+    def forward(self, input):
+        x = yield pop("x")
+        output = input + x
+        del x
+        self.seen.append(self.alive())
+        yield stash("nothing", None)
+        self.seen.append(self.alive())
+        return output
+
+
+@skippable(pop=["nothing"])
+class End(nn.Module):
+    def forward(self, input):
+        yield pop("nothing")
+        return input
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_alive_until_its_layer_yields_again(wrapped):
+    """Python holds what it sends to a generator until the generator yields again, or returns."""
+    watch = Watch()
+    layer = GetAndGoOn(watch.alive)
+    model = nn.Sequential(watch.layers()[0], layer, End())
+    if wrapped:
+        model = GPipe(model, [1, 2], devices=["cpu"] * 2, chunks=1)
+    with torch.no_grad():
+        model(torch.ones(1, 1))
+    assert layer.seen == [1, 0]

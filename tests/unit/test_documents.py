@@ -114,6 +114,21 @@ def test_what_decides_exists():
             node = inside[part]
 
 
+def test_each_file_of_a_room_is_named():
+    """The book names each file: by its path, or in italics, perhaps in the plural."""
+    text = (DOCS / "architecture.rst").read_text("utf-8")
+    italic = re.findall(r"(?<!\*)\*([^*`]+)\*(?!\*)", text)
+    words = {" ".join(x.lower().replace("_", " ").split()) for x in italic}
+    files = [x for x in (ROOT / "torchgpipe").glob("*/**/*.py") if not x.stem.startswith("__")]
+    missing = [
+        path
+        for path in (str(x.relative_to(ROOT)) for x in files)
+        if path not in text
+        and not {(name := Path(path).stem.replace("_", " ")), name + "s", name[:-1]} & words
+    ]
+    assert missing == []
+
+
 def test_the_changelog_begins_with_the_version():
     newest = headings(ROOT / "CHANGELOG.rst")[1]
     assert newest.partition(" ")[0] == torchgpipe.__version__
@@ -122,7 +137,7 @@ def test_the_changelog_begins_with_the_version():
 def test_the_glossary_has_few_words_of_our_own():
     text = (DOCS / "glossary.rst").read_text("utf-8")
     own = re.findall(r"^(\w.*)\n   ", text.partition("Our own words")[2], re.MULTILINE)
-    assert own == ["cell", "lane", "lead", "part", "slot"]
+    assert own == ["cell", "guard", "lane", "lead", "part", "slot"]
 
 
 def test_pictures_are_drawn(tmp_path):

@@ -355,10 +355,24 @@ CLASSES = {
 
 
 def test_a_class_has_its_name_alone():
+    """So has a type: an alias at the top of a module, but for variables of types."""
     names = Counter(
         x.name for tree in TREES.values() for x in nodes(tree) if isinstance(x, ast.ClassDef)
     )
+    names.update(x for tree in TREES.values() for x in aliases(tree))
     assert {x for x, n in names.items() if n > 1} == CLASSES.keys()
+
+
+def aliases(tree):
+    """The names of types that a module gives to other types."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            name = getattr(target, "id", "")
+            is_alias = isinstance(node, ast.Assign) or ast.unparse(node.annotation) == "TypeAlias"
+            is_variable = ast.unparse(node.value).startswith(("TypeVar(", "ParamSpec("))
+            if name[:1].isupper() and not name.isupper() and is_alias and not is_variable:
+                yield name
 
 
 def test_words_of_pytorch():

@@ -247,6 +247,42 @@ def test_skip_is_let_go_at_its_last_use_in_a_recomputation(devices, first, hooks
     assert int(last) == k + 2 + isinstance(first, nn.ReLU)
 
 
+@skippable(pop=["wide"])
+class PopAndGoOn(nn.Module):
+    """A layer that is done with a skip long before it returns."""
+
+    def __init__(self, rest):
+        super().__init__()
+        self.rest = rest
+
+    def forward(self, x):
+        y = x + (yield pop("wide"))
+        del x
+        return self.rest(y)
+
+
+@pytest.mark.parametrize("mode", ["no grad", "never", "always"])
+def test_a_layer_that_goes_on_after_its_pop_holds_one_skip_more(devices, mode):
+    """The remedy is a layer of its own for what comes after the pop."""
+    found = []
+    for split in (False, True):
+        rest = nn.Sequential(*[nn.Tanh() for _ in range(6)])
+        last = [Pop(), rest] if split else [PopAndGoOn(rest)]
+        layers = nn.Sequential(Stash(times=1), *last)
+        balance, kept = [1, len(last)], "never" if mode == "no grad" else mode
+        model = GPipe(layers, balance, devices=devices[:2], chunks=1, checkpoint=kept)
+        x = torch.rand(ROWS, WIDTH, device=devices[0], requires_grad=True)
+
+        def step(model=model, x=x):
+            with torch.set_grad_enabled(mode != "no grad"):
+                output = model(x)
+            if mode != "no grad":
+                output.sum().backward()
+
+        found.append(int(peaks(step, devices[:2])[1]))
+    assert found[0] - found[1] == 1
+
+
 class Slow(Scale):
     """A layer that makes the host slow in backward."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch.utils import checkpoint
 
@@ -14,13 +14,11 @@ from torchgpipe._torch.names import has
 
 __all__: list[str] = []
 
-Function: TypeAlias = Callable[..., Any]
-
 
 class Repeated(threading.local):
     """The ways in which checkpoints of a thread call their functions, from the inside out."""
 
-    makers: tuple[Callable[[], Function], ...] = ()
+    makers: tuple[Callable[[], Callable[..., Any]], ...] = ()
 
 
 repeated = Repeated()
@@ -35,7 +33,7 @@ class repeating:
 
     __slots__ = ("_make", "_outer")
 
-    def __init__(self, make: Callable[[], Function]) -> None:
+    def __init__(self, make: Callable[[], Callable[..., Any]]) -> None:
         self._make = make
         _replace()
 
@@ -53,7 +51,7 @@ def _replace() -> None:
     function = room.CheckpointFunction
     forward = function.forward
 
-    def first(ctx: Any, own: Function, *args: Any) -> Any:
+    def first(ctx: Any, own: Callable[..., Any], *args: Any) -> Any:
         again = _again(own)
         found = forward(ctx, own, *args)
         ctx.run_function = again
@@ -61,13 +59,13 @@ def _replace() -> None:
 
     function.forward = staticmethod(first)
     if has("checkpoint_of"):
-        begin: Function = _torch.checkpoint_of
+        begin: Callable[..., Any] = _torch.checkpoint_of
         room._checkpoint_without_reentrant_generator = lambda own, *args, **kwargs: begin(
             _again(own), *args, **kwargs
         )
 
 
-def _again(function: Function) -> Function:
+def _again(function: Callable[..., Any]) -> Callable[..., Any]:
     for make in repeated.makers:
         function = partial(make(), function)
     return function

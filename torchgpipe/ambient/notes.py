@@ -140,7 +140,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 # Context managers made from generators, which let any exception pass unchanged.
 
 
-Given = ParamSpec("Given")
+Parameters = ParamSpec("Parameters")
 Value = TypeVar("Value", covariant=True)
 
 
@@ -166,12 +166,12 @@ class Block(AbstractContextManager[Value, None], Generic[Value]):
 
 
 def contextmanager(
-    function: Callable[Given, Iterator[Value]],
-) -> Callable[Given, Block[Value]]:
+    function: Callable[Parameters, Iterator[Value]],
+) -> Callable[Parameters, Block[Value]]:
     """Make context managers of a generator, as :func:`contextlib.contextmanager` does."""
 
     @wraps(function)
-    def made(*args: Given.args, **kwargs: Given.kwargs) -> Block[Value]:
+    def made(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Block[Value]:
         return Block(function(*args, **kwargs))
 
     return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,9 +47,6 @@ __all__: list[str] = []
 # place* if nothing else on the host refers to it, and a layer may return the same buffer each
 # time. Recording a tensor on a stream does not help, since that only keeps its memory from being
 # reused.
-
-
-Gradients: TypeAlias = tuple[Tensor | None, ...]
 
 
 def leave(
@@ -131,7 +128,7 @@ class Copy(torch.autograd.Function):
 
     @staticmethod
     @uncompiled
-    def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         # guard: target's lane
         gone = moved(grads, ctx.next_stream, ctx.prev_stream, other=ctx.prev_stream)
         return (None, None, None, *[None] * ctx.count, *gone)
@@ -150,7 +147,7 @@ class Wait(torch.autograd.Function):
 
     @staticmethod
     @uncompiled
-    def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         # guard: clone in backward
         return (None, None, *_cloned(grads, ctx.next_stream, ctx.prev_stream))
 

@@ -169,7 +169,8 @@ class Unpack(torch.autograd.Function):
     """Make tensors require a gradient that nobody will ask for: ``phony, *tensors → *tensors``.
 
     As leaves, the tensors would be held by all that is computed from them. As outputs of this
-    function, a recomputation lets go of what is popped at its last use, as the first run did.
+    function, a recomputation lets go of what a layer pops when that layer is done, as the first run
+    did.
     """
 
     @staticmethod

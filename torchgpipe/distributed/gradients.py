@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torchgpipe.checks import is_number, verify
 from torchgpipe.devices.streams import CPU
 from torchgpipe.distributed.peers import Peers, Routes, differing, digest, resolved
 from torchgpipe.engine.outcome import Sums
-from torchgpipe.partition.placement import is_shard, is_sharded, tables
+from torchgpipe.partition.placement import TableEntry, is_shard, is_sharded, tables
 
 __all__: list[str] = []
 
@@ -126,10 +126,6 @@ def total_norm(parameters: Iterable[nn.Parameter], norm_type: float, peers: Peer
 # Weights that stages in several processes share: one gradient, the sum of all.
 
 
-#: The table of a module that has a weight, and its name there.
-Place: TypeAlias = tuple[dict[str, Tensor | None], str]
-
-
 class Tied:
     """The weights of this process that others have, too.
 
@@ -148,7 +144,7 @@ class Tied:
     ) -> None:
         self._peers = peers
         holders: dict[nn.Parameter, set[int]] = {}
-        places: dict[nn.Parameter, Place] = {}
+        places: dict[nn.Parameter, TableEntry] = {}
         modules = [*zip(routes.placement, partitions)]
         if isinstance(loss, nn.Module):
             modules.append((routes.placement[-1], loss))

@@ -35,7 +35,7 @@ __all__: list[str] = []
 Action: TypeAlias = tuple[str, Sequence[Op]]
 
 #: What carries out an action in a step.
-Call: TypeAlias = Callable[[Executor, Mail], None]
+ActionCall: TypeAlias = Callable[[Executor, Mail], None]
 
 #: The messages, by what is done and what with.
 MESSAGES = {
@@ -155,7 +155,7 @@ def _late(line: Sequence[Instruction]) -> Iterator[Instruction]:
 
 def _calls(
     todo: Sequence[Action], again: Container[tuple[int, int]], routes: Routes
-) -> Iterator[Call]:
+) -> Iterator[ActionCall]:
     """The calls that carry out actions; what is sent right after a computation is a part of it."""
     rest = deque(todo)
     while rest:
@@ -169,7 +169,7 @@ def _calls(
             yield _message(does, ops)
 
 
-def _message(does: str, ops: Sequence[Op]) -> Call:
+def _message(does: str, ops: Sequence[Op]) -> ActionCall:
     (message,) = ops
     method = MESSAGES[does, message.kind]
     return lambda executor, mail: method(mail, message.stage, message.microbatch)
@@ -177,10 +177,10 @@ def _message(does: str, ops: Sequence[Op]) -> Call:
 
 def _computation(
     ops: Sequence[Op],
-    sends: Sequence[Call],
+    sends: Sequence[ActionCall],
     again: Container[tuple[int, int]],
     routes: Routes,
-) -> Call:
+) -> ActionCall:
     """The call that computes when what it needs has arrived, and sends at once what comes of it."""
     # These run before the wait for the gradient, which is still on its way then.
     first = [

@@ -41,7 +41,7 @@ from torchgpipe.values.microbatch import VALUE, Batch
 
 __all__: list[str] = []
 
-Function: TypeAlias = Callable[..., tuple[Tensor, ...]]
+TensorFunction: TypeAlias = Callable[..., tuple[Tensor, ...]]
 
 
 class Lanes:
@@ -199,7 +199,7 @@ def carried(
     the nodes of the phonies.
     """
     source, target = stages
-    function: Function = partial(copy, *lanes, phonies=phonies)
+    function: TensorFunction = partial(copy, *lanes, phonies=phonies)
     if recording is not None:
         function = recording.copying(function, lanes, stages, i)
     with labels.within(labels.of("copy", source, i, target) if source >= 0 else None):

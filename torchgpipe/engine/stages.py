@@ -16,7 +16,7 @@ from torchgpipe.engine.recorded import Recording
 from torchgpipe.engine.workers import Workers
 from torchgpipe.engine.wrapper import Wrapper
 from torchgpipe.partition.keeping import words_of
-from torchgpipe.partition.placement import Place, groups, places_of
+from torchgpipe.partition.placement import TableEntry, groups, places_of
 from torchgpipe.recompute.buffers import Learned
 from torchgpipe.show.describe import Description, PlanFigures, StepFigures, part_of
 from torchgpipe.skip.tracker import SkipLayout, inspect_skip_layout
@@ -50,7 +50,7 @@ class Stages:
         #: For each partition, a lock that is held while the partition computes.
         self.locks = [locks[group] for group in self.groups]
         #: For each partition, where it holds tensors that partitions on other devices have, too.
-        self.lent: list[list[Place]] = [
+        self.lent: list[list[TableEntry]] = [
             found or [] for found in places_of(zip(self.partitions, devices))
         ]
         self.skip_layout = skip_layout or inspect_skip_layout(self.partitions)

@@ -31,7 +31,7 @@ from torchgpipe.partition.keeping import (
     policy_of,
     recomputed_by,
 )
-from torchgpipe.partition.placement import Lent, Place
+from torchgpipe.partition.placement import Lent, TableEntry
 from torchgpipe.recompute.checkpoint import Checkpoint, trigger
 from torchgpipe.recompute.layer_state import LayersState
 from torchgpipe.recompute.offload import Offloading
@@ -216,7 +216,7 @@ class PipelineStep(Step):
 
 
 def lend(
-    body: Body, places: Sequence[Place], bring: Callable[[Sequence[Tensor]], Sequence[Tensor]]
+    body: Body, places: Sequence[TableEntry], bring: Callable[[Sequence[Tensor]], Sequence[Tensor]]
 ) -> None:
     """Have a partition compute with what a function makes of some tensors."""
     if places:

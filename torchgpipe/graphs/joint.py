@@ -113,7 +113,7 @@ def tensors_of(node: Node) -> list[Tensor]:
 STATISTICS = ("running_mean", "running_var")
 
 #: Memory, by the identities of fake storages.
-Memory = frozenset[int]
+Storages = frozenset[int]
 
 
 class Effects:
@@ -132,7 +132,7 @@ class Effects:
         self.memory = {node: frozenset(map(storage_of, tensors_of(node))) for node in self.position}
         #: The nodes that write to memory, in order.
         self.writers: dict[int, list[Node]] = {}
-        self.written: dict[Node, Memory] = {}
+        self.written: dict[Node, Storages] = {}
         for node in self.position:
             written = frozenset(
                 x for argument in _written(node) for x in self.memory.get(argument, ())
@@ -142,17 +142,17 @@ class Effects:
             for x in written:
                 self.writers.setdefault(x, []).append(node)
 
-    def reads(self, node: Node) -> Memory:
+    def reads(self, node: Node) -> Storages:
         """The memory that a node reads."""
         unread = _statistics(node) if _is_backward(node) else []
         read = [self.memory[x] for x in node.all_input_nodes if x not in unread]
         return frozenset[int]().union(*read)
 
-    def written_by(self, node: Node) -> Memory:
+    def written_by(self, node: Node) -> Storages:
         """The memory that a node changes."""
         return self.written.get(node, frozenset())
 
-    def touched_by(self, node: Node) -> Memory:
+    def touched_by(self, node: Node) -> Storages:
         """The memory that a node reads or changes."""
         return self.reads(node) | self.written_by(node)
 

@@ -37,9 +37,9 @@ from torchgpipe.graphs.joint import (
     tensors_of,
 )
 from torchgpipe.graphs.slices import (
-    Choice,
-    Function,
+    RecomputeChoice,
     Slice,
+    SliceFunction,
     backward,
     everything,
     function_of,
@@ -154,9 +154,9 @@ def _is_certain(effects: Effects, node: Node, certain: Collection[Node]) -> bool
 
 
 #: The arguments of a part, by their roles, such as ``state`` and ``saved``.
-Given = Mapping[str, Sequence[Any]]
+ByRole = Mapping[str, Sequence[Any]]
 #: Makes a function of a slice.
-Maker = Callable[[Joint, Slice], Function]
+Maker = Callable[[Joint, Slice], SliceFunction]
 #: For each argument of a part, by the name of its node, its role and its index in that.
 Roles = Mapping[str, tuple[str, int]]
 
@@ -175,17 +175,17 @@ class Part:
     """
 
     slice: Slice
-    function: Function
+    function: SliceFunction
     sources: list[tuple[str, int]]
     owner: BackwardParts
     is_random: bool
     beside: WeakKeyDictionary[Part, Any] = field(default_factory=WeakKeyDictionary)
 
-    def arguments(self, given: Given) -> list[Any]:
+    def arguments(self, given: ByRole) -> list[Any]:
         """The list of arguments, which the function empties."""
         return [given[role][k] for role, k in self.sources]
 
-    def reserve(self, given: Given, later: str) -> list[Any]:
+    def reserve(self, given: ByRole, later: str) -> list[Any]:
         """The list of arguments, in which those of a role come later."""
         return self.arguments({**given, later: [None] * len(self.sources)})
 
@@ -254,7 +254,7 @@ class Parts(BackwardParts):
     """
 
     def __init__(
-        self, joint: Joint, make: Maker = function_of, recompute: Choice = everything
+        self, joint: Joint, make: Maker = function_of, recompute: RecomputeChoice = everything
     ) -> None:
         joint = settle_strides(tidy(joint))
         self._recompute = recompute
@@ -340,7 +340,7 @@ class Parts(BackwardParts):
         return self.effects.in_order(self.effects.needed([*results, *others], {*forward}))
 
 
-def compiler(backend: str | Callable[..., Any]) -> Callable[[Joint, Slice], Function]:
+def compiler(backend: str | Callable[..., Any]) -> Callable[[Joint, Slice], SliceFunction]:
     """Make a compiler, which turns a slice of a graph into a function.
 
     It may compute in another order, and draw other random numbers, than the operators one by one.
@@ -349,7 +349,7 @@ def compiler(backend: str | Callable[..., Any]) -> Callable[[Joint, Slice], Func
         backend: as for :func:`torch.compile`.
     """
 
-    def make(joint: Joint, part: Slice) -> Function:
+    def make(joint: Joint, part: Slice) -> SliceFunction:
         if not part.nodes:
             # There is nothing to compile.
             return function_of(joint, part)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,6 @@ from torchgpipe.ambient.notes import contextmanager
 from torchgpipe.values.structure import MISSING, leaves_of
 
 __all__: list[str] = []
-
-#: A table, and the key of a value in it.
-Place: TypeAlias = tuple[dict[str, Any], str]
 
 #: The attributes that every module has.
 OWN = {*nn.Module().__dict__}
@@ -50,7 +47,7 @@ class Places:
         #: The attributes and the submodules of each module.
         self._tables = [table for x in self._modules for table in (x.__dict__, x._modules)]
         self._stores = [table for x in self._modules for table in (x._parameters, x._buffers)]
-        self._found: list[Place] = [
+        self._found: list[tuple[dict[str, Any], str]] = [
             (table, key)
             for table in (*self._tables[::2], *self._stores)
             for key, x in table.items()

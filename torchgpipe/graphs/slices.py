@@ -150,7 +150,7 @@ def call_directly(graph: Graph) -> None:
 
 
 #: A function of a list of tensors, which it empties, so that each is freed after its last use.
-Function = Callable[[list[Any]], Sequence[Any]]
+SliceFunction = Callable[[list[Any]], Sequence[Any]]
 
 
 class Slice(NamedTuple):
@@ -185,7 +185,7 @@ def graph_of(part: Slice) -> Graph:
     return _filled(graph, part, known)
 
 
-def function_of(joint: Joint, part: Slice) -> Function:
+def function_of(joint: Joint, part: Slice) -> SliceFunction:
     """Make a function of a slice.
 
     The function takes its arguments out of a list. Otherwise its caller would hold all of them
@@ -195,7 +195,7 @@ def function_of(joint: Joint, part: Slice) -> Function:
     box = graph.placeholder("values")
     known = {node: graph.call_method("pop", (box,)) for node in reversed(part.inputs)}
     call_directly(_filled(graph, part, known))
-    function: Function = GraphModule(joint.module, graph).forward
+    function: SliceFunction = GraphModule(joint.module, graph).forward
     return function
 
 
@@ -305,7 +305,7 @@ def halves(joint: Joint) -> tuple[Slice, Slice]:
 
 
 #: Chooses the nodes that are computed again, in order, to get the values of some nodes.
-Choice = Callable[[Joint, Effects, Sequence[Node]], list[Node]]
+RecomputeChoice = Callable[[Joint, Effects, Sequence[Node]], list[Node]]
 
 
 def everything(joint: Joint, effects: Effects, saved: Sequence[Node]) -> list[Node]:
@@ -368,4 +368,4 @@ def _is_fixed(effects: Effects, node: Node) -> bool:
     return any(x in effects.writers for x in touched)
 
 
-CHOICES: dict[str, Choice] = {"everything": everything, "min-cut": min_cut}
+CHOICES: dict[str, RecomputeChoice] = {"everything": everything, "min-cut": min_cut}

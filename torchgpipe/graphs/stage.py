@@ -27,7 +27,7 @@ from torchgpipe.graphs.listing import listing
 from torchgpipe.graphs.overlap import cost
 from torchgpipe.graphs.parts import Maker, Parts
 from torchgpipe.graphs.places import UntraceableError, kinds
-from torchgpipe.graphs.slices import Choice, Slice
+from torchgpipe.graphs.slices import RecomputeChoice, Slice
 from torchgpipe.graphs.trace import Marks, trace
 from torchgpipe.graphs.traced import (
     KINDS,
@@ -62,7 +62,7 @@ class StageGraphs:
     """
 
     def __init__(
-        self, j: int, layers: nn.Module, loss: Any, make: Maker, recompute: Choice
+        self, j: int, layers: nn.Module, loss: Any, make: Maker, recompute: RecomputeChoice
     ) -> None:
         self._modules = [layers, loss] if isinstance(loss, nn.Module) else [layers]
         self.j = j

@@ -78,13 +78,13 @@ class Marks:
 
 #: Runs the layers on a micro-batch with further arguments of the loss; returns the output, and the
 #: further outputs with their structure.
-Run = Callable[[Batch, Sequence[Tensor]], tuple[Batch, tuple[Sequence[Tensor], Structure]]]
+StageRun = Callable[[Batch, Sequence[Tensor]], tuple[Batch, tuple[Sequence[Tensor], Structure]]]
 
 
 def trace(
     places: Places,
     tensors: Sequence[Tensor],
-    run: Run,
+    run: StageRun,
     batch: Batch,
     more: Sequence[Tensor],
     weights: Sequence[Tensor],

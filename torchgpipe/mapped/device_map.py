@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchgpipe._torch.dynamo import is_compiled
 from torchgpipe.devices.streams import Device
 from torchgpipe.partition.arguments import checked_devices
-from torchgpipe.partition.placement import Place, move, places_of, sharing, tables, tensors
+from torchgpipe.partition.placement import TableEntry, move, places_of, sharing, tables, tensors
 from torchgpipe.show.describe import DescribedPart
 
 __all__: list[str] = []
@@ -168,7 +168,7 @@ class Mapped:
         self.name, self.key, self.device, self.place = name, key, device, place
         self._module = weakref.ref(module)
         #: Where it holds tensors that modules on several devices share, if there are any.
-        self.lent: list[Place] | None = None
+        self.lent: list[TableEntry] | None = None
         #: The same module under its further names, in order, if it has names on several devices.
         self.turns: Sequence[Mapped] = ()
 

@@ -14,10 +14,10 @@ from torchgpipe.values.structure import flatten_tree
 __all__: list[str] = []
 
 #: Of a micro-batch, the number of rows and the lengths of its slices.
-Size: TypeAlias = tuple[int, Sequence[int]]
+Extent: TypeAlias = tuple[int, Sequence[int]]
 
 
-def joined(outputs: Sequence[Any], sizes: Sequence[Size] | Size, left_out: int = 0) -> Any:
+def joined(outputs: Sequence[Any], sizes: Sequence[Extent] | Extent, left_out: int = 0) -> Any:
     """Join outputs of slices.
 
     Args:
@@ -41,13 +41,13 @@ def joined(outputs: Sequence[Any], sizes: Sequence[Size] | Size, left_out: int =
     return on_reading(outputs[0], found, make)
 
 
-def _joined(values: list[Any], sizes: Sequence[Size] | Size, left_out: int) -> Any:
+def _joined(values: list[Any], sizes: Sequence[Extent] | Extent, left_out: int) -> Any:
     columns = [flatten_tree(x) for x in values]
     leaves = [_joined_leaf(column, sizes, left_out) for column in zip(*[x for x, _ in columns])]
     return columns[0][1].unflatten(leaves)
 
 
-def _joined_leaf(column: Sequence[Any], sizes: Sequence[Size] | Size, left_out: int) -> Any:
+def _joined_leaf(column: Sequence[Any], sizes: Sequence[Extent] | Extent, left_out: int) -> Any:
     if not isinstance(column[0], Tensor):
         return column[0]
     if isinstance(sizes, tuple):

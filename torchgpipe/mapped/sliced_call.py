@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torchgpipe.mapped.hugging_face import IGNORED
 from torchgpipe.mapped.slice_cache import KeptLayers, cache_class
 from torchgpipe.mapped.slice_lengths import Slices, checked_slices, lengths_of
-from torchgpipe.mapped.slice_outputs import Size, joined
+from torchgpipe.mapped.slice_outputs import Extent, joined
 from torchgpipe.mapped.slice_proof import TOKENS, prove
 from torchgpipe.mapped.slice_refusals import (
     SEQUENCES,
@@ -166,7 +166,7 @@ class SlicedCall:
         #: one, whose label is in no row, if they get labels that are not shifted.
         self._left_out = int(bool(bound.get("fused_lm_head")) and bound.get("shift_labels") is None)
         #: Of each micro-batch, the number of rows and the lengths of its slices.
-        self._sizes: list[Size] = []
+        self._sizes: list[Extent] = []
         self._layers: list[KeptLayers] = []
         calls: list[dict[str, Any]] = []
         for part in parts:

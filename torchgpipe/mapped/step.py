@@ -47,7 +47,7 @@ from torchgpipe.partition.keeping import (
     policy_of,
     recomputed_by,
 )
-from torchgpipe.partition.placement import Lent, Place
+from torchgpipe.partition.placement import Lent, TableEntry
 from torchgpipe.recompute.buffers import Learned
 from torchgpipe.recompute.layer_state import LayersState
 from torchgpipe.recompute.offload import Offloading
@@ -262,7 +262,7 @@ class MappedStep:
             stage.offloadings[offload] = found
         return stage.offloadings[offload]
 
-    def _lent(self, stage: DeviceVisit, places: Sequence[Place]) -> Lent:
+    def _lent(self, stage: DeviceVisit, places: Sequence[TableEntry]) -> Lent:
         """The copies of weights that modules on several devices have, for one of them."""
         if self._weights is None:
             streams = [self.lasting.pools[0].get(x, 1, skips=False) for x in self.devices]

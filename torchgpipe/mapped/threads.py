@@ -35,7 +35,7 @@ __all__: list[str] = []
 
 
 #: A stage: its device, and which visit of the device it is.
-Place: TypeAlias = tuple[torch.device, int]
+VisitKey: TypeAlias = tuple[torch.device, int]
 
 
 class Abandoned(BaseException):
@@ -47,20 +47,20 @@ class Turns:
 
     def __init__(self, m: int) -> None:
         #: The stages that each micro-batch has left for good.
-        self._left: list[set[Place]] = [set() for _ in range(m)]
+        self._left: list[set[VisitKey]] = [set() for _ in range(m)]
         self._over = [False] * m
         #: The micro-batch on each device.
         self._holders: dict[torch.device, int] = {}
         #: The stage of each micro-batch.
-        self._stages: list[Place | None] = [None] * m
+        self._stages: list[VisitKey | None] = [None] * m
         #: The sequence number of autograd's next node when a micro-batch has left a stage.
-        self._numbers: dict[Place, int] = {}
+        self._numbers: dict[VisitKey, int] = {}
         #: The first micro-batch that has failed.
         self._failed = m
         # Reentrant: a thread that has its lock may take it again.
         self._changed = threading.Condition()
 
-    def come(self, i: int, stage: Place) -> None:
+    def come(self, i: int, stage: VisitKey) -> None:
         """Wait until micro-batch ``i``, which leaves its stage, may come to another one.
 
         Raises:

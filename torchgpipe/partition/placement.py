@@ -271,11 +271,11 @@ def verify_sharding(module: nn.Module, devices: Sequence[torch.device]) -> None:
 # :mod:`torchgpipe.autograd.copy`.
 
 
-#: The dict of a module's parameters or buffers, and a name in it.
-Place: TypeAlias = tuple[dict[str, Tensor | None], str]
+#: The table (dict) of a module's parameters or buffers, and a name in it.
+TableEntry: TypeAlias = tuple[dict[str, Tensor | None], str]
 
 
-def places_of(modules: Iterable[tuple[nn.Module, torch.device]]) -> list[list[Place] | None]:
+def places_of(modules: Iterable[tuple[nn.Module, torch.device]]) -> list[list[TableEntry] | None]:
     """Find where modules hold tensors of another device, or parameters that another device uses.
 
     Returns:
@@ -294,7 +294,7 @@ def places_of(modules: Iterable[tuple[nn.Module, torch.device]]) -> list[list[Pl
         if x.device != device
     ]
     lent, shared = {x for _, x in away if isinstance(x, nn.Parameter)}, {id(t) for t, _ in away}
-    found: list[list[Place] | None] = []
+    found: list[list[TableEntry] | None] = []
     for module, device in modules:
         places = [(t, name) for t, name, x in entries[module] if x.device != device or x in lent]
         known = places or not shared.isdisjoint(map(id, tables(module)))
@@ -313,7 +313,7 @@ class Lent:
 
     def __init__(
         self,
-        places: Sequence[Place],
+        places: Sequence[TableEntry],
         bring: Callable[[Sequence[Tensor]], Sequence[Tensor]],
         lock: AbstractContextManager[Any],
     ) -> None:

@@ -43,7 +43,7 @@ SMALL = 1 << 16
 UNCOUNTED = ("running_mean", "running_var")
 
 #: A layer and the name of its buffer.
-Place: TypeAlias = tuple[nn.Module, str]
+BufferKey: TypeAlias = tuple[nn.Module, str]
 
 #: For each layer whether it changes its buffers, by their names and the layer's training flag.
 Learned: TypeAlias = WeakKeyDictionary[nn.Module, dict[tuple[str, bool], bool]]
@@ -53,7 +53,7 @@ class Common:
     """Buffers that no layer has changed so far, and the copies that the cells of a step share."""
 
     def __init__(
-        self, places: list[Place], tensors: list[Tensor], copies: list[Tensor | None]
+        self, places: list[BufferKey], tensors: list[Tensor], copies: list[Tensor | None]
     ) -> None:
         self.places, self.tensors, self.copies = places, tensors, copies
         self.found = identities(tensors)
@@ -75,7 +75,7 @@ class Common:
 class Copied(NamedTuple):
     """The buffers as the first run of a cell has found them."""
 
-    own: list[tuple[Place, Tensor | None]]
+    own: list[tuple[BufferKey, Tensor | None]]
     common: Common
 
     def put(self) -> None:
@@ -101,13 +101,13 @@ class Copied(NamedTuple):
 class Buffers:
     """The buffers of a partition in one step."""
 
-    def __init__(self, places: Iterable[Place], learned: Learned) -> None:
+    def __init__(self, places: Iterable[BufferKey], learned: Learned) -> None:
         self._learned = learned
         #: The buffers that cells change.
-        self._changing: list[Place] = []
+        self._changing: list[BufferKey] = []
         #: The others, and those among them of which nothing is known.
-        self._others: list[Place] = []
-        self._unknown: set[Place] = set()
+        self._others: list[BufferKey] = []
+        self._unknown: set[BufferKey] = set()
         for place in places:
             module, name = place
             changes = learned.get(module, {}).get((name, module.training))
@@ -149,7 +149,7 @@ class Buffers:
         own = _copied([module._buffers.get(name) for module, name in self._changing])
         return Copied([*zip(self._changing, own)], self._common)
 
-    def _is_copied(self, place: Place, x: Tensor) -> bool:
+    def _is_copied(self, place: BufferKey, x: Tensor) -> bool:
         module, name = place
         return (
             place in self._unknown
@@ -186,7 +186,7 @@ class Buffers:
                 self._unknown.discard(common.places[k])
                 self._note(common.places[k], True)
 
-    def _note(self, place: Place, changes: bool) -> None:
+    def _note(self, place: BufferKey, changes: bool) -> None:
         module, name = place
         self._learned.setdefault(module, {})[name, module.training] = changes
 
@@ -243,7 +243,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return True
 
 
-def _changed(place: Place, tensor: Tensor) -> RuntimeError:
+def _changed(place: BufferKey, tensor: Tensor) -> RuntimeError:
     module, name = place
     return RuntimeError(
         "under checkpointing, a large buffer must not be changed between a forward and its "

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from torchgpipe.autograd.versions import Identities, identities
 from torchgpipe.partition.placement import exchanged, is_shard
-from torchgpipe.recompute.buffers import Buffers, Copied, Learned, Place
+from torchgpipe.recompute.buffers import BufferKey, Buffers, Copied, Learned
 from torchgpipe.values.structure import MISSING
 
 __all__: list[str] = []
@@ -71,7 +71,7 @@ class LayersState:
         #: that gets a graph would be kept alive by it.
         self.lasting: dict[int, Tensor] = {}
         others = exchanged(self._modules)
-        places: list[Place] = []
+        places: list[BufferKey] = []
         for module in self._modules:
             if not isinstance(module._parameters, dict):
                 raise TypeError(
@@ -113,7 +113,7 @@ class LayersState:
         #: The parameters as they were when the layers had run.
         self._after: Identities | None = None
         #: What the layers have changed in their forward, if they have.
-        self._own_change: Place | None = None
+        self._own_change: BufferKey | None = None
 
     def settle(self) -> None:
         """Take note of the parameters: from now on only recomputations change them in place."""
@@ -160,7 +160,7 @@ class LayersState:
             raise
         return now
 
-    def _changed_by_layers(self, now: Found) -> Place | None:
+    def _changed_by_layers(self, now: Found) -> BufferKey | None:
         """A parameter that the layers have changed or replaced, by its module and name.
 
         Nobody else can have changed it as long as cells run.

@@ -28,9 +28,9 @@ __all__: list[str] = []
 #: The context managers of the first run and the recomputation of one cell.
 Contexts: TypeAlias = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
-Choice = checkpoint.CheckpointPolicy
+CheckpointPolicy = checkpoint.CheckpointPolicy
 #: The choices by which a result is kept.
-KEPT = (Choice.MUST_SAVE, Choice.PREFER_SAVE, True)
+KEPT = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE, True)
 
 
 def contexts_of(policy: Policy) -> Contexts:
@@ -51,7 +51,7 @@ def judged(
     found = policy(context, operator, *args, **kwargs)
     # guard: operators that do more than to return
     more = found in KEPT and does_more(operator, args, kwargs)
-    return Choice.PREFER_RECOMPUTE if more else found
+    return CheckpointPolicy.PREFER_RECOMPUTE if more else found
 
 
 class uncounted:

@@ -25,7 +25,7 @@ from torchgpipe.schedule.trips import Known, Tracks
 from torchgpipe.show.span import Stream, computation, copy, trip
 from torchgpipe.show.timeline import Timeline
 
-__all__ = ["validate", "Report", "in_order", "simulate", "Rehearsal", "Step"]
+__all__ = ["validate", "Report", "in_order", "simulate", "Rehearsal", "WorkerInstruction"]
 
 
 def validate(schedule: Schedule, capacity: Each | None = None, costs: Costs = Costs()) -> list[str]:
@@ -144,7 +144,7 @@ def _excesses(schedule: Schedule, capacity: Each, costs: Costs) -> Iterator[str]
 
 
 #: The worker, the instruction, and the edges that lead to it.
-Step = tuple[int, Instruction, list[Edge]]
+WorkerInstruction = tuple[int, Instruction, list[Edge]]
 
 
 class Rehearsal:
@@ -159,7 +159,7 @@ class Rehearsal:
         self.program = program
         self._stops: Known = {}
         #: The instructions, each after those that it needs.
-        self.steps: list[Step] = [*walk(program, lambda waiting: None, skips)]
+        self.steps: list[WorkerInstruction] = [*walk(program, lambda waiting: None, skips)]
         #: Of all instructions that take the same time, one.
         self._kinds: dict[tuple[tuple[str, int], ...], Instruction] = {}
         #: Of all edges between the same stages, one.
@@ -260,7 +260,7 @@ class Rehearsal:
         """
         return max(self.with_copies(table, again)[1])
 
-    def order(self, start: Sequence[float]) -> Sequence[Step]:
+    def order(self, start: Sequence[float]) -> Sequence[WorkerInstruction]:
         """The steps by their starts, as a driver issues them.
 
         Of equal starts, the first worker goes first, except that what takes no time comes before
@@ -383,7 +383,7 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Report:
     return Report(schedule, makespan, start, end, busy, bubble, peak, costs, host, **copies)
 
 
-def in_order(schedule: Schedule, costs: Costs = Costs()) -> Sequence[Step]:
+def in_order(schedule: Schedule, costs: Costs = Costs()) -> Sequence[WorkerInstruction]:
     """List the instructions by their simulated starts, as a driver issues them.
 
     Each one comes after those that it needs. Of equal starts, the first worker goes first, except

@@ -42,7 +42,7 @@ from torchgpipe.skip.tracker import (
 
 __all__ = ["skippable", "stash", "pop", "verify_skippables"]
 
-Layer = TypeVar("Layer", bound=type[nn.Module])
+LayerClass = TypeVar("LayerClass", bound=type[nn.Module])
 
 
 class stash:
@@ -63,6 +63,10 @@ class stash:
 class pop:
     """Pop what was stashed: ``tensor = yield pop(name)``.
 
+    Python holds what a generator is given until the generator yields again or returns. So the value
+    stays in memory as long as the layer that pops it runs. Where that layer goes on for long after
+    the last use, write the rest as a layer of its own.
+
     Args:
         name: a name that the layer declared.
     """
@@ -73,7 +77,9 @@ class pop:
         self.name = name
 
 
-def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[Layer], Layer]:
+def skippable(
+    stash: Iterable[str] = (), pop: Iterable[str] = ()
+) -> Callable[[LayerClass], LayerClass]:
     """Declare what layers of a class stash and pop, so that ``forward`` may be a generator.
 
     The class stays the same one, with the same parameters, and gets a method ``isolate``. If it is
@@ -95,7 +101,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
             f"(names: {sorted(both)}); stash it under a new name"
         )
 
-    def decorate(cls: Layer) -> Layer:
+    def decorate(cls: LayerClass) -> LayerClass:
         is_layer = isinstance(cls, type) and issubclass(cls, nn.Module)
         rule = "only a class of layers can be skippable"
         remedy = "write @skippable(...) above a class derived from nn.Module"
@@ -105,13 +111,13 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
             return _declare(cls, declared, cls)
         first: Any = cls.skips_class  # type: ignore[attr-defined]
         if first.skips_declared == declared:
-            return cast(Layer, first)
-        return cast(Layer, _declared_again(first, declared))
+            return cast(LayerClass, first)
+        return cast(LayerClass, _declared_again(first, declared))
 
     return decorate
 
 
-def _declare(cls: Layer, declared: Declared, first: Layer) -> Layer:
+def _declare(cls: LayerClass, declared: Declared, first: LayerClass) -> LayerClass:
     """Make a class skippable, with the class that was decorated first: itself, or its base."""
     forward = cls.forward
     driven = getattr(cls, "skips_driven", None)
@@ -273,7 +279,8 @@ def _run_generator(
             sent = tracker.load(skip)
         else:
             tracker.save(skip, asked.tensor)
-        # While the layer goes on, this frame must not keep the tensor alive.
+        # While the layer goes on, this frame must not keep alive what was stashed. It has to keep
+        # what was popped: the argument of send() lives until the generator yields again.
         del asked
 
 

@@ -206,7 +206,7 @@ class Parcels:
         """
         popped = {}
         for skip in skips:
-            # No reference is kept here: a popped skip is freed after its last use.
+            # No reference is kept here: a popped skip is freed when the layer that pops it is done.
             # guard: letting go of a skip
             part = self._waiting.pop(skip, None)
             if part is None:

@@ -18,7 +18,7 @@ __all__: list[str] = []
 
 
 #: A device, its name, its index, or None for the current device.
-Device = torch.device | int | str | None
+DeviceLike = torch.device | int | str | None
 
 _ops: Any = torch.ops.virtual_accelerator
 
@@ -50,7 +50,7 @@ def current_device() -> int:
     return torch.accelerator.current_device_index()
 
 
-def set_device(device: Device) -> None:
+def set_device(device: DeviceLike) -> None:
     """Make a device this thread's current one."""
     torch.accelerator.set_device_index(_index(device))
 
@@ -58,7 +58,7 @@ def set_device(device: Device) -> None:
 class device:
     """Make a device the current one within a ``with`` block."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: DeviceLike) -> None:
         self.index = _index(device)
 
     def __enter__(self) -> None:
@@ -69,12 +69,12 @@ class device:
         set_device(self.previous)
 
 
-def synchronize(device: Device = None) -> None:
+def synchronize(device: DeviceLike = None) -> None:
     """Wait for all work that a device was given."""
     torch.accelerator.synchronize(_index(device))
 
 
-def current_stream(device: Device = None) -> torch.Stream:
+def current_stream(device: DeviceLike = None) -> torch.Stream:
     """This thread's current stream of a device; ``torch.distributed.checkpoint`` asks here."""
     return torch.accelerator.current_stream(_index(device))
 
@@ -84,12 +84,12 @@ def stream(stream: torch.Stream) -> torch.Stream:
     return stream
 
 
-def get_rng_state(device: Device = None) -> Tensor:
+def get_rng_state(device: DeviceLike = None) -> Tensor:
     """The state of a device's default generator."""
     return _generator(_index(device)).get_state()
 
 
-def set_rng_state(new_state: Tensor, device: Device = None) -> None:
+def set_rng_state(new_state: Tensor, device: DeviceLike = None) -> None:
     """Set the state of a device's default generator."""
     _generator(_index(device)).set_state(new_state)
 
@@ -150,7 +150,7 @@ def _generator(index: int) -> torch.Generator:
     return generator
 
 
-def _index(device: Device) -> int:
+def _index(device: DeviceLike) -> int:
     if isinstance(device, int):
         return device
     index = None if device is None else torch.device(device).index

@@ -240,8 +240,8 @@ def hardware_of(device: Hardware | str) -> Hardware:
 CPU, _HOST = "cpu", -1
 
 #: An end of a link: a device, the host, or several that share the link.
-End: TypeAlias = int | str | tuple[int | str, ...]
-Link: TypeAlias = tuple[End, End]
+LinkEnd: TypeAlias = int | str | tuple[int | str, ...]
+Link: TypeAlias = tuple[LinkEnd, LinkEnd]
 
 #: Operators with a kernel of their own. The others take the fallback, which counts costs.
 _OWN = {
@@ -375,7 +375,7 @@ def put_hardware(hardware: Hardware) -> None:
         _ops.set_bandwidth([source], [target], rate / 1e3)
 
 
-def _indices(end: End) -> list[int]:
+def _indices(end: LinkEnd) -> list[int]:
     """The numbers that the library has for the devices, or the host, at an end of a link."""
     ends = end if isinstance(end, tuple) else (end,)
     return [_HOST if x == CPU else int(x) for x in ends]

@@ -38,7 +38,7 @@ NUMBERS = tuple(2**k for k in range(18, 29, 2))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Device:
+class MeasuredDevice:
     """The accelerator, and a matrix whose product keeps it busy while the host issues others.
 
     Without that, small operators would be measured at the rate of the host.
@@ -83,7 +83,7 @@ def measured(device: torch.device, name: str, memory: int) -> Hardware:
     Raises:
         RuntimeError: no operator takes longer than its launch, so this is no accelerator.
     """
-    on = Device(device)
+    on = MeasuredDevice(device)
     one = on.rand(1)
     launch = on.seconds(lambda: torch.add(one, one, out=one))
 
@@ -139,7 +139,7 @@ def measured(device: torch.device, name: str, memory: int) -> Hardware:
     )
 
 
-def of_host(on: Device) -> tuple[float, float]:
+def of_host(on: MeasuredDevice) -> tuple[float, float]:
     """Seconds that the host takes to issue an operator in forward, and in backward."""
     count, forward, backward = 200, [], []
     for _ in range(ROUNDS):
@@ -156,7 +156,7 @@ def of_host(on: Device) -> tuple[float, float]:
     return median(forward), median(backward)
 
 
-def of_links(on: Device) -> dict[str, float]:
+def of_links(on: MeasuredDevice) -> dict[str, float]:
     """Bytes a second from the host, and from one device to another, or again from the host."""
     size = 2**26
     target = on.rand(size)
