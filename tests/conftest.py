@@ -14,14 +14,11 @@ from textwrap import dedent
 import hypothesis
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
 
 from tests.support.fresh import popen
 from tests.support.helpers import MODES
 from tests.support.size import SOAK, rotate, some
 from tests.support.turns import takes_part
-from torchgpipe import GPipe
 from torchgpipe.devices.streams import accelerators
 from torchgpipe.planner import sandbox
 
@@ -126,19 +123,17 @@ def run():
 
     What stands after the line ``This prints::`` is compared with what the block before it printed,
     whatever the ends of lines. A page that has such a line has one after each block that prints.
-    Names that most blocks need are there, unless the page is as one pastes it.
+    A page runs from top to bottom as it stands, with no names but its own.
     """
 
-    def run(file, *, pasted=False, **names):
+    def run(file):
         indented = r"((?:   .*\n|\n)+)"
         text = file.read_text("utf-8")
         blocks = re.findall(
             rf"\.\. code-block:: python\n\n{indented}(?:This prints::\n\n{indented})?", text
         )
         assert blocks
-        names["__name__"] = file.stem
-        if not pasted:
-            names |= {"GPipe": GPipe, "F": F, "nn": nn, "torch": torch}
+        names = {"__name__": file.stem}
         for block, expected in blocks:
             with redirect_stdout(StringIO()) as printed:
                 exec(compile(dedent(block), str(file), "exec"), names)

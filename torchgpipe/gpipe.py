@@ -29,7 +29,7 @@ __all__ = ["GPipe"]
 
 
 class GPipe(Wrapper):
-    """Train an :class:`nn.Sequential` by pipeline parallelism.
+    """Train an :class:`nn.Sequential` by pipeline parallelism (:doc:`gpipe`).
 
     ::
 
@@ -37,50 +37,20 @@ class GPipe(Wrapper):
         output = model(input.to(model.devices[0]))
         F.cross_entropy(output, target.to(model.devices[-1])).backward()
 
-    The layers are split into partitions, each on a device, and every mini-batch is split into
-    micro-batches, which flow through the partitions one after the other. Checkpointing computes
-    each micro-batch again in backward instead of keeping its activations.
-
     Args:
         module: the layers. They are moved to the devices, not copied.
-        balance: how many layers each partition takes, in order. ``"auto"`` measures the layers with
-            the sample, and takes the fastest balance that fits into the memory of the devices.
-            Unless they are given, ``chunks`` and ``checkpoint`` are chosen, too. Not chosen are the
-            devices, each of which gets a partition, and the schedule. It is
-            ``torchgpipe.plan(module, sample, devices=devices).best``, for AdamW and nine tenths of
-            each device's memory: see :func:`torchgpipe.plan` for other optimizers and limits.
+        balance: how many layers each partition takes; or ``"auto"``, the fastest balance that fits,
+            with the best chunks and checkpoint unless they are given (:doc:`choose`).
+        devices: a device for each partition; by default all accelerators, or else the CPU.
+        chunks: how many micro-batches to make of a mini-batch; by default 1.
+        checkpoint: what backward computes again: ``'always'`` all micro-batches, ``'except_last'``
+            (the default) all but the last, ``'never'`` none, nor ``'offload'``, which keeps them in
+            the host's memory; a policy; or a list, one for each partition (:doc:`checkpointing`).
+        deferred_batch_norm: whether batch norms update running statistics once per mini-batch, and
+            not, as by default, once per micro-batch (:doc:`batchnorm`).
+        sample: for ``"auto"``: an input, a tuple, or a dict, with the rows of a mini-batch.
 
-    Keyword Args:
-        devices: a device for each partition; further devices are not used. By default all
-            accelerators, and the CPU for all partitions if there are none. ``"auto"`` needs
-            accelerators, or devices, and uses each of them.
-        chunks: how many micro-batches to make of a mini-batch; a mini-batch with fewer rows is
-            split into its rows. The number may be changed between steps. The default is 1.
-        checkpoint: which micro-batches are checkpointed: ``'always'``, ``'except_last'`` (all but
-            the last) or ``'never'``; or ``'offload'``, which computes none again, but keeps what
-            they save in the memory of the host (see :class:`~torchgpipe.Offload`); or a policy,
-            ``partial(create_selective_checkpoint_contexts, policy)``, that names what is not
-            computed again; or a list with one of these for each partition. Without grad cells keep
-            nothing. It may be changed between steps. The default is ``'except_last'``.
-        deferred_batch_norm: whether batch normalisations update their running statistics once
-            per mini-batch, instead of once per micro-batch: see :mod:`torchgpipe.batchnorm`. Layers
-            that are deferred already do so either way.
-        sample: for ``"auto"`` only: the arguments of a call, with as many rows as a mini-batch. A
-            mapping has keyword arguments, a tuple has positional ones, and a tensor is the only
-            one. The layers compute it in copies; they do not change.
-
-    Raises:
-        TypeError: the module is not an :class:`nn.Sequential`, or has more than its layers; skips
-            are not stashed and popped in pairs; a layer yields and is not skippable; devices is
-            not a sequence; a batch normalisation cannot be deferred; or ``"auto"`` has no sample,
-            or one of another kind.
-        ValueError: balance, chunks or checkpoint are out of range, a buffer would be needed on
-            two devices, or layers are sharded by FSDP2 while the devices are several. The balance
-            is a word other than ``"auto"``, or it is, and devices are empty, the layers take no
-            time there, or they do not fit. A sample is given beside a balance.
-        IndexError: there are fewer devices than partitions.
-
-    Source: Huang et al., GPipe (arXiv 1811.06965); Kim et al., torchgpipe (arXiv 2004.09910).
+    ``chunks`` and ``checkpoint`` may be changed between steps. Errors say what to pass instead.
     """
 
     _own = (*Wrapper._own, "_stages", "_plain")
@@ -178,10 +148,7 @@ class GPipe(Wrapper):
 
     @property
     def module(self) -> nn.Sequential:
-        """The plain :class:`nn.Sequential` of the same layers, as it was before wrapping.
-
-        ``module.state_dict()`` has the keys of the model that was wrapped, whatever the balance.
-        """
+        """The plain :class:`nn.Sequential` of the same layers, with the keys that it had."""
         layers = {k: x for part in self.partitions for k, x in part._modules.items()}
         plain: nn.Sequential = self.__dict__["_plain"]
         if plain._modules != layers:
@@ -191,11 +158,7 @@ class GPipe(Wrapper):
 
     @property
     def hf_device_map(self) -> dict[str, torch.device]:
-        """The device of each layer, by name: an attribute that Hugging Face's trainers look for.
-
-        Neither Accelerate nor Transformers' ``Trainer`` moves a model whose map has several
-        entries, and the ``Trainer`` does not wrap it in :class:`nn.DataParallel`.
-        """
+        """The device of each layer: Accelerate and Trainers do not move what has this attribute."""
         return {
             f"partitions.{j}.{name}": device
             for j, (layers, device) in enumerate(zip(self.partitions, self._devices))
@@ -203,22 +166,11 @@ class GPipe(Wrapper):
         }
 
     def describe(self) -> Description:
-        """Describe the partitions: their layers, sizes, devices and checkpoint modes.
-
-        After a :func:`~torchgpipe.trace` also the times of a micro-batch, and the memory of the
-        device. What a plan had predicted is beside it, as long as the settings are those of the
-        plan.
-
-        Returns:
-            A table, to be printed, whose rows have the figures.
-        """
+        """Describe the partitions in a table: sizes, modes; after a trace, times and memory."""
         return self._stages.describe(self)
 
-    def extra_repr(self) -> str:
-        devices = [str(device) for device in self._devices]
-        return f"devices={devices}, {super().extra_repr()}"
-
     def train(self, mode: bool = True) -> GPipe:
+        """Switch training mode on or off, as :meth:`nn.Module.train` does."""
         super().train(mode)
         self.__dict__["_plain"].training = mode
         return self
@@ -244,11 +196,7 @@ class GPipe(Wrapper):
         raise moving_denied()
 
     def to(self, *args: Any, **kwargs: Any) -> GPipe:
-        """Change dtype or memory format, as :meth:`nn.Module.to` does.
-
-        Raises:
-            TypeError: a device is among the arguments.
-        """
+        """Change dtype or memory format; a device is a :exc:`TypeError`."""
         first = args[0] if args else kwargs.get("device", kwargs.get("tensor"))
         if isinstance(first, torch.device | str | int | Tensor):
             raise moving_denied()
@@ -285,31 +233,10 @@ class GPipe(Wrapper):
 
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layers, micro-batch by micro-batch.
+        """Run the layers, micro-batch by micro-batch (:doc:`inputs`).
 
-        Args:
-            *args: the arguments of the first layer: any nested structure (tuples, lists, dicts,
-                named tuples and whatever is registered with :mod:`torch.utils._pytree`) of tensors,
-                all on ``devices[0]``, and other objects. Tensors have the same size in dimension 0,
-                along which they are split into micro-batches. Each micro-batch gets whole: tensors
-                that are marked by :class:`NoChunk` or have no dimension, and other objects.
-            **kwargs: the same.
-
-        Returns:
-            The outputs of the last layer, on ``devices[-1]``: tensors of all micro-batches joined
-            along dimension 0, and tensors without a dimension stacked to shape ``(m,)``, as are
-            those that are marked by :class:`PerMicroBatch`.
-
-        Raises:
-            TypeError: the input, or what passes between partitions, holds tensors in something
-                that PyTorch does not know as a container.
-            ValueError: the input is on another device, or its tensors differ in their first size;
-                the outputs of the micro-batches cannot be joined, as where an output's first size
-                is not the same multiple of the rows of each micro-batch; or layers are sharded by
-                FSDP2 while the devices are several.
-            RuntimeError: a parameter or buffer was moved to another device; a
-                :mod:`torch.func` transform or forward-mode differentiation is active; or a layer
-                changed in place a tensor that every micro-batch gets whole.
+        Tensors come on ``devices[0]``, and are split along dimension 0; outputs are joined, on
+        ``devices[-1]``. What has no dimension comes out once per micro-batch, of shape ``(m,)``.
         """
         if not self._devices:
             return self.module(*args, **kwargs)

@@ -64,56 +64,29 @@ class MappedGPipe(Wrapper):
 
         model = AutoModelForCausalLM.from_config(config)
         pipe = MappedGPipe(model, {"model.embed_tokens": 0, ..., "lm_head": 3}, chunks=8)
-        out = pipe(input_ids=ids, labels=labels)
-        out.loss.mean().backward()
+        output = pipe(**batch)
+        loss_of(pipe, output, batch).backward()
 
-    The arguments of a call are split into micro-batches, and the model's own forward is called for
-    each. A module of the map is computed on its device, where its arguments come by themselves.
-    Since devices run behind the host, they compute different micro-batches at the same time.
-    Gradients are those of the micro-batches, one after another.
-
-    The wrapper has the parameters, the buffers and the state dict of the model, under the model's
-    own names, and :attr:`module` is the model itself.
+    The model's own forward is called for each micro-batch. Each module of the map is computed on
+    its device, where its arguments come by themselves (:doc:`device_map`).
 
     Args:
         module: the model. Its modules are moved to their devices, not copied.
-        device_map: devices by the names of modules; ``""`` is the model itself. A module belongs to
-            the longest name that leads to it. ``"auto"`` measures the model with the sample, and
-            spreads its blocks evenly, as far as each device has the memory for a step with AdamW
-            under the checkpoint mode; a policy counts as ``'never'``. Without a map the model must
-            have been dispatched by Accelerate, as ``from_pretrained(..., device_map="auto")`` does,
-            and that map is taken. Accelerate's hooks are removed in any case. Without accelerators,
-            the model is on the CPU then, with a warning, and so it is for ``"auto"``.
-
-    Keyword Args:
-        chunks: how many micro-batches to make of a mini-batch; a mini-batch with fewer rows is
-            split into its rows. The number may be changed between steps.
-        checkpoint: which micro-batches are checkpointed, and what else is kept, as in
-            :class:`GPipe`, by one mode for all modules, or a list with one for each entry of the
-            map. Each module of a checkpointed entry keeps its arguments, and is computed again in
-            backward.
-        threads: in how many threads forward computes micro-batches at the same time, if all devices
-            are accelerators. More than one is for models that make the host wait for a device, as
-            ``.item()`` does. Such a model must not set attributes of its modules in forward.
-        slices: for causal models of Transformers, the number of slices of each sequence, a list of
-            their lengths, or ``"auto"``. They fill the devices as micro-batches do.
-        deferred_batch_norm: whether batch normalisations update their running statistics once per
-            mini-batch, as in :class:`GPipe`.
+        device_map: devices by the names of modules, of which the longest one counts; ``""`` is the
+            model itself. ``"auto"`` measures the model with the sample, and spreads its blocks
+            evenly. Without a map it is that of ``from_pretrained(..., device_map="balanced")``.
+        chunks: how many micro-batches to make of a mini-batch.
+        checkpoint: as in :class:`GPipe`; a list has one mode for each entry of the map.
+        threads: how many threads compute forward, more than one if the host waits for values, as
+            ``.item()`` does.
+        slices: how many to make of a sequence, lengths, or ``"auto"`` (:doc:`long_sequences`).
+        deferred_batch_norm: as in :class:`GPipe`.
         output_device: where outputs go to; by default they stay where the model has them.
-        sample: for ``"auto"`` only: the arguments of a call, with as many rows as a micro-batch. A
-            mapping has keyword arguments, a tuple has positional ones, and a tensor is the only
-            one. The model computes it where it is, and at last by the map; it does not change.
-        devices: for ``"auto"`` only: the devices, by default all accelerators.
-        memory: for ``"auto"`` only: the bytes that a device may use, of which the map leaves 15 %
-            free, by default nine tenths of what it has. One number is for all devices, a list has
-            one for each, and a table has them by device, as ``{0: "10GiB", 1: 8e9}``.
+        sample: for ``"auto"``: an input, a tuple, or a dict, with the rows of a micro-batch.
+        devices: for ``"auto"``: the devices, by default all accelerators.
+        memory: for ``"auto"``: the bytes that a device may use, as ``{0: "10GiB", 1: 8e9}``.
 
-    Raises:
-        TypeError: the module is none, the map is no mapping of names, or a sample or devices are of
-            the wrong kind.
-        ValueError: a name leads to no module, a tensor has no device, modules are offloaded, or a
-            number is out of range. The map is a word other than ``"auto"``, or what is for
-            ``"auto"`` alone is missing, or given beside a map, or the model does not fit.
+    The first four may be changed between steps. Errors say what to pass instead.
     """
 
     _own = (
@@ -243,17 +216,13 @@ class MappedGPipe(Wrapper):
         self._slicing.slices = checked_slices(slices)
 
     def describe(self) -> Description:
-        """Describe the devices: their modules and sizes, and the checkpoint mode.
-
-        Returns:
-            A table, to be printed, with a row for each device, and the slices of the last step.
-        """
+        """Describe the devices in a table: modules, sizes, mode, and slices of the last step."""
         modes, figures = words_of(self.checkpoint, len(self._map)), self._lasting.figures
         parts = parts_of(self.module, self._map, [x.mapped for x in self._calls], modes)
         return Description.of(parts, self.chunks, figures=figures, slices=self._slicing.words)
 
     def extra_repr(self) -> str:
-        found = f"devices={[*map(str, dict.fromkeys(self._map.values()))]}, {super().extra_repr()}"
+        found = super().extra_repr()
         return found if self.slices == 1 else f"{found}, slices={self.slices!r}"
 
     def __getattr__(self, name: str) -> Any:
@@ -276,12 +245,7 @@ class MappedGPipe(Wrapper):
         return found
 
     def unwrap(self, device: Device | None = None) -> nn.Module:
-        """Give the model back, which is a plain one then; the wrapper cannot be called any more.
-
-        Args:
-            device: where the model goes to. By default modules stay where they are, and bring their
-                arguments to their devices.
-        """
+        """Give the plain model back, on one device or as it is spread; the wrapper ends."""
         places = {*self._map.values()} if device is None else {checked_device(device)}
         for call in self._calls:
             let_go(call, is_spread=len(places) > 1)
@@ -299,6 +263,7 @@ class MappedGPipe(Wrapper):
         return self._lasting, [*dict.fromkeys(self._map.values())]
 
     def train(self, mode: bool = True) -> MappedGPipe:
+        """Switch training mode of the model on or off, as :meth:`nn.Module.train` does."""
         self.training = mode
         self.module.train(mode)
         return self
@@ -306,27 +271,10 @@ class MappedGPipe(Wrapper):
     @Signed
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model, micro-batch by micro-batch.
+        """Call the model, micro-batch by micro-batch (:doc:`inputs`).
 
-        Args:
-            *args: the arguments of the model: any nested structure of tensors and other objects.
-                Tensors have the same size in dimension 0, along which they are split. Each
-                micro-batch gets whole: tensors that are marked by :class:`NoChunk` or have no
-                dimension, and other objects. If all tensors are on the CPU, they come to the first
-                device of the map.
-            **kwargs: the same. ``use_cache`` is off by default, if the model has it.
-
-        Returns:
-            The model's output, joined: tensors along dimension 0, and tensors without a dimension,
-            as losses, stacked to shape ``(m,)``.
-
-        Raises:
-            TypeError: arguments or outputs hold tensors in something that PyTorch does not know as
-                a container.
-            ValueError: tensors differ in their first size, or the outputs cannot be joined.
-            RuntimeError: a mapped module is no longer called by this wrapper, or was moved; or a
-                transform of :mod:`torch.func` or forward-mode differentiation is active; or forward
-                has set an attribute of a module while several threads computed micro-batches.
+        Tensors are split along dimension 0, and outputs are joined. What has no dimension, as a
+        loss, comes out once per micro-batch, of shape ``(m,)`` (:doc:`losses`).
         """
         if self.slices != 1:
             return self._slicing.call(self, self._forward, Arguments(args, kwargs))
@@ -423,20 +371,11 @@ class MappedGPipe(Wrapper):
             current.course = outer
 
     def verify(self, batch: Mapping[str, Any]) -> str:
-        """Prove that the losses of micro-batches make the loss of a mini-batch.
+        """Find out what makes the loss of a batch of the losses of its rows, by two rows.
 
-        Two rows are computed, together and each alone, in evaluation mode and without gradients;
-        :func:`torchgpipe.transformers.loss_of` uses the way that makes the loss.
-
-        Args:
-            batch: the keyword arguments of a call that returns a loss.
-
-        Returns:
-            What counts: ``"labels"``, ``"shifted labels"`` (without the first one of a row),
-            ``"tokens"`` of the attention mask, ``"shifted tokens"``, ``"rows"``, or ``"sum"``.
-
-        Raises:
-            ValueError: no way makes the loss, as where rows are compared with each other.
+        It is ``"labels"``, ``"shifted labels"``, ``"tokens"``, ``"shifted tokens"``, ``"rows"`` or
+        ``"sum"``, and :func:`~torchgpipe.transformers.loss_of` counts by it from then on. If no way
+        makes the loss, it is a :exc:`ValueError` (:doc:`losses`).
         """
         return str(import_module("torchgpipe.transformers.proof").verify(self, batch))
 

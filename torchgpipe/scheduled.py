@@ -55,58 +55,28 @@ class ScheduledLoss(Alone):
         loss = training(input, target)
         loss.backward()
 
-    A schedule that runs backward of one micro-batch before forward of another needs the loss of
-    each micro-batch, so the loss is inside. The call computes the gradients, too.
-    ``loss.backward()`` hands them over, multiplied by whatever was done to the loss. So everything
-    that works with a loss works with this one: several losses added up, gradient scalers, hooks,
-    data parallelism. What layers add to gradients on their own, as routers do for an auxiliary
-    loss, is multiplied, too: ``(loss / 4).backward()`` hands over a quarter of it.
-
-    Without grad the call computes the loss alone, and keeps no memory. In eval mode it computes
-    gradients as in training, as those of adapters on a frozen model.
+    The loss is inside, since schedules need that of each micro-batch. The call computes the
+    gradients, too, and ``loss.backward()`` hands them over, multiplied by whatever was done to the
+    loss (:doc:`schedule`). Without grad the call computes the loss alone.
 
     Args:
-        model: the wrapped model. Its ``chunks`` and ``checkpoint`` hold here, too, and may be
-            changed between steps. Under ``'except_last'`` a cell whose backward comes right after
-            its forward is not recomputed either, since that would free nothing.
-        loss: called as ``loss(output, *targets, **more)`` for each micro-batch, on the device of
-            the last partition. It returns the mean over the rows of the micro-batch, a tensor of
-            one element, or ``(sum, weight)`` for a mean of another kind, such as over tokens: the
-            loss is then the sum of all sums over the sum of all weights. A sum alone cannot be told
-            from a mean, and counts as one, but for ``weight_of``. Its parameters must be on that
-            device. It runs again with a cell that is computed again: what counts asks
-            :func:`~torchgpipe.is_recomputing` first.
-        schedule: the name of a built-in schedule, such as ``'1f1b'``; a function of the numbers of
-            workers and micro-batches; or a :class:`~torchgpipe.schedule.Schedule`. There is a
-            worker for each device. It may be changed between steps.
-
-    Keyword Args:
+        model: the wrapped model, whose ``chunks`` and ``checkpoint`` hold here, too.
+        loss: called as ``loss(output, *targets, **more)`` for each micro-batch, on the last device.
+            It returns the mean over rows, or ``(sum, weight)`` for a mean of another kind, such as
+            over tokens (:doc:`losses`).
+        schedule: a name, such as ``'1f1b'``; a function of the numbers of workers (devices) and
+            micro-batches; or a :class:`~torchgpipe.schedule.Schedule`.
         outputs: whether the call returns ``(loss, output)``, where the output has no gradient.
-        weight_of: for a loss that returns a sum, alone or as ``(sum, weight)``: a function of the
-            targets of a micro-batch, ``weight_of(*targets, **more)``, that returns the weight. So
-            all weights are known before the first backward, as they are without it only if the
-            schedule computes all losses before that. Otherwise gradients are divided by the weights
-            in the end, and so are those that layers add on their own, which is wrong for these.
-        stages: how stages compute: ``'eager'``, by their layers and autograd, or ``'graph'``, by FX
-            graphs. A stage is traced on each kind of micro-batch when that comes for the second
-            time. What was traced is what runs: see :meth:`retrace`. A stage that cannot be a graph
-            is eager, and a warning says why. While a stage is traced, its parameters are
-            replaced, so no other thread may use the layers then, as to evaluate them.
-        compile: the backend of :func:`torch.compile` for each part of a graph, such as
-            ``'inductor'``; without it, operators run one by one.
-        recompute: what checkpointed cells compute again: ``'everything'``, from their inputs; or,
-            if they are graphs, by a ``'min-cut'``, cheap operators only, from the values that take
-            the fewest bytes.
-        scaler: a gradient scaler, whose ``scale()`` multiplies the losses before backward, against
-            gradients that are too small for float16. The caller scales the loss with the same one.
+        weight_of: for a loss that returns a sum: ``weight_of(*targets, **more)`` returns the
+            weight of a micro-batch, so that weights are known before the first backward.
+        stages: ``'eager'``, or ``'graph'``, by FX graphs (:doc:`graphs`).
+        compile: for graphs: the backend of :func:`torch.compile` for each part.
+        recompute: for graphs: what checkpointed cells compute again, ``'everything'`` or by a
+            ``'min-cut'``, cheap operators only.
+        scaler: a gradient scaler, which scales the losses before backward, for float16. The caller
+            scales the loss with the same one.
 
-    Raises:
-        TypeError: the model is no :class:`GPipe`, or the loss cannot be called.
-        ValueError: the model has no partition, the loss has ``reduction='sum'``, or the schedule
-            does not fit; the message shows both.
-
-    Source: Narayanan et al. (arXiv 2006.09503) for 1F1B; Qi et al. (arXiv 2401.10241) for backward
-    in two halves; :mod:`torchgpipe.schedule` names the source of each schedule.
+    ``schedule`` may be changed between steps. Errors say what to pass instead.
     """
 
     _own = ("_crew", "_plans")
@@ -156,20 +126,9 @@ class ScheduledLoss(Alone):
     def forward(self, input: Any, *targets: Any, **more: Any) -> Any:
         """Compute the loss of a mini-batch, and the gradients of all that it depends on.
 
-        Args:
-            input: the input of the model: what its first layer takes, any nested structure of
-                tensors, on the first device.
-            *targets: further arguments of the loss. Tensors are split along dimension 0, as those
-                of the input are, and moved to the last device.
-            **more: the same, by name.
-
-        Returns:
-            The loss, of shape ``()``, on the last device; with ``outputs``, also the outputs of the
-            last layer, joined as those of the model are, without a gradient.
-
-        Raises:
-            ValueError: the targets have other rows than the input.
-            RuntimeError: backward was run twice, or with ``create_graph=True``.
+        Tensors in the input, which is on the first device, and in the targets are split along
+        dimension 0. Targets come to the last device. The loss has the shape ``()``, and is on the
+        last device, as outputs are.
         """
         mini_batch = MiniBatch(self.model, input, self.loss)
         begin_mini_batch(self.model, self.loss)
@@ -186,24 +145,7 @@ class ScheduledLoss(Alone):
         return value, criterion.joined(executor.step.blocks)
 
     def costs(self, input: Any, *targets: Any, **more: Any) -> Costs:
-        """Count what each stage costs, from its graph, without running a step.
-
-        The stages are traced, and a step of the same shapes uses the same graphs. If a layer keeps
-        something outside of all modules, such as a table in a cache, run a step before.
-
-        Args:
-            input: an input as for a step; its values do not matter.
-            *targets: further arguments of the loss in the same way.
-            **more: the same, by name.
-
-        Returns:
-            The costs of one micro-batch, for :func:`~torchgpipe.schedule.validate`,
-            :func:`~torchgpipe.schedule.simulate` and others: times as numbers of operations, and
-            memory in bytes.
-
-        Raises:
-            ValueError: a stage cannot be a graph, or stages are eager.
-        """
+        """Count operations and bytes of each stage's graph, without a step (:doc:`graphs`)."""
         if self.stages != "graph":
             raise ValueError(
                 "costs are counted from graphs (stages: 'eager'); pass "
@@ -215,12 +157,7 @@ class ScheduledLoss(Alone):
             return costs_of(traced_all(executor, self.graphs))
 
     def retrace(self) -> None:
-        """Trace the stages anew, from the next step on.
-
-        A graph has what it was traced with. Changes of layers are seen: of their modules and
-        tensors, and of numbers, flags and texts in attributes. After a change of anything else that
-        layers or the loss read, as of a configuration or a global variable, call this method.
-        """
+        """Trace the stages anew, from the next step on: what was traced is what runs."""
         self.__dict__["_crew"] = None
 
     def _executor(self, mini_batch: MiniBatch, terms: Any) -> Executor:
@@ -268,15 +205,11 @@ class ScheduledLoss(Alone):
             raise
 
     def describe(self) -> Description:
-        """Describe the partitions, as :meth:`GPipe.describe` does, and the schedule.
-
-        Returns:
-            A table, to be printed, whose rows have the figures. The last one includes the loss, if
-            that is a module.
-        """
+        """Describe the partitions, as :meth:`GPipe.describe` does, and the schedule."""
         return stages_of(self.model).describe(self.model, self.loss, text_of(self.schedule))
 
     def extra_repr(self) -> str:
+        """The settings, for the first line of ``repr()``."""
         return f"schedule={title_of(self.schedule)!r}, stages={self.stages!r}"
 
     @property

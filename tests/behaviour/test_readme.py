@@ -21,8 +21,6 @@ README = ROOT / "README.rst"
 GUIDE = {*(ROOT / "docs").glob("*.rst")} - {*(ROOT / "docs").glob("tutorial*.rst")}
 ELSEWHERE = {ROOT / f"docs/{name}.rst" for name in ("debugging", "schedule", "testing")}
 GUIDE = sorted(GUIDE - ELSEWHERE)
-#: Pages that do not import torch and GPipe themselves.
-BORROWING = ("choose", "graphs", "layers", "long_sequences", "see")
 #: Pages that need a newer PyTorch than the package.
 NEWER = {"across_machines": (2, 13)}
 
@@ -60,7 +58,7 @@ def test_readme(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = {"input_ids": [k % 20 for k in range(1000)]}
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda _: lambda _: words)
-    names = run(page, pasted=True)
+    names = run(page)
     assert len(names["data"]) == 15
     assert len(names["model"].devices) == 2
 
@@ -77,11 +75,13 @@ def at_once(monkeypatch):
 )
 # PyTorch's compiler reads the gradient of every input, also of one that is no leaf.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+# A page of a Trainer, whose model is spread over all accelerators.
+@pytest.mark.filterwarnings("ignore:a model is on the CPU alone")
 def test_guide(run, file, tmp_path, monkeypatch):
     if NEWER.get(file.stem, (0,)) > VERSION:
         pytest.skip(f"PyTorch {VERSION} has no runtime for it")
     monkeypatch.chdir(tmp_path)
-    run(file, pasted=file.stem not in BORROWING)
+    run(file)
 
 
 @pytest.mark.parametrize(

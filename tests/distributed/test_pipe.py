@@ -366,11 +366,11 @@ def table_of(group):
     device = str(pipe.device)
     assert [row.device for row in pipe.describe().rows] == [device] * 2
     words = [" ".join(x.split()) for x in str(pipe.describe()).split("\n")]
-    return [x.replace(device, "here") for x in words], repr(pipe).split("\n")[1]
+    return [x.replace(device, "here") for x in (*words, repr(pipe).split("\n")[1])]
 
 
 def test_description(processes):
-    (first, line), (second, _) = processes.run(table_of, 2)
+    (*first, line), (*second, _) = processes.run(table_of, 2)
     assert first == [
         "stage layers parameters bytes device checkpoint",
         "0 0 12 48 B here always",
@@ -383,7 +383,8 @@ def test_description(processes):
         "total: 2 layers, 24 parameters, 96 B, chunks: 4, rank: 1, schedule: zbv",
     ]
     assert line == (
-        "  rank=0, schedule='zbv', chunks=4, checkpoint=['always', 'never', 'never', 'always']"
+        "  rank=0, schedule='zbv', devices=['here'], chunks=4, "
+        "checkpoint=['always', 'never', 'never', 'always']"
     )
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import pydoc
 import re
 import runpy
 from functools import reduce
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 
 import torchgpipe
+from tests.examples import MISSING
 from tests.virtual.mutants import guards
-from torchgpipe import distributed, plans, schedule, testing
+from torchgpipe import GPipe, MappedGPipe, ScheduledLoss, distributed, plans, schedule, testing
 
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
@@ -157,3 +159,19 @@ def test_decisions_have_one_form(page):
     held = page.read_text("utf-8").split("Held by\n")[1]
     assert "``torchgpipe/" in held
     assert "``# guard: " in held
+
+
+@pytest.mark.parametrize(
+    "thing",
+    [GPipe, MappedGPipe, ScheduledLoss, "pipelined"],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_help_fits_on_two_screens(thing):
+    """The own part of a class stands first, before that of each nn.Module."""
+    if thing == "pipelined":
+        pytest.importorskip("transformers", exc_type=MISSING)
+        thing = importlib.import_module("torchgpipe.transformers").pipelined
+    text = pydoc.plain(pydoc.render_doc(thing))
+    own, _, inherited = text.partition("Methods inherited from")
+    assert bool(inherited) == isinstance(thing, type)
+    assert len(own.splitlines()) <= 100

@@ -29,8 +29,9 @@ TUTORIAL = some(TUTORIAL, [x for x in TUTORIAL if x.stem == "tutorial"])
 def test_guide(run, devices, tmp_path, monkeypatch, capsys):
     # The devices of this process are loaded already.
     monkeypatch.setattr("torchgpipe.testing.load", lambda number: devices[:number])
-    names = run(FILE, pasted=True, path=tmp_path / "trace.json")
-    assert names["path"].stat().st_size > 1000
+    monkeypatch.chdir(tmp_path)
+    names = run(FILE)
+    assert (tmp_path / "step.json").stat().st_size > 1000
     printed = capsys.readouterr().out.splitlines()
     text = FILE.read_text("utf-8")
     for line in printed[:3]:
@@ -102,7 +103,7 @@ def test_timelines_of_the_readme(devices, chunks):
 def test_debugging(run, devices, monkeypatch, capsys):
     monkeypatch.setattr("torchgpipe.testing.load", lambda number: devices[:number])
     page = DOCS / "debugging.rst"
-    run(page, pasted=True)
+    run(page)
     text = page.read_text("utf-8")
     printed = capsys.readouterr().out.splitlines()
     # The number of a stream is whichever comes next.

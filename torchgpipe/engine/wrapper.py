@@ -155,11 +155,7 @@ class Wrapper(Alone):
 
     @property
     def checkpoint(self) -> Keeping | list[Keeping]:
-        """The checkpoint mode: ``always``, ``except_last``, ``never`` or ``offload``.
-
-        It may also be an :class:`~torchgpipe.Offload`, or a list with a mode for each partition. To
-        change one of these, assign a new list.
-        """
+        """The mode: what backward computes again. To change one of a list, assign a new list."""
         # A new list, so that changes of it do not change the setting unchecked.
         return [*self._checkpoint] if isinstance(self._checkpoint, tuple) else self._checkpoint
 
@@ -169,7 +165,8 @@ class Wrapper(Alone):
 
     def extra_repr(self) -> str:
         """The settings, for the first line of ``repr()``."""
-        return f"chunks={self.chunks}, checkpoint={self.checkpoint!r}"
+        devices = [str(device) for device in self._traced()[1]]
+        return f"devices={devices}, chunks={self.chunks}, checkpoint={self.checkpoint!r}"
 
 
 def moving_denied() -> TypeError:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import ExitStack
+from itertools import chain
 from math import isfinite
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import TrainerCallback
 
+from torchgpipe.checks import verify
 from torchgpipe.devices.recorder import memory_total, peak_memory
+from torchgpipe.mapped_gpipe import MappedGPipe
+from torchgpipe.partition.arguments import checked_count
+from torchgpipe.show.timeline import Timeline
+from torchgpipe.tracing import trace
 
 __all__: list[str] = []
 
+
+logger = logging.getLogger("torchgpipe")
 
 #: The bytes of a GiB.
 GIB = 2**30
@@ -22,21 +32,19 @@ class Idleness(NamedTuple):
 
     Args:
         devices: the devices that the model is on.
-        micro_batches: how many micro-batches went through them in one call.
-        rows: how many rows these had.
+        groups: the sizes of the micro-batches that went through them in one call, for each call.
         slices: how many slices their sequences were divided into.
     """
 
     devices: list[torch.device]
-    micro_batches: int
-    rows: int
+    groups: list[list[int]]
     slices: int = 1
 
     @property
     def bubble(self) -> float:
         """The share of a step in which a device waits, by GPipe's schedule with even blocks."""
-        others = len(self.devices) - 1
-        return others / (self.micro_batches * self.slices + others)
+        waits = (len(self.devices) - 1) * len(self.groups)
+        return waits / (sum(map(len, self.groups)) * self.slices + waits)
 
     @property
     def peak(self) -> tuple[int, torch.device] | None:
@@ -46,11 +54,12 @@ class Idleness(NamedTuple):
 
     def line(self) -> str:
         """The figures as a line of text."""
-        rows = round(self.rows / self.micro_batches)
+        sizes, groups = [*chain(*self.groups)], len(self.groups)
         text = (
-            f"{len(self.devices)} devices, {self.micro_batches} micro-batches of {rows} "
-            f"row{'s' * (rows != 1)}{f' in {self.slices} slices' * (self.slices > 1)}: "
-            f"bubble {self.bubble:.0%}"
+            f"{counted(len(self.devices), 'device')}, {counted(len(sizes), 'micro-batch')} of "
+            f"{counted(round(sum(sizes) / len(sizes)), 'row')}"
+            f"{f' in {self.slices} slices' * (self.slices > 1)}"
+            f"{f', in {groups} groups' * (groups > 1)}: bubble {self.bubble:.0%}"
         )
         if self.peak is None:
             return text
@@ -66,8 +75,14 @@ class Idleness(NamedTuple):
         return found if self.peak is None else {**found, "pipeline/peak_gib": self.peak[0] / GIB}
 
 
+def counted(number: int, name: str) -> str:
+    """A number of things, in the singular or the plural."""
+    ending = "es" if name.endswith("ch") else "s"
+    return f"{number} {name}{ending * (number != 1)}"
+
+
 class PipelineCallback(TrainerCallback):
-    """Log how long devices are idle, and their memory.
+    """Log how long devices are idle, and their memory; and look at one step.
 
     ::
 
@@ -75,6 +90,45 @@ class PipelineCallback(TrainerCallback):
 
     Each entry of a pipelined Trainer's logs gets ``pipeline/bubble``, the share of a step in which
     a device waits for others, and ``pipeline/peak_gib``, the most memory that any accelerator had
-    allocated. The bubble is that of GPipe's schedule, for blocks that take equally long;
-    :func:`torchgpipe.trace` measures it.
+    allocated. The bubble is that of GPipe's schedule, for blocks that take equally long.
+
+    ::
+
+        trainer = pipelined(Trainer)(..., callbacks=[PipelineCallback(trace=3)])
+
+    The third optimizer step is traced, and its timeline is said after it (:doc:`see`).
+
+    Args:
+        trace: the optimizer step to trace, counted from 1. The first one spreads the model.
+
+    Raises:
+        TypeError, ValueError: the step is no number from 2 on.
     """
+
+    #: The timeline of the step that was traced, or None.
+    timeline: Timeline | None = None
+
+    def __init__(self, trace: int | None = None) -> None:
+        if trace is not None:
+            remedy = "the first step spreads the model, so pass trace=2 or a later one"
+            checked_count(trace, "trace", "the step to look at", remedy)
+            verify(trace > 1, "trace must be a step after the first one", "trace", trace, remedy)
+        self._step = trace
+        self._tracing = ExitStack()
+
+    def begin(self, step: int, model: MappedGPipe | None) -> None:
+        """Begin to trace, if this is the step, or the first one after it that can be traced."""
+        # A step that raised has not ended its trace.
+        self._tracing.close()
+        if self._step is not None and step >= self._step and model and self.timeline is None:
+            # The trace ends first.
+            self._tracing.callback(self._say)
+            self.timeline = self._tracing.enter_context(trace(model))
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """End the trace of a step, and say its timeline."""
+        self._tracing.close()
+
+    def _say(self) -> None:
+        if self.timeline is not None:
+            logger.warning(str(self.timeline))

@@ -118,6 +118,7 @@ class Pipelined(SpreadTrainer):
     label_names: list[str]
     data_collator: Any
     callback_handler: Any
+    state: Any
 
     def __init__(
         self, *args: Any, joined: int | None = None, accept_loss: bool = False, **kwargs: Any
@@ -157,18 +158,22 @@ class Pipelined(SpreadTrainer):
         """Collect the mini-batches of an optimizer step, as the Trainer's class does."""
         above: Any = super()
         self._say()
-        self._collated, self._prepared, self._losses = {}, [], []
+        self._collated, self._prepared, self._losses, self._figures = {}, [], [], None
         batches = map(self._without_parts, epoch_iterator)
         found = above.get_batch_samples(batches, *args, **kwargs)
         self._batches = [*found[0]]
+        for callback in self._callbacks():
+            callback.begin(self.state.global_step + 1, self.pipe)
         return found
+
+    def _callbacks(self) -> list[PipelineCallback]:
+        return [x for x in self.callback_handler.callbacks if isinstance(x, PipelineCallback)]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log as the Trainer's class does, with what a :class:`PipelineCallback` asks for."""
         above: Any = super()
         self._say()
-        asked = any(isinstance(x, PipelineCallback) for x in self.callback_handler.callbacks)
-        if asked and self._figures:
+        if self._callbacks() and self._figures:
             logs.update(self._figures.logs())
         above.log(logs, *args, **kwargs)
 
@@ -315,9 +320,10 @@ class Pipelined(SpreadTrainer):
         pipe = self._spread.made()
         found = compute(pipe, calls)
         if torch.is_grad_enabled():
+            groups = [] if self._figures is None else self._figures.groups
             sizes = [size for call in calls for size in call.division.sizes]
             devices = [*dict.fromkeys(pipe.device_map.values())]
-            self._figures = Idleness(devices, len(sizes), sum(sizes), pipe._slicing.count)
+            self._figures = Idleness(devices, [*groups, sizes], pipe._slicing.count)
         return found
 
 

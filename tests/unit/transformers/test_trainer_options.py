@@ -1,6 +1,7 @@
 """Options of a Trainer that have it look at more than a loss, or count labels otherwise."""
 
 import copy
+import logging
 import pickle
 
 import numpy as np
@@ -16,7 +17,9 @@ from tests.unit.transformers.test_trainer import assert_same_weights, made, mode
 transformers = pytest.importorskip("transformers", exc_type=MISSING)
 
 # Not before it is known that Transformers is there.
-from torchgpipe.transformers import pipelined  # noqa: E402
+import torchgpipe  # noqa: E402
+from torchgpipe.transformers import PipelineCallback, pipelined  # noqa: E402
+from torchgpipe.transformers.idleness import Idleness  # noqa: E402
 
 
 def packed(batch):
@@ -175,3 +178,55 @@ def test_mini_batches_that_are_joined(kind, tmp_path):
     for make, one in ((kind, plain), (pipelined(kind), wrapped(model))):
         made(make, one, tmp_path, rows(), **options).train()
     assert_same_weights(model, plain)
+
+
+def test_a_step_is_traced(tmp_path, monkeypatch):
+    """A callback shows one step of a training, also of a model that the Trainer spreads itself."""
+    said = []
+    monkeypatch.setattr(logging.getLogger("torchgpipe"), "warning", said.append)
+    look = PipelineCallback(trace=2)
+    assert look.timeline is None
+    given = {"devices": ["cpu", "cpu"], "chunks": 4, "callbacks": [look]}
+    model = model_of("llama")
+    trainer = made(pipelined(transformers.Trainer), model, tmp_path, rows(12), given=given)
+    trainer.train()
+    assert trainer.state.global_step > 2
+    # The first line is of the first step.
+    assert said[1:] == [str(look.timeline)]
+    cells = {(x.kind, x.microbatch) for x in look.timeline.step().spans if x.kind in "FB"}
+    assert cells == {(kind, k) for kind in "FB" for k in range(4)}
+    # Nothing is traced any more.
+    with torchgpipe.trace(trainer.pipe):
+        pass
+
+
+@pytest.mark.parametrize("step", [0, 1, "2"])
+def test_the_first_step_is_not_traced(step):
+    with pytest.raises(ValueError, match=r"\(trace: .+\); the first step spreads the model"):
+        PipelineCallback(trace=step)
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ([[2]], "2 devices, 1 micro-batch of 2 rows: bubble 50%"),
+        ([[1, 1, 1]], "2 devices, 3 micro-batches of 1 row: bubble 25%"),
+        ([[1, 1], [1]], "2 devices, 3 micro-batches of 1 row, in 2 groups: bubble 40%"),
+    ],
+)
+def test_the_figures_of_a_step_are_those_of_all_groups(groups, expected):
+    figures = Idleness([torch.device("cpu"), torch.device("meta")], groups)
+    assert figures.line() == expected
+
+
+def test_a_step_of_several_groups_is_said(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(logging.getLogger("torchgpipe"), "warning", said.append)
+    given = {"devices": ["cpu", "cpu"], "chunks": 4, "joined": 1}
+    trainer = made(
+        *(pipelined(transformers.Trainer), model_of("llama"), tmp_path, rows(12)),
+        given=given,
+        gradient_accumulation_steps=2,
+    )
+    trainer.train()
+    assert "in 2 groups" in said[0]
