@@ -14,9 +14,9 @@ from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient.modes import is_within_float16
 from torchgpipe.ambient.notes import warn
 from torchgpipe.checks import checked_flag, verify, verify_kind
+from torchgpipe.engine.computation import Cells, Crew, ScheduledStep
 from torchgpipe.engine.criterion import Criterion, arguments_of, explaining
-from torchgpipe.engine.loop import Crew, Executor
-from torchgpipe.engine.scheduled_cell import Cells
+from torchgpipe.engine.loop import Executor
 from torchgpipe.engine.stages import Stages, stages_of
 from torchgpipe.engine.step_plan import Choice, StepPlan, plan, text_of, title_of, verify_choice
 from torchgpipe.engine.wrapper import Alone, MiniBatch, begin_mini_batch
@@ -132,17 +132,17 @@ class ScheduledLoss(Alone):
         """
         mini_batch = MiniBatch(self.model, input, self.loss)
         begin_mini_batch(self.model, self.loss)
-        executor = self._executor(mini_batch, (targets, more))
+        step = self._step(mini_batch, (targets, more))
         with explaining(targets, self.model[0]):
-            mini_batch.compute(executor.run)
-        criterion = executor.criterion
+            mini_batch.compute(Executor(step).run)
+        criterion = step.criterion
         mini_batch.warn_of_coupled(criterion.shapes)
         value, divisor = criterion.total()
         if torch.is_grad_enabled() and criterion.depends:
-            value = executor.outcome(value, divisor)
+            value = step.outcome(value, divisor)
         if criterion.outputs is None:
             return value
-        return value, criterion.joined(executor.step.blocks)
+        return value, criterion.joined(step.blocks)
 
     def costs(self, input: Any, *targets: Any, **more: Any) -> Costs:
         """Count operations and bytes of each stage's graph, without a step (:doc:`graphs`)."""
@@ -153,15 +153,15 @@ class ScheduledLoss(Alone):
             )
         mini_batch = MiniBatch(self.model, input)
         with torch.enable_grad():
-            executor = self._executor(mini_batch, (targets, more))
-            return costs_of(traced_all(executor, self.graphs))
+            step = self._step(mini_batch, (targets, more))
+            return costs_of(traced_all(step, self.graphs))
 
     def retrace(self) -> None:
         """Trace the stages anew, from the next step on: what was traced is what runs."""
         self.__dict__["_crew"] = None
 
-    def _executor(self, mini_batch: MiniBatch, terms: Any) -> Executor:
-        """Make the executor of a step."""
+    def _step(self, mini_batch: MiniBatch, terms: Any) -> ScheduledStep:
+        """Make what the computations of a step have in common."""
         model, m, batches = self.model, mini_batch.m, mini_batch.batches
         recorded = torch.is_grad_enabled()
         crew = self._crew_of(model)
@@ -177,14 +177,14 @@ class ScheduledLoss(Alone):
             self.weight_of,
         )
         chosen = self._plan(m, forward=not recorded)
-        executor = Executor(crew, chosen, batches, criterion, arriving)
-        if any(map(is_shard, chain(*executor.sums.weights))):
+        step = ScheduledStep(crew, chosen, batches, criterion, arriving)
+        if any(map(is_shard, chain(*step.sums.weights))):
             raise ValueError(
                 "a scheduled loss must not have layers that are sharded by FSDP2, which gathers "
                 "and frees weights around a backward of its own (schedule: "
                 f"{self.schedule!r}); use the GPipe itself, with the loss after it"
             )
-        return executor
+        return step
 
     @property
     def schedule(self) -> Choice:

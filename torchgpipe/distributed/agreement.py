@@ -301,7 +301,7 @@ class Agreement:
 
     def end(self, mail: Mail, value: Tensor | None, divisor: Tensor | None) -> StepLoss | None:
         """Tell the others that the step is done, and return its loss; None without one."""
-        numbers, last = mail.step.numbers, mail.routes.placement[-1]
+        numbers, last = mail.numbers, mail.routes.placement[-1]
         drew, any_drew = numbers.has_drawn(0), numbers.drawn
         code = -1 if value is None else DTYPES.index(value.dtype)
         # A host does not wait for its device.
@@ -326,7 +326,7 @@ class Agreement:
 
         As after a step in one process, generators are where the first micro-batch has left them.
         """
-        numbers, placement = mail.step.numbers, mail.routes.placement
+        numbers, placement = mail.numbers, mail.routes.placement
         assert mail.after is not None
         found = mail.after.heard()
         self._quiet = None if any(x[1] for x in found) else self._flags

@@ -77,7 +77,7 @@ class Mail(Post):
         if data is not None:
             works += self._send([torch.tensor([len(data)], device=CPU), data], peer, HOST)
         if self.with_numbers:
-            states = self.step.numbers.all_of(i)
+            states = self.numbers.all_of(i)
             works += self._send([x.detach() for x in states.values()], peer, HOST)
         self._going["F", j, i] = works + self._send(tensors, peer)
 
@@ -93,7 +93,7 @@ class Mail(Post):
             form = self.forms.read(j, i, data)
         works = []
         if self.with_numbers:
-            before = self.step.numbers.all_of(i)
+            before = self.numbers.all_of(i)
             states = self._states[j, i] = {kind: torch.empty_like(x) for kind, x in before.items()}
             works += [self._connections.receive(x, peer, HOST) for x in states.values()]
         self._coming["F", j, i] = self._receive(form.metas, peer, works)
@@ -102,7 +102,7 @@ class Mail(Post):
         """Wait for what was received, which waits for stage ``j`` from then on."""
         tensors = self._waited_for("F", j, i)
         if self.with_numbers:
-            self.step.numbers.go_on(i, self._states.pop((j, i)))
+            self.numbers.go_on(i, self._states.pop((j, i)))
         batch = unpack(self.forms.known(j, i), tensors)
         if len(batch.parts) > 1 or batch.shared:
             batch = self.parcels[i].put(batch)

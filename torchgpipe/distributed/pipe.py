@@ -46,8 +46,9 @@ from torchgpipe.distributed.mail import Mail
 from torchgpipe.distributed.messages import Forms
 from torchgpipe.distributed.peers import Peers, Routes
 from torchgpipe.distributed.runtime import Actions, fitting
+from torchgpipe.engine.computation import Crew, ScheduledStep
 from torchgpipe.engine.criterion import Criterion, explaining
-from torchgpipe.engine.loop import Crew, Executor
+from torchgpipe.engine.loop import Executor
 from torchgpipe.engine.stages import Stages
 from torchgpipe.engine.step_plan import Choice, text_of, title_of
 from torchgpipe.engine.wrapper import Wrapper, begin_mini_batch, compute
@@ -402,22 +403,21 @@ class Pipe(Wrapper):
             verify_placement(self._layers, [self._device] * len(self._layers))
             made = partial(Mail, self._forms, self._routes, self._peers)
             begin_mini_batch(self)
-            executor = Executor(self._crew, actions.plan, batches, criterion, arriving, made)
-            mail = executor.post
+            step = ScheduledStep(self._crew, actions.plan, batches, criterion, arriving, made)
+            executor, mail = Executor(step), step.post
             assert isinstance(mail, Mail)
             try:
                 run = partial(executor.run, partial(actions.run, executor, mail, agree))
-                shared = mini_batch.whole if mini_batch else ()
-                compute(run, self, shared, executor.step.context.modes, m)
+                compute(run, self, mini_batch.whole if mini_batch else (), step.context.modes, m)
                 # Before the others take the step for done, since this may fail.
                 if criterion.outputs is not None and self.is_last:
-                    output = criterion.joined(executor.step.blocks)
+                    output = criterion.joined(step.blocks)
                 ends = criterion.total() if with_loss and self.is_last else (None, None)
                 found = self._agreement.end(mail, *ends)
                 # The last stage waits for the others' last backwards, and does this meanwhile.
                 self._traps.coupled([criterion.shapes], rows, (), self.parameters())
                 if found is not None and torch.is_grad_enabled():
-                    self._hand_over(executor, found)
+                    self._hand_over(step, found)
                     reduce(sharded)
                 self._agreement.settle(mail)
             finally:
@@ -425,15 +425,15 @@ class Pipe(Wrapper):
         loss = found and found.value
         return output if not with_loss else (loss, output) if self._outputs else loss
 
-    def _hand_over(self, executor: Executor, loss: StepLoss) -> None:
+    def _hand_over(self, step: ScheduledStep, loss: StepLoss) -> None:
         """Add the gradients of a step to those of the weights and of the input."""
-        (sums,) = executor.sums.by_worker
+        (sums,) = step.sums.by_worker
         # guard: gradients of tied weights
         self._tied.add_up(sums)
         if self._replicas is not None:
-            average(chain(*executor.sums.weights), sums, self._replicas)
+            average(chain(*step.sums.weights), sums, self._replicas)
         # There may be nothing that requires a gradient here.
-        if zeros := executor.sums.zeros(executor.links, executor.post, loss.value.dtype):
+        if zeros := step.sums.zeros(step.links, step.post, loss.value.dtype):
             factor = torch.ones_like(loss.value) if loss.divisor is None else 1 / loss.divisor
             grads = tuple([factor.to(x.device) for x in zeros])
             # Without the checks of torch.autograd.backward(), which a step has no need of.

@@ -12,36 +12,174 @@
 A computation receives and delivers on the worker's compute stream, and computes on the stream of
 its stage. What it sets in the process while it computes (the state of a generator, autocast) is set
 around each piece that runs, and put back before the next piece of anything runs.
+
+:class:`ScheduledStep` has what they take from, and give to: the post, the cells, and the sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
 
 import torch
+from torch import Tensor, nn
 
 from torchgpipe.ambient import labels
-from torchgpipe.ambient.context import Swap
+from torchgpipe.ambient.context import Swap, is_in_checkpoint
 from torchgpipe.ambient.generators import computing
 from torchgpipe.ambient.modes import without_autocast
 from torchgpipe.ambient.notes import noted
 from torchgpipe.autograd.nodes import drain_queue
 from torchgpipe.devices.recorder import Mark
 from torchgpipe.devices.streams import AbstractStream, use_stream
-from torchgpipe.engine.scheduled_cell import Cell, Gradients
+from torchgpipe.engine.criterion import Criterion
+from torchgpipe.engine.drawing import Draws, StepDraws
+from torchgpipe.engine.links import Gradients, Links, Post
+from torchgpipe.engine.outcome import Outcome, StepSums, copies_of_weights, in_place_of
+from torchgpipe.engine.scheduled_cell import Cell, EagerCell
+from torchgpipe.engine.stages import Stages
+from torchgpipe.engine.step import Step, lend
+from torchgpipe.engine.step_plan import StepPlan
+from torchgpipe.partition.keeping import policy_of
+from torchgpipe.recompute.offload import Offloading, Window
 from torchgpipe.schedule.program import Op
 from torchgpipe.values.microbatch import VALUE, Batch
-
-if TYPE_CHECKING:
-    from torchgpipe.engine.loop import Executor
 
 __all__: list[str] = []
 
 Result = TypeVar("Result")
 
 NOTHING: AbstractContextManager[None] = nullcontext()
+
+#: Makes the cell of an F.
+NewCell: TypeAlias = Callable[["Forward"], Cell]
+
+
+class Cells:
+    """The kind of cells that steps have: these are the eager ones."""
+
+    def begin(self, copies: Sequence[Mapping[Tensor, Tensor]]) -> NewCell:
+        """Begin a step, and return what makes its cells."""
+        return eager_cell
+
+    def compute(self, function: Callable[[], None]) -> None:
+        """Call a function that has a cell compute."""
+        function()
+
+    def beside(self, one: Computation, other: Computation) -> None:
+        """Compute the two computations of an overlap."""
+        for run in (one, other):
+            run.on(run.stream, run.compute)
+
+
+@dataclass
+class Crew:
+    """The parts of a schedule that last from step to step; streams and threads are the wrapper's.
+
+    Args:
+        stages: the stages of the wrapper.
+        cells: how cells are made; eager ones by default.
+        basis: the settings that the crew was made for; other settings need a new one.
+        verify: checks weights that a stage uses, and that are not among its own.
+        draws: how layers use the CPU's generator, as far as steps have shown.
+    """
+
+    stages: Stages
+    cells: Cells = field(default_factory=Cells)
+    basis: Sequence[Any] = ()
+    verify: Callable[[int, Sequence[Tensor]], None] = lambda *_: None
+    draws: Draws = field(default_factory=Draws)
+
+
+class ScheduledStep(Step):
+    """One step of a schedule: what its computations have in common.
+
+    Args:
+        crew: what lasts from step to step.
+        plan: the plan of the step.
+        batches: the micro-batches; each is let go of when it is computed. An empty list if the
+            first stage is in another process.
+        criterion: the loss of each micro-batch.
+        arriving: the copies that the last stage waits for, each with its event.
+        post: makes the post of the step.
+    """
+
+    #: The turns of computations at generators, while the step runs.
+    draws: StepDraws
+
+    def __init__(
+        self,
+        crew: Crew,
+        plan: StepPlan,
+        batches: list[Batch],
+        criterion: Criterion,
+        arriving: Sequence[Any] = (),
+        post: Callable[[Step, Links, list[Batch]], Post] = Post,
+    ) -> None:
+        if torch.is_grad_enabled() and is_in_checkpoint():
+            raise RuntimeError(
+                "a schedule runs backward within the call, which a checkpoint of PyTorch would "
+                "compute again in the middle of that backward; call it outside of checkpoint(), "
+                "and pass checkpoint='always' to the wrapper"
+            )
+        self.crew, self.plan, self.criterion = crew, plan, criterion
+        stages = crew.stages
+        after = criterion.loss if isinstance(criterion.loss, nn.Module) else None
+        joins, again = criterion.outputs is not None, {j for j, _ in plan.again}
+        super().__init__(stages, plan.schedule.chunks, again, joins, after)
+        #: Whether the caller is within autocast, which backward must not be.
+        self.casts = any(x.enabled for x in self.context.modes.autocast)
+        #: For each stage, copies of weights that it computes with in their place.
+        self.copies = copies_of_weights(stages)
+        for body, places, own in zip(self.bodies, stages.lent, self.copies):
+            lend(body, places, partial(in_place_of, own))
+        #: What gradients are summed for.
+        self.sums = StepSums(plan, self.modules, batches, self.copies)
+        self.new_cell = crew.cells.begin(self.copies)
+        #: The cells between F and their last instruction.
+        self.cells: dict[tuple[int, int], Cell] = {}
+        self.links = Links(plan, stages, arriving)
+        for body, mode in zip(self.bodies, plan.keepings):
+            body.policy = policy_of(mode)
+        #: For each worker, the cells that leave for the host; empty if none do.
+        self.windows = [Window() for _ in plan.devices] if plan.leaving else []
+        for j, w in enumerate(plan.schedule.placement) if plan.leaving else ():
+            offload = plan.offloads[j]
+            if offload is not None:
+                leaving = {i for stage, i in plan.leaving if stage == j}
+                memory = stages.pool.host(plan.devices[w])
+                self.bodies[j].offloading = Offloading(
+                    memory, offload, j, leaving, self.links.recorder, self.windows[w]
+                )
+        #: What is on its way from stage to stage.
+        self.post = post(self, self.links, batches)
+
+    def look_for_strays(self, cell: Cell) -> None:
+        """Find weights of another module that a layer has used."""
+        # guard: strays
+        strays = cell.look_for_strays(self.sums.nodes[cell.j])
+        if strays:
+            known = {*map(id, self.sums.weights[cell.j])}
+            # Two cells of an overlap have run before either is looked at.
+            # guard: strays met once
+            met = [x for x in strays if id(x) not in known]
+            self.crew.verify(cell.j, met)
+            self.sums.met(cell.j, met)
+            cell.weights += strays
+
+    def outcome(self, value: Tensor, divisor: Tensor | None) -> Tensor:
+        """The loss of the step, whose backward hands the gradients over."""
+        if self.criterion.scale is not None:
+            one = self.criterion.scale(torch.ones((), device=value.device, dtype=value.dtype))
+            divisor = one if divisor is None else divisor * one
+        zeros = self.sums.zeros(self.links, self.post, value.dtype)
+        # What requires a gradient may have got none, and the loss has a backward all the same.
+        zeros = zeros or [torch.zeros_like(value, requires_grad=True)]
+        loss: Tensor = Outcome.apply(value, divisor, *zeros)
+        return loss
 
 
 class Computation(noted):
@@ -53,19 +191,19 @@ class Computation(noted):
     #: What its cell is given.
     given: Any = None
 
-    def __init__(self, executor: Executor, w: int, op: Op) -> None:
-        self.executor, self.w, self.op = executor, w, op
+    def __init__(self, step: ScheduledStep, w: int, op: Op) -> None:
+        self.step, self.w, self.op = step, w, op
         self.j, _, self.i = op
         #: The stream that it computes on.
-        self.stream = executor.links.home[self.j]
+        self.stream = step.links.home[self.j]
         #: Whether that is not the worker's compute stream.
-        self.is_beside = self.stream is not executor.links.compute[w]
+        self.is_beside = self.stream is not step.links.compute[w]
         self.label = None if labels.observer is None else labels.of(op.kind, self.j, self.i)
         self._cell: Cell | None = None
 
     def __str__(self) -> str:
         """The note on an exception of this computation."""
-        return f"raised in {self.op} on {self.executor.plan.names[self.w]}"
+        return f"raised in {self.op} on {self.step.plan.names[self.w]}"
 
     @property
     def mark(self) -> Mark:
@@ -92,13 +230,13 @@ class Computation(noted):
         return self._cell
 
     def _find(self) -> Cell:
-        cells, key = self.executor.cells, (self.j, self.i)
+        cells, key = self.step.cells, (self.j, self.i)
         return cells.pop(key) if self.op.kind in "BW" else cells[key]
 
     @property
     def turn(self) -> AbstractContextManager[Any]:
         """Context manager for the turn of this computation at the generator of its device."""
-        return self.executor.draws.turns[self.j]
+        return self.step.draws.turns[self.j]
 
     def numbers(self) -> AbstractContextManager[Any]:
         """Context manager for the random numbers of this computation, within its turn."""
@@ -108,7 +246,7 @@ class Computation(noted):
         """Compute, with the random numbers of the cell, when the device has its turn."""
         # Not the other way round: who has its turn may trace, and waits for all that compute.
         with self.turn, self.numbers():
-            self.executor.crew.cells.compute(self._compute)
+            self.step.crew.cells.compute(self._compute)
 
     def _compute(self) -> None:
         raise NotImplementedError
@@ -126,56 +264,68 @@ class Forward(Computation):
     given: Batch
     output: Batch
 
-    def __init__(self, executor: Executor, w: int, op: Op) -> None:
-        super().__init__(executor, w, op)
+    def __init__(self, step: ScheduledStep, w: int, op: Op) -> None:
+        super().__init__(step, w, op)
         #: Whether the cell has an R.
-        self.again = (self.j, self.i) in executor.plan.again
+        self.again = (self.j, self.i) in step.plan.again
         #: The loss after the layers, if this is the last stage.
-        self.criterion = executor.criterion if self.j == executor.plan.last else None
+        self.criterion = step.criterion if self.j == step.plan.last else None
 
     def receive(self) -> None:
-        self.given = self.executor.post.receive(self.j, self.i)
+        self.given = self.step.post.receive(self.j, self.i)
         if self.is_beside:
-            self.executor.links.lend(self.given, self.stream)
+            self.step.links.lend(self.given, self.stream)
 
     def _find(self) -> Cell:
-        return self.executor.new_cell(self)
+        return self.step.new_cell(self)
+
+    @property
+    def of_cell(self) -> tuple[Any, ...]:
+        """Arguments of :class:`Cell`, of which cells of any kind are made."""
+        weights = self.step.sums.weights[self.j]
+        return self.i, self.j, self.stream, weights, self.again, self.criterion
 
     def numbers(self) -> AbstractContextManager[Any]:
-        return self.executor.draws.of(self.i, self.j)
+        return self.step.draws.of(self.i, self.j)
 
     def _compute(self) -> None:
         cell = self.cell
         with Swap(computing, number=self.i):
             self.output = cell.forward(self.given)
         if torch.is_grad_enabled():
-            self.executor.cells[self.j, self.i] = cell
+            self.step.cells[self.j, self.i] = cell
 
     def deliver(self) -> None:
-        executor, i, j = self.executor, self.i, self.j
+        step, i, j = self.step, self.i, self.j
         # Whoever held the output would keep it on the device, and have a message copy it.
         output = self.output
         del self.output
         if self.is_beside:
-            executor.links.lend(output, executor.links.compute[self.w])
-        if j < executor.plan.last:
-            executor.post.send(j, i, output)
-        elif executor.links.is_outside[j]:
-            executor.links.leave(executor.criterion.results(i), j)
+            step.links.lend(output, step.links.compute[self.w])
+        if j < step.plan.last:
+            step.post.send(j, i, output)
+        elif step.links.is_outside[j]:
+            step.links.leave(step.criterion.results(i), j)
         del output
-        if executor.windows:
+        if step.windows:
             self.cell.leave()
 
     def settle(self) -> None:
         if torch.is_grad_enabled():
-            self.executor.look_for_strays(self.cell)
+            self.step.look_for_strays(self.cell)
+
+
+def eager_cell(run: Forward) -> EagerCell:
+    """The cell of an F, eager."""
+    step = run.step
+    return EagerCell(step.bodies[run.j], step.context, *run.of_cell)
 
 
 class Recomputation(Computation):
     """R: run the layers of a checkpointed cell again, for what its backward needs."""
 
     def numbers(self) -> AbstractContextManager[Any]:
-        return self.executor.draws.again()
+        return self.step.draws.again()
 
     def _compute(self) -> None:
         self.cell.recompute()
@@ -185,15 +335,15 @@ class BackwardWeight(Computation):
     """W: the half of a backward that computes the gradients of the weights."""
 
     def numbers(self) -> AbstractContextManager[Any]:
-        return self.executor.draws.backward()
+        return self.step.draws.backward()
 
     def compute(self) -> None:
         # Not before: the other one of an overlap may make the first sum.
-        self.executor.sums.by_worker[self.w].ready()
-        kind = self.executor.plan.devices[self.w].type
+        self.step.sums.by_worker[self.w].ready()
+        kind = self.step.plan.devices[self.w].type
         try:
             # A layer may leave autocast on.
-            casts = self.executor.casts or torch.is_autocast_enabled(kind)
+            casts = self.step.casts or torch.is_autocast_enabled(kind)
             # guard: autocast in backward
             with without_autocast() if casts else NOTHING:
                 super().compute()
@@ -202,7 +352,7 @@ class BackwardWeight(Computation):
             raise
 
     def _compute(self) -> None:
-        self.executor.sums.by_worker[self.w].add(*self.cell.backward_weight())
+        self.step.sums.by_worker[self.w].add(*self.cell.backward_weight())
 
 
 class BackwardInput(BackwardWeight):
@@ -212,23 +362,23 @@ class BackwardInput(BackwardWeight):
     inputs: Gradients
 
     def receive(self) -> None:
-        executor, i, j = self.executor, self.i, self.j
-        if j < executor.plan.last:
-            self.given = executor.post.receive_grads(j, i)
+        step, i, j = self.step, self.i, self.j
+        if j < step.plan.last:
+            self.given = step.post.receive_grads(j, i)
         else:
-            self.given = {VALUE: [executor.criterion.grad(i)]}
+            self.given = {VALUE: [step.criterion.grad(i)]}
         for grads in self.given.values() if self.is_beside else ():
-            executor.links.lend(grads, self.stream)
+            step.links.lend(grads, self.stream)
 
     def _compute(self) -> None:
         self.inputs = self.cell.backward_input(self.given)
 
     def deliver(self) -> None:
-        inputs, links = self.inputs, self.executor.links
+        inputs, links = self.inputs, self.step.links
         del self.inputs
         for grads in inputs.values() if self.is_beside else ():
             links.lend(grads, links.compute[self.w])
-        self.executor.post.send_grads(self.j, self.i, inputs)
+        self.step.post.send_grads(self.j, self.i, inputs)
 
 
 class Backward(BackwardInput):
@@ -236,7 +386,7 @@ class Backward(BackwardInput):
 
     def _compute(self) -> None:
         self.inputs, weights, grads = self.cell.backward(self.given)
-        self.executor.sums.by_worker[self.w].add(weights, grads)
+        self.step.sums.by_worker[self.w].add(weights, grads)
 
 
 #: The classes of computations, by kind.

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import cycle, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from torchgpipe.devices.streams import (
     wait_for,
     wait_stream,
 )
-from torchgpipe.engine.scheduled_cell import Gradients
 from torchgpipe.engine.stages import Stages
 from torchgpipe.engine.step import Step
 from torchgpipe.engine.step_plan import StepPlan
@@ -261,6 +260,10 @@ def fetched(
 # them.
 
 
+#: For each part of a micro-batch, the gradients of its tensors, each tensor once.
+Gradients: TypeAlias = dict[Any, Sequence[Tensor | None]]
+
+
 class Post:
     """The values, skips and gradients on their way between the stages of one step.
 
@@ -272,7 +275,9 @@ class Post:
     """
 
     def __init__(self, step: Step, links: Links, batches: list[Batch]) -> None:
-        self.step, self._links, self._layout = step, links, step.stages.skip_layout
+        self._links, self._layout = links, step.stages.skip_layout
+        # Not the step, which has this post.
+        self.numbers = step.numbers
         #: The values that wait for a stage, with their events, by stage and micro-batch.
         self.values: dict[tuple[int, int], tuple[Batch, Any]] = {
             (0, i): (batch, None) for i, batch in enumerate(batches)

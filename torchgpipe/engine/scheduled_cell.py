@@ -15,31 +15,29 @@ tell autograd where the gradient of the input is wanted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from torchgpipe.ambient.context import Context
 from torchgpipe.autograd.halves import Halves, backward, leaves
 from torchgpipe.autograd.nodes import count_hooks, enter
-from torchgpipe.engine.body import NOTHING
+from torchgpipe.devices.streams import AbstractStream
+from torchgpipe.engine.body import NOTHING, Body
+from torchgpipe.engine.criterion import Criterion
+from torchgpipe.engine.links import Gradients
 from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.recompute.offload import Offloaded
 from torchgpipe.recompute.slots import Slot
 from torchgpipe.recompute.storage import View
 from torchgpipe.values.microbatch import Batch
 
-if TYPE_CHECKING:
-    from torchgpipe.engine.computation import Computation, Forward
-
 __all__: list[str] = []
-
-#: For each part of a micro-batch, the gradients of its tensors, each tensor once.
-Gradients = dict[Any, Sequence[Tensor | None]]
 
 
 class Cell:
@@ -47,14 +45,30 @@ class Cell:
 
     The stream of the stage is current whenever a method is called. What a method is given lets go
     of its tensors, which are freed at their last use.
+
+    Args:
+        i: the micro-batch.
+        j: the stage.
+        stream: the stream of the stage.
+        weights: the weights of the stage that require a gradient.
+        again: whether the cell has an R.
+        criterion: the loss after the layers, if this is the last stage.
     """
 
     __slots__ = ("again", "criterion", "i", "j", "stream", "weights")
 
-    def __init__(self, run: Forward) -> None:
-        self.i, self.j, self.stream = run.i, run.j, run.stream
-        self.again, self.criterion = run.again, run.criterion
-        self.weights = [*run.executor.sums.weights[run.j]]
+    def __init__(
+        self,
+        i: int,
+        j: int,
+        stream: AbstractStream,
+        weights: Sequence[Tensor],
+        again: bool,
+        criterion: Criterion | None,
+    ) -> None:
+        self.i, self.j, self.stream = i, j, stream
+        self.again, self.criterion = again, criterion
+        self.weights = [*weights]
 
     def forward(self, batch: Batch) -> Batch:
         """Run the layers (F)."""
@@ -101,17 +115,23 @@ class Cell:
 
 
 class EagerCell(Cell):
-    """A cell that runs the layers, and autograd, which keeps what backward needs."""
+    """A cell that runs the layers, and autograd, which keeps what backward needs.
+
+    Args:
+        body: the layers of the stage.
+        context: the modes of the caller.
+        *of_cell: the arguments of :class:`Cell`.
+    """
 
     __slots__ = (
-        *("_checkpoint", "_halves", "_hooks", "_inputs", "_offloaded", "_outputs"),
-        *("run", "step"),
+        *("_body", "_checkpoint", "_context", "_halves", "_hooks", "_inputs", "_offloaded"),
+        *("_outputs", "run"),
     )
 
-    def __init__(self, run: Forward) -> None:
-        super().__init__(run)
-        self.step = run.executor.step
-        body = self.step.bodies[self.j]
+    def __init__(self, body: Body, context: Context, *of_cell: Any) -> None:
+        super().__init__(*of_cell)
+        # Not the step, which has the cells: the memory of a step that fails would stay with it.
+        self._body, self._context = body, context
         #: Runs the layers on a micro-batch, and the loss if they are the last ones.
         self.run: Callable[..., Batch] = body.run
         if self.criterion is not None:
@@ -127,8 +147,7 @@ class EagerCell(Cell):
 
     def forward(self, batch: Batch) -> Batch:
         batch = self._enter(batch.take())
-        run, context = self.run, self.step.context
-        body = self.step.bodies[self.j]
+        run, context, body = self.run, self._context, self._body
         if self.again:
             # R itself notes where it is.
             self._checkpoint = body.checkpoint(run, context, self.stream, NOTHING)
@@ -166,7 +185,7 @@ class EagerCell(Cell):
         checkpoint.recompute()
 
     def leave(self) -> None:
-        offloading = self.step.bodies[self.j].offloading
+        offloading = self._body.offloading
         if offloading is not None:
             self._offloaded = offloading.leave()
 
@@ -210,26 +229,6 @@ class EagerCell(Cell):
 
 
 _requires_grad = attrgetter("requires_grad")
-
-#: Makes the cell of an F.
-NewCell = Callable[["Forward"], Cell]
-
-
-class Cells:
-    """The kind of cells that steps have: these are the eager ones."""
-
-    def begin(self, copies: Sequence[Mapping[Tensor, Tensor]]) -> NewCell:
-        """Begin a step, and return what makes its cells."""
-        return EagerCell
-
-    def compute(self, function: Callable[[], None]) -> None:
-        """Call a function that has a cell compute."""
-        function()
-
-    def beside(self, one: Computation, other: Computation) -> None:
-        """Compute the two computations of an overlap."""
-        for run in (one, other):
-            run.on(run.stream, run.compute)
 
 
 def _by_part(

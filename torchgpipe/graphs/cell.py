@@ -21,8 +21,9 @@ from torchgpipe.ambient.modes import without_autocast
 from torchgpipe.ambient.random_numbers import FirstNumbers
 from torchgpipe.autograd.versions import version_of
 from torchgpipe.devices.streams import get_device
-from torchgpipe.engine.computation import Computation, Forward
-from torchgpipe.engine.scheduled_cell import Cell, Cells, EagerCell, Gradients, NewCell
+from torchgpipe.engine.computation import Cells, Computation, Forward, NewCell, eager_cell
+from torchgpipe.engine.links import Gradients
+from torchgpipe.engine.scheduled_cell import Cell
 from torchgpipe.graphs.gate import gate
 from torchgpipe.graphs.overlap import Interleaving, interleaved
 from torchgpipe.graphs.parts import BackwardParts, Part, Parts, copied, laid_out
@@ -37,10 +38,10 @@ class GraphCell(Cell):
     """A cell that is computed by a graph.
 
     Args:
-        run: its F.
         stage: the graphs of the stage, in this step.
         traced: the graph.
         more: the tensors among the further arguments of the loss.
+        *of_cell: the arguments of :class:`~torchgpipe.engine.scheduled_cell.Cell`.
     """
 
     __slots__ = (
@@ -49,9 +50,9 @@ class GraphCell(Cell):
     )
 
     def __init__(
-        self, run: Forward, stage: StageInStep, traced: Traced, more: Sequence[Tensor]
+        self, stage: StageInStep, traced: Traced, more: Sequence[Tensor], *of_cell: Any
     ) -> None:
-        super().__init__(run)
+        super().__init__(*of_cell)
         self._stage, self._traced, self._more = stage, traced, more
         #: The part that :meth:`begin` has prepared, until a method ends it.
         self._begun: PartCall | None = None
@@ -299,7 +300,7 @@ class GraphCells(Cells):
         if first is not None and second is not None:
             streams = Interleaving(
                 (one.stream, other.stream),
-                one.executor.links.beside[one.w],
+                one.step.links.beside[one.w],
                 (one.label, other.label),
             )
             one.on(one.stream, first.compute_beside, second, streams)
@@ -318,8 +319,8 @@ def _cell(stages: Sequence[StageInStep], run: Forward) -> Cell:
     stage = stages[run.j]
     entry, more = stage.find(run)
     if entry is not None and entry.traced is not None:
-        return GraphCell(run, stage, entry.traced, more)
-    cell = EagerCell(run)
+        return GraphCell(stage, entry.traced, more, *run.of_cell)
+    cell = eager_cell(run)
     if entry is not None and not entry.has_run:
         cell.run = partial(_first_run, entry, cell.run)
     return cell

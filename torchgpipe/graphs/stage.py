@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.ambient.notes import warn
-from torchgpipe.engine.computation import Forward
+from torchgpipe.engine.computation import Forward, ScheduledStep
 from torchgpipe.engine.criterion import Criterion
-from torchgpipe.engine.loop import Executor
 from torchgpipe.graphs.gate import gate
 from torchgpipe.graphs.joint import bytes_of, tensors_of
 from torchgpipe.graphs.listing import listing
@@ -103,7 +102,7 @@ class StageGraphs:
 
     def traced(self, now: StageInStep, run: Forward) -> Traced | None:
         """Trace the stage for the micro-batch of an F."""
-        criterion, body, marks = run.criterion, run.executor.step.bodies[self.j], Marks()
+        criterion, body, marks = run.criterion, run.step.bodies[self.j], Marks()
         more, structure = of_loss(criterion, run.i)
 
         def compute(batch: Batch, more: Sequence[Tensor]) -> Any:
@@ -124,7 +123,7 @@ class StageGraphs:
         try:
             if not now.state.places.are_current():
                 raise UntraceableError("its attributes change within a step")
-            weights = run.executor.sums.weights[self.j]
+            weights = run.step.sums.weights[self.j]
             with body.lock:
                 joint, form = trace(
                     now.state.places, now.tensors, compute, run.given, more, weights, marks
@@ -243,27 +242,27 @@ def _places(batch: Batch) -> tuple[Any, ...]:
     return tuple(tuple([place[id(x)] for x in part]) for part in batch.parts.values())
 
 
-def traced_all(executor: Executor, graphs: Sequence[StageGraphs]) -> list[Traced]:
+def traced_all(step: ScheduledStep, graphs: Sequence[StageGraphs]) -> list[Traced]:
     """Trace all stages for the first micro-batch of a step, without running any of them.
 
     Args:
-        executor: a step that does not run.
+        step: a step that does not run.
         graphs: the graphs of each stage.
 
     Raises:
         ValueError: a stage cannot be a graph.
     """
-    batch, _ = executor.post.values[0, 0]
+    batch, _ = step.post.values[0, 0]
     parcels = Parcels()
     found = []
     last = len(graphs) - 1
-    layout = executor.step.stages.skip_layout
+    layout = step.stages.skip_layout
     settings = current_settings()
     for j, stage in enumerate(graphs):
         batch = parcels.unpacked(batch, layout.popped[j])
-        run = Forward(executor, executor.plan.schedule.placement[j], Op(j, "F", 0))
+        run = Forward(step, step.plan.schedule.placement[j], Op(j, "F", 0))
         run.given = batch
-        entry, _ = stage.begin(settings, executor.copies[j]).find(run, at_once=True)
+        entry, _ = stage.begin(settings, step.copies[j]).find(run, at_once=True)
         if entry is None or entry.traced is None:
             raise ValueError(
                 "the costs of a stage are those of its graph, and one is eager (stage: "
@@ -271,7 +270,7 @@ def traced_all(executor: Executor, graphs: Sequence[StageGraphs]) -> list[Traced
             )
         found.append(entry.traced)
         if j < last:
-            batch = parcels.packed(_like(entry.traced, executor.step.stages.devices[j + 1]))
+            batch = parcels.packed(_like(entry.traced, step.stages.devices[j + 1]))
     return found
 
 
