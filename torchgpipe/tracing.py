@@ -17,7 +17,7 @@ from torchgpipe.gpipe import GPipe
 from torchgpipe.mapped_gpipe import MappedGPipe, judged
 from torchgpipe.partition.keeping import keepings_of
 from torchgpipe.planner.advice import Observed, advice_on
-from torchgpipe.planner.observed import Strays, Waits
+from torchgpipe.planner.observed import Waits
 from torchgpipe.scheduled import ScheduledLoss
 from torchgpipe.show.describe import StepFigures
 from torchgpipe.show.timeline import Advice, Timeline
@@ -99,7 +99,6 @@ class Watch:
     def __init__(self, model: Traceable, recording: Recording) -> None:
         self._recorder = recorder = recording.recorder
         self._model: GPipe | MappedGPipe | None = None
-        self._strays: Strays | None = None
         self._waits: Waits | None = None
         self._rows = 0
         self._handles: list[Any] = []
@@ -125,13 +124,11 @@ class Watch:
         # modules compiled anew.
         is_eager = getattr(model, "stages", "eager") == "eager"
         if is_eager and not any(is_compiled(x) for y, _ in self._layers for x in y.modules()):
-            self._strays, self._waits = Strays(self._layers, recorder), Waits(recorder)
+            self._waits = Waits(recorder)
             recording.within = self._waits.within
 
     def stop(self) -> None:
         """Leave the model alone."""
-        if self._strays is not None:
-            self._strays.stop()
         for handle in self._handles:
             handle.remove()
 
@@ -172,8 +169,7 @@ class Watch:
                 # Of a cell that is computed again, F keeps the output alone.
                 {j: max(0.0, kept.get(("R", j), size)) for (_, j), size in kept.items()},
                 timeline.memory,
-                [] if self._strays is None else self._strays.found(),
-                {} if self._waits is None else self._waits.found(),
+                [] if self._waits is None else self._waits.found(),
                 len(self._layers),
                 balancing,
                 threads,

@@ -77,12 +77,19 @@ CASES = {
         "devices wait 44% of the step, with 4 micro-batches: call it once with the rows of several "
         "mini-batches",
     ),
+    "layers that wait under a schedule": (
+        nn.Sequential(*[Waiting(nn.Tanh(), (0.5, 0.5, 0.5)) for _ in range(8)]),
+        {"balance": [2, 2, 2, 2], "chunks": 8, "checkpoint": "never"},
+        "1f1b",
+        {},
+        "of the step, in .item() in test_advice.py, line 38: ask for no values in forward",
+    ),
     "layers that wait": (
         nn.Sequential(*[Waiting(nn.Tanh(), (0.5, 0.5, 0.5)) for _ in range(8)]),
         {"balance": [2, 2, 2, 2], "chunks": 8, "checkpoint": "never"},
         None,
         {},
-        "of the step, in .item(): ask for no values in forward",
+        "of the step, in .item() in test_advice.py, line 38: ask for no values in forward",
     ),
 }
 

@@ -132,11 +132,13 @@ class Executor:
         (run,) = runs
         with use_stream(run.stream), run:
             run.receive()
-            if self.step.links.recorder is None:
+            recording = self.step.stages.recording
+            if recording is None:
                 run.compute()
             else:
                 mark = self._begun(run)
-                run.compute()
+                with recording.looking(mark):
+                    run.compute()
                 self._ended(mark)
             run.deliver()
 

@@ -64,6 +64,10 @@ class Recording:
         #: The backward that is under way where there are no streams.
         self._running: Mark | None = None
 
+    def looking(self, mark: Mark) -> AbstractContextManager[Any]:
+        """Context manager around the layers of a cell."""
+        return nullcontext() if mark.kind != "F" or mark.microbatch else self.within(mark)
+
     def begin_step(self) -> None:
         """Take note that another step begins."""
         # The next mark is of another step, so it must not end the backward of this one.
@@ -98,7 +102,7 @@ class Recording:
             before = {x.grad_fn for x in tensors(value) if x.requires_grad and forward.stage}
             number = next_number()
         self.recorder.begin(forward)
-        with nullcontext() if forward.microbatch else self.within(forward):
+        with self.looking(forward):
             output = run(value, **more)
         self.recorder.end(forward)
         backward = Mark("B", *where)

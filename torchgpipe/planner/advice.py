@@ -14,7 +14,7 @@ import torch
 from torchgpipe.devices.recorder import memory_total
 from torchgpipe.partition.keeping import Keeping, is_policy
 from torchgpipe.planner.given import USABLE
-from torchgpipe.planner.observed import Stray, Wait
+from torchgpipe.planner.observed import Wait
 from torchgpipe.show.tables import Shares, as_mib
 from torchgpipe.show.timeline import Advice
 
@@ -44,8 +44,7 @@ class Observed:
     kept: Mapping[int, float]
     #: The most bytes that each device has had in use, by its name.
     memory: Mapping[str, int]
-    strays: Sequence[Stray]
-    waits: Mapping[int, Wait]
+    waits: Sequence[Wait]
     #: The number of layers, or of blocks, and the call that finds a balance of these.
     count: int
     balancing: str
@@ -59,42 +58,49 @@ class Observed:
 
 def advice_on(step: Observed) -> Advice | None:
     """The first rule that applies; None if none does."""
-    for rule in (_strays, _waits, _host, _balance, _modes, _bubble):
+    for rule in (_copies, _waits, _host, _balance, _modes, _bubble):
         for found in rule(step):
             return found
     return None
 
 
-def _strays(step: Observed) -> Iterator[Advice]:
+def _copies(step: Observed) -> Iterator[Advice]:
     lost: dict[torch.device, float] = {}
-    for x in step.strays:
+    copies = [x for x in step.waits if x.others]
+    for x in copies:
         lost[x.device] = lost.get(x.device, 0.0) + step.chunks * x.time / step.makespan
     share = min(1.0, max(lost.values(), default=0.0))
-    if share < NAMED:
-        return
-    if len(step.strays) > 1:
-        who = f"layers {', '.join(str(x.layer) for x in step.strays)} copy between devices"
-        where = "their own devices"
-    else:
-        ((k, device, others, _),) = step.strays
-        who = f"layer {k} copies between {' and '.join(map(str, (device, *others)))}"
-        where = str(device)
-    reason = f"{who}, which wait for that up to {share:.0%} of the step"
-    yield Advice(reason, {}, remedy=f"have what is read there on {where}")
+    if share >= NAMED:
+        places = dict.fromkeys(y for x in copies for y in (x.device, *x.others))
+        reason = (
+            f"{' and '.join(map(str, places))} wait up to {share:.0%} of the step for copies "
+            f"between them, by {_names(copies)}"
+        )
+        where = str(copies[0].device) if len(lost) == 1 else "the device of the layer"
+        yield Advice(reason, {}, remedy=f"have what is read there on {where}")
 
 
 def _waits(step: Observed) -> Iterator[Advice]:
-    share = step.chunks * sum(x.time for x in step.waits.values()) / step.makespan
+    waits = [x for x in step.waits if not x.others]
+    share = step.chunks * sum(x.time for x in waits) / step.makespan
     if share < NAMED:
         return
-    names = ", ".join(dict.fromkeys(f".{x.name}()" for x in step.waits.values()))
-    reason = f"the host waits for devices {min(1.0, share):.0%} of the step, in {names}"
+    reason = f"the host waits for devices {min(1.0, share):.0%} of the step, in {_names(waits)}"
     most = min(len(step.devices), step.chunks)
     if 0 < step.threads < most:
         caution = "forward must keep nothing of a micro-batch in a module"
         yield Advice(reason, {"threads": most}, caution)
     elif not step.threads:
         yield Advice(reason, {}, remedy="ask for no values in forward")
+
+
+def _names(waits: Sequence[Wait]) -> str:
+    """The functions that take the longest, two at most."""
+    times: dict[str, float] = {}
+    for x in waits:
+        times[x.name] = times.get(x.name, 0.0) + x.time
+    names = sorted(times, key=times.__getitem__, reverse=True)
+    return " and ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
 def _host(step: Observed) -> Iterator[Advice]:

@@ -1,137 +1,54 @@
-"""The waits of a traced step that have a name: layers that copy, and functions that ask a device.
+"""The waits of a traced step that have a name: functions that ask a device, or copy between two.
 
-Hooks around layers take times of one micro-batch in each step, and are gone then until the next
-one. Functions are looked at in the first micro-batch of each stage.
+The functions that may wait are looked at in the first micro-batch of each stage, in each step.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from torchgpipe.devices.recorder import Mark, Recorder, WorkTimes
-from torchgpipe.devices.streams import current_stream
-from torchgpipe.recompute.runs import is_recomputing
+from torchgpipe.devices.streams import current_stream, has_streams
+from torchgpipe.values.structure import leaves_of
 
 __all__: list[str] = []
-
-#: The milliseconds by which the second time has to be late, and how many times as late as a quarter
-#: of all are.
-APART, TIMES = 0.005, 5
 
 #: The milliseconds of work, at least, that a device has left when the host begins to wait.
 LEFT = 0.005
 
-#: The functions that may wait: those with a number, a list or a shape that depends on values.
+#: The functions that may wait: those that copy, and those with a number, a list or a shape that
+#: depends on values.
 NAMES = {"__bool__", "__complex__", "__contains__", "__float__", "__getitem__", "__index__"}
-NAMES |= {"__int__", "__setitem__", "allclose", "argwhere", "bincount", "cpu", "equal"}
-NAMES |= {"is_nonzero", "item", "masked_select", "nonzero", "numpy", "repeat_interleave", "to"}
-NAMES |= {"tolist", "unique", "unique_consecutive"}
-
-
-class Stray(NamedTuple):
-    """A layer that copies from or to other devices by itself, and the milliseconds it waits."""
-
-    layer: int
-    device: torch.device
-    others: tuple[torch.device, ...]
-    time: float
-
-
-class Strays:
-    """The times around the layers of one micro-batch, on all devices, to find stray copies.
-
-    A stray copy is one between two accelerators that a layer makes by itself, as ``x.to(other)``
-    does. PyTorch makes the current streams of both devices wait for each other then. So times are
-    taken on the current streams of all devices. Without such a copy nothing is between the two
-    times of another stream, and the second one is when the first one is, or when the host issues
-    it, if the device has nothing to do. With one, the layer goes on when the other stream does::
-
-        own stream    ... start | waits           copy | computes   stop | ...
-        other stream  ... work of other cells ... start copy stop | ...
-    """
-
-    def __init__(
-        self, layers: Sequence[tuple[nn.Module, torch.device]], recorder: Recorder
-    ) -> None:
-        self._recorder, self._layers = recorder, layers
-        self._devices = [*dict.fromkeys(device for _, device in layers)]
-        #: For each layer, its own times and those of each other device, and that of the host then.
-        self._seen: dict[int, tuple[list[WorkTimes], list[WorkTimes]]] = {}
-        self._threads: set[int] = set()
-        self._handles: dict[int, list[Any]] = {}
-        # A hook cannot tell which of its places a layer is called at.
-        if len({id(x) for x, _ in layers}) == len(layers) and len(self._devices) > 1:
-            recorder.at_steps.append(self._start)
-
-    def _start(self) -> None:
-        """Have hooks anew. The last step counts."""
-        self.stop()
-        self._seen.clear()
-        self._threads.clear()
-        for k, (layer, device) in enumerate(self._layers):
-            self._handles[k] = [
-                layer.register_forward_pre_hook(partial(self._before, k, device)),
-                layer.register_forward_hook(partial(self._after, k)),
-            ]
-
-    def stop(self) -> None:
-        """Take the hooks away."""
-        for k in [*self._handles]:
-            self._remove(k)
-
-    def _remove(self, k: int) -> None:
-        for handle in self._handles.pop(k, ()):
-            handle.remove()
-
-    def _before(self, k: int, device: torch.device, *_: Any) -> None:
-        if not is_recomputing():
-            self._threads.add(threading.get_ident())
-            places = [device, *[x for x in self._devices if x != device]]
-            self._seen[k] = [self._recorder.before(current_stream(x)) for x in places], []
-
-    def _after(self, k: int, *_: Any) -> None:
-        if not is_recomputing():
-            self._remove(k)
-            times, issued = self._seen[k]
-            for each in times:
-                each.end()
-                issued.append(self._recorder.issued(each.stream.device))
-
-    def found(self) -> list[Stray]:
-        """The copies, once the devices are done."""
-        if len(self._threads) > 1:
-            # What is between the times of a stream may be another thread's.
-            return []
-        found = []
-        # What raises has no time of the host.
-        for k, (times, issued) in ((k, x) for k, x in self._seen.items() if x[1]):
-            begin, _ = self._recorder.bounds(times[0])
-            for other, host in zip(times[1:], issued[1:]):
-                start, stop = self._recorder.bounds(other)
-                late = stop - max(start, *self._recorder.bounds(host))
-                found.append((late, k, other.stream.device, max(0.0, stop - begin)))
-        delays = sorted(x[0] for x in found)
-        least = max(APART, TIMES * delays[len(delays) // 4]) if delays else 0.0
-        strays = []
-        for k in dict.fromkeys(k for late, k, *_ in found if late > least):
-            own = [(device, time) for late, n, device, time in found if n == k and late > least]
-            others = tuple([device for device, _ in own])
-            strays.append(Stray(k, self._layers[k][1], others, max(time for _, time in own)))
-        return strays
+NAMES |= {"__int__", "__setitem__", "allclose", "argwhere", "bincount", "copy_", "cpu", "cuda"}
+NAMES |= {"equal", "is_nonzero", "item", "masked_select", "nonzero", "numpy", "repeat_interleave"}
+NAMES |= {"to", "tolist", "unique", "unique_consecutive"}
 
 
 class Wait(NamedTuple):
-    """The milliseconds that the host waits in the forward of a stage, and the last function."""
+    """A function in the forward of a stage, and the milliseconds of waiting for it."""
 
-    time: float
     name: str
+    time: float
+    device: torch.device
+    #: The other devices that it copies from or to, which wait, too; without them the host waits.
+    others: tuple[torch.device, ...]
+
+
+class Seen(NamedTuple):
+    """A call of a function, with times before and after it: of the host, and of the device."""
+
+    name: str
+    before: WorkTimes
+    at: WorkTimes
+    after: WorkTimes
+    others: tuple[torch.device, ...]
 
 
 class Waits:
@@ -141,36 +58,42 @@ class Waits:
     waits for takes the host as long as itself. Times around the cell cannot tell one from the
     other. So the functions that may wait are looked at: the host has waited in one if the device
     had work to do when the function was called, and none when it was done.
+
+    PyTorch's own copy between two accelerators makes the current streams of both wait for each
+    other: the device's stream is late by that, and by the copy::
+
+        own stream    ... before | waits      copy | after, computes ...
+        other stream  ... work of other cells  copy | ...
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        #: The function, the host's time before it, the device's when it is done, and the host's.
-        self._seen: dict[int, list[tuple[str, WorkTimes, WorkTimes, WorkTimes]]] = {}
+        self._seen: list[Seen] = []
         recorder.at_steps.append(self._seen.clear)
 
     def within(self, mark: Mark) -> Looking:
         """A mode that looks at the functions that the layers of a cell call."""
-        return Looking(self._recorder, mark.stream.device, self._seen.setdefault(mark.stage, []))
+        return Looking(self._recorder, mark.stream.device, self._seen)
 
-    def found(self) -> Mapping[int, Wait]:
-        """The waits by stage, once the devices are done."""
-        found: dict[int, Wait] = {}
-        for j, samples in self._seen.items():
-            for name, before, at, after in samples:
-                start, end = (self._recorder.bounds(x)[0] for x in (before, after))
-                until = self._recorder.bounds(at)[0]
-                # What the device had to do then, and whether the host went on before it was done.
-                if until > start + LEFT and until <= end + LEFT:
-                    known = found[j].time if j in found else 0.0
-                    found[j] = Wait(known + end - start, name)
+    def found(self) -> list[Wait]:
+        """The waits, once the devices are done."""
+        found = []
+        for name, before, at, after, others in self._seen:
+            device = at.stream.device
+            start, end = (self._recorder.bounds(x)[0] for x in (before, after))
+            until, stop = self._recorder.bounds(at)
+            if others:
+                found.append(Wait(name, stop - until, device, others))
+            # What the device had to do then, and whether the host went on before it was done.
+            elif until > start + LEFT and until <= end + LEFT:
+                found.append(Wait(name, end - start, device, ()))
         return found
 
 
 class Looking(TorchFunctionMode):
     """The mode of one call of layers."""
 
-    def __init__(self, recorder: Recorder, device: torch.device, seen: list[Any]) -> None:
+    def __init__(self, recorder: Recorder, device: torch.device, seen: list[Seen]) -> None:
         super().__init__()
         self._recorder, self._device, self._seen = recorder, device, seen
 
@@ -187,5 +110,18 @@ class Looking(TorchFunctionMode):
         before = self._recorder.issued(self._device)
         at = self._recorder.before(current_stream(self._device))
         result = func(*args, **(kwargs or {}))
-        self._seen.append((name, before, at, self._recorder.issued(self._device)))
+        at.end()
+        tensors = [x for x in leaves_of((args, result)) if isinstance(x, Tensor)]
+        places = dict.fromkeys(x.device for x in tensors if has_streams(x.device))
+        others = tuple([x for x in places if x != self._device])
+        after = self._recorder.issued(self._device)
+        self._seen.append(Seen(f".{name}() in {_line()}", before, at, after, others))
         return result
+
+
+def _line() -> str:
+    """The line of the model's code that called a function of PyTorch's."""
+    frame = sys._getframe(2)
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith("torch."):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
