@@ -19,7 +19,7 @@ from torchgpipe.partition.keeping import keepings_of
 from torchgpipe.planner.advice import Observed, advice_on
 from torchgpipe.planner.observed import Waits
 from torchgpipe.scheduled import ScheduledLoss
-from torchgpipe.show.describe import StepFigures
+from torchgpipe.show.figures import StepFigures
 from torchgpipe.show.timeline import Advice, Timeline
 from torchgpipe.values.division import row_count
 

@@ -40,6 +40,7 @@ ELSEWHERE = {
     "planner/meter": "virtual/test_plan_memory.py",
     "planner/observed": "virtual/test_advice_strays.py",
     "planner/problem": "virtual/test_plans.py",
+    "show/figures": "unit/show/test_describe.py",
     "recompute/offload": "virtual/test_offload.py",
     "recompute/selective": "virtual/test_selective.py",
     "recompute/storage": "virtual/test_offload.py",

@@ -20,7 +20,7 @@ RETURNED = {
     "torchgpipe.plans.Candidate",
     "torchgpipe.plans.Plans",
     "torchgpipe.show.timeline.Advice",
-    "torchgpipe.show.tables.Shares",
+    "torchgpipe.show.shares.Shares",
 }
 
 

@@ -30,7 +30,7 @@ from torchgpipe.autograd.nodes import before_node, next_number, number_of
 from torchgpipe.devices.recorder import Mark, Recorder, copy_mark
 from torchgpipe.devices.streams import AbstractStream, has_streams
 from torchgpipe.recompute.runs import is_recomputing
-from torchgpipe.show.describe import StepFigures
+from torchgpipe.show.figures import StepFigures
 
 __all__: list[str] = []
 

@@ -18,7 +18,8 @@ from torchgpipe.engine.wrapper import Wrapper
 from torchgpipe.partition.keeping import words_of
 from torchgpipe.partition.placement import TableEntry, groups, places_of
 from torchgpipe.recompute.buffers import Learned
-from torchgpipe.show.describe import Description, PlanFigures, StepFigures, part_of
+from torchgpipe.show.describe import Description, part_of
+from torchgpipe.show.figures import PlanFigures, StepFigures
 from torchgpipe.skip.tracker import SkipLayout, inspect_skip_layout
 
 __all__: list[str] = []

@@ -52,7 +52,7 @@ from torchgpipe.recompute.buffers import Learned
 from torchgpipe.recompute.layer_state import LayersState
 from torchgpipe.recompute.offload import Offloading
 from torchgpipe.schedule.trips import leaving
-from torchgpipe.show.describe import StepFigures
+from torchgpipe.show.figures import StepFigures
 from torchgpipe.values.structure import is_dense
 
 __all__: list[str] = []

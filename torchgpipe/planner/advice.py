@@ -15,7 +15,8 @@ from torchgpipe.devices.recorder import memory_total
 from torchgpipe.partition.keeping import Keeping, is_policy
 from torchgpipe.planner.given import USABLE
 from torchgpipe.planner.observed import Wait
-from torchgpipe.show.tables import Shares, as_mib
+from torchgpipe.show.shares import Shares
+from torchgpipe.show.tables import as_mib
 from torchgpipe.show.timeline import Advice
 
 __all__: list[str] = []

@@ -10,8 +10,8 @@ from typing import Any
 
 from torchgpipe.checks import checked_path, verify_kind
 from torchgpipe.show.bars import EDGES, Bar, Panel, svg
+from torchgpipe.show.shares import Shares, by_stream, labels, shares, table
 from torchgpipe.show.span import Span, Stream, order
-from torchgpipe.show.tables import Shares, by_stream, labels, shares, table
 
 __all__ = ["Timeline", "Advice", "panel", "characters"]
 
