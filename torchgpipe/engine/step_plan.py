@@ -23,7 +23,7 @@ from torchgpipe.partition.keeping import (
     offload_of,
     recomputed_by,
 )
-from torchgpipe.schedule.candidates import named
+from torchgpipe.schedule.by_name import named
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.program import (
     Edge,

@@ -18,7 +18,7 @@ from torchgpipe.planner.layers import Line
 from torchgpipe.planner.memory import EARLY, EARLY_AT_FIRST, OUTSIDE, Stage
 from torchgpipe.planner.problem import HOST, Problem
 from torchgpipe.schedule.built_in import fill_drain
-from torchgpipe.schedule.candidates import built_in
+from torchgpipe.schedule.by_name import built_in
 from torchgpipe.schedule.costs import Costs, Table
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.program import Instruction, Overlap, Skips, operations, operations_of

@@ -29,7 +29,8 @@ from torchgpipe.schedule.built_in import (
     zero_bubble_h2,
     zero_bubble_v,
 )
-from torchgpipe.schedule.candidates import Candidate, best, named
+from torchgpipe.schedule.by_name import named
+from torchgpipe.schedule.candidates import Candidate, best
 from torchgpipe.schedule.costs import Costs
 from torchgpipe.schedule.greedy import greedy
 from torchgpipe.schedule.language import Schedule, parse, read_csv, write_csv

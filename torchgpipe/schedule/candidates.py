@@ -1,85 +1,21 @@
-"""Built-in schedules by name, and a ranking of all of them."""
+"""A ranking of the built-in schedules, by their simulations."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from inspect import signature
 from math import inf
 from typing import Any
 
-from torchgpipe.checks import has_entries, listed, verify_function, verify_kind
-from torchgpipe.schedule.built_in import (
-    checked,
-    dualpipe_v,
-    fill_drain,
-    interleaved,
-    interleaved_zero_bubble,
-    looped_bfs,
-    one_f_one_b,
-    v_half,
-    v_min,
-    wave,
-    zero_bubble_h1,
-    zero_bubble_h2,
-    zero_bubble_v,
-)
+from torchgpipe.checks import has_entries, listed, verify_function
+from torchgpipe.schedule.built_in import checked
+from torchgpipe.schedule.by_name import every
 from torchgpipe.schedule.costs import Costs, Each, numbers
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.limits import bounds
 from torchgpipe.schedule.simulator import Report, simulate, validate
 
-__all__: list[str] = ["Candidate", "best", "named"]
-
-
-#: Functions by their stages per worker: one, two, or any number; wave has two for each wave.
-_ONE = (fill_drain, one_f_one_b, zero_bubble_h1, zero_bubble_h2)
-_TWO = (zero_bubble_v, v_half, v_min, dualpipe_v)
-_MANY = (interleaved, looped_bfs, interleaved_zero_bubble)
-_BUILT_IN: tuple[Callable[..., Schedule], ...] = (*_ONE, *_MANY, *_TWO, wave)
-#: Names from papers and from torch.distributed.pipelining.
-_ALIASES = {
-    "gpipe": fill_drain,
-    "1f1b": one_f_one_b,
-    "interleaved1f1b": interleaved,
-    "zbh1": zero_bubble_h1,
-    "zbh2": zero_bubble_h2,
-    "zbv": zero_bubble_v,
-    "zbvzerobubble": zero_bubble_v,
-    "hanayo": wave,
-}
-
-
-def named(name: str, workers: int, chunks: int, **parameters: int) -> Schedule:
-    """Make a built-in schedule by its name, such as ``named("1f1b", workers=4, chunks=8)``.
-
-    Args:
-        name: the name of the function, or a common name, such as the name of the class in
-            torch.distributed.pipelining. Case, spaces, ``_`` and ``-`` make no difference.
-        workers: the number of workers.
-        chunks: the number of micro-batches.
-        parameters: further arguments of the function: ``stages_per_worker`` or ``waves``.
-
-    Raises:
-        ValueError: No built-in schedule has this name.
-    """
-    verify_kind(name, str, "name must be a word", "name", "use '1f1b', for one")
-    functions = {f.__name__.replace("_", ""): f for f in _BUILT_IN} | _ALIASES
-    found = functions.get(re.sub("[-_ ]", "", name).lower())
-    if found is None:
-        raise ValueError(
-            f"name must be that of a built-in schedule (name: {name!r}); use one of "
-            + ", ".join([*_ALIASES, *(f.__name__ for f in _BUILT_IN)])
-        )
-    known = [*signature(found).parameters]
-    for parameter in parameters:
-        if parameter not in known:
-            raise TypeError(
-                f"a schedule takes the arguments of its function (name: {name!r}, {parameter}: "
-                f"{parameters[parameter]!r}); use {', '.join(known)}"
-            )
-    return found(workers, chunks, **parameters)
+__all__: list[str] = ["Candidate", "best"]
 
 
 @dataclass(frozen=True)
@@ -149,7 +85,7 @@ def best(
     limits = None if capacity is None else numbers("capacity", capacity, workers)
     found: list[Candidate] = []
     least = inf
-    for count, name, schedule in _all(workers, chunks, counts):
+    for count, name, schedule in every(workers, chunks, counts):
         parts = _divided(costs, count) if isinstance(costs, Costs) else costs(count)
         limit = bounds(schedule.placement, chunks, parts, limits)
         tries = ((name, schedule), (f"{name}.recompute()", schedule.recompute()))
@@ -166,40 +102,6 @@ def best(
             "micro-batches, or more stages per worker"
         )
     return sorted(found, key=lambda x: (x.report.makespan, max(x.report.peak)))
-
-
-def built_in(workers: int, chunks: int) -> Iterator[tuple[str, Schedule]]:
-    """Yield the built-in schedules with one, two and four stages per worker.
-
-    Yields:
-        The name of the function, and the schedule.
-    """
-    for _, call, schedule in _all(workers, chunks, (1, 2, 4)):
-        yield call.partition("(")[0], schedule
-
-
-def _all(
-    workers: int, chunks: int, stages_per_worker: Iterable[int]
-) -> Iterator[tuple[int, str, Schedule]]:
-    """Yield the built-in schedules with these numbers of stages per worker.
-
-    Yields:
-        The number of stages per worker, the call that makes the schedule, and the schedule.
-    """
-    for v in stages_per_worker:
-        calls: list[tuple[Callable[..., Schedule], dict[str, int]]]
-        if v == 1:
-            calls = [(function, {}) for function in _ONE]
-        else:
-            calls = [(function, {"stages_per_worker": v}) for function in _MANY]
-        if v == 2:
-            calls += [(function, {}) for function in _TWO]
-        if v % 2 == 0:
-            calls += [(wave, {"waves": v // 2})]
-        for function, parameters in calls:
-            words = [str(workers), str(chunks), *(f"{k}={x}" for k, x in parameters.items())]
-            schedule = function(workers, chunks, **parameters)
-            yield v, f"{function.__name__}({', '.join(words)})", schedule
 
 
 def _divided(costs: Costs, count: int) -> Costs:
