@@ -40,13 +40,7 @@ from torch.overrides import TorchFunctionMode
 from torchgpipe.ambient import labels
 from torchgpipe.ambient.context import current_hooks, is_in_checkpoint
 from torchgpipe.ambient.modes import own_casts
-from torchgpipe.ambient.notes import (
-    add_note,
-    contextmanager,
-    layer,
-    note_layer,
-    noted,
-)
+from torchgpipe.ambient.notes import add_note, contextmanager, layer, note_layer, noted
 from torchgpipe.devices.streams import has_streams, make_current, use_stream, wait_stream
 from torchgpipe.engine.body import NOTHING
 from torchgpipe.mapped.body import MappedBody, current, in_turns, inside

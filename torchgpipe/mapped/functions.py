@@ -13,8 +13,8 @@ from torchgpipe.devices.streams import canonical_device
 
 __all__: list[str] = []
 
-#: Brings a value to a device, if it is a tensor.
-Bring: TypeAlias = Callable[[Any, torch.device], Any]
+#: Moves a value to a device, if it is a tensor.
+Move: TypeAlias = Callable[[Any, torch.device], Any]
 
 
 #: Functions that change statistics, which are the second argument.
@@ -46,29 +46,29 @@ APART = frozenset({"expand_as", "view_as", "reshape_as", "is_same_size", "is_set
 APART |= {"result_type", "can_cast", "broadcast_tensors"}
 
 
-def _to(bring: Bring, tensor: Tensor, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+def _to(move: Move, tensor: Tensor, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     target = kwargs.get("device", kwargs.get("tensor", args[0] if args else None))
     if isinstance(target, Tensor):
         target = target.device
     if isinstance(target, torch.device | str | int) and not isinstance(target, bool):
-        tensor = bring(tensor, canonical_device(target))
+        tensor = move(tensor, canonical_device(target))
     return tensor, *args
 
 
-def _cuda(bring: Bring, tensor: Tensor, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+def _cuda(move: Move, tensor: Tensor, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     target = args[0] if args else kwargs.get("device")
     device = canonical_device("cuda" if target is None else target)
-    return bring(tensor, device), *args
+    return move(tensor, device), *args
 
 
-def _type_as(bring: Bring, tensor: Tensor, other: Tensor) -> tuple[Any, ...]:
-    return bring(tensor, other.device), other
+def _type_as(move: Move, tensor: Tensor, other: Tensor) -> tuple[Any, ...]:
+    return move(tensor, other.device), other
 
 
-def _as_tensor(bring: Bring, data: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+def _as_tensor(move: Move, data: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     target = kwargs.get("device", args[1] if len(args) > 1 else None)
     if target is not None:
-        data = bring(data, canonical_device(target))
+        data = move(data, canonical_device(target))
     return data, *args
 
 
