@@ -20,15 +20,8 @@ from torchgpipe.checks import checked_flag
 from torchgpipe.devices.streams import Device, has_streams
 from torchgpipe.engine.unchanged import unchanged
 from torchgpipe.engine.wrapper import MiniBatch, Wrapper, begin_mini_batch, compute
-from torchgpipe.mapped.calls import (
-    Call,
-    Signed,
-    current,
-    intercept,
-    let_go,
-    signed,
-    verify_calls,
-)
+from torchgpipe.mapped.body import current
+from torchgpipe.mapped.calls import Call, Signed, intercept, let_go, signed, verify_calls
 from torchgpipe.mapped.course import Course
 from torchgpipe.mapped.device_map import checked_map, mapped_modules, parts_of, place
 from torchgpipe.mapped.glue import Glue

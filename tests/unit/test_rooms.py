@@ -5,6 +5,7 @@ import importlib
 import re
 import sys
 from collections import Counter
+from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
@@ -116,6 +117,40 @@ def allowed(name):
 def test_nothing_imports_what_is_above_it():
     found = {name: {room(x) for x in ours(name)} - allowed(name) for name in TREES}
     assert {name: above for name, above in found.items() if above} == {}
+
+
+def files_of(tree):
+    """The files of this package that a syntax tree imports, wherever it does."""
+    for node in nodes(tree):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("torchgpipe"):
+            module = node.module.removeprefix("torchgpipe").removeprefix(".")
+            paths = [f"{module}.{alias.name}".removeprefix(".") for alias in node.names]
+            yield from (path if path in TREES else module for path in paths)
+
+
+def circle(files):
+    """The files of a circle, each of which imports the one before; none if there is no circle."""
+    try:
+        TopologicalSorter(files).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """Imports for types alone count, too: a reader of a file need not know those above it."""
+    assert circle({name: {*files_of(tree)} for name, tree in TREES.items()}) == []
+
+
+def test_circles_are_seen():
+    files = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}
+    assert {*circle(files)} == {*"abc"}
+    program = "if TYPE_CHECKING:\n    from torchgpipe.mapped.course import Course"
+    assert [*files_of(ast.parse(program))] == ["mapped.course"]
+    assert [*files_of(ast.parse("from torchgpipe.testing import loading, load"))] == [
+        "testing.loading",
+        "testing",
+    ]
 
 
 def test_no_import_within_a_function_hides_a_circle():
@@ -334,6 +369,7 @@ def names_in(node):
 
 #: Stems of files that stand in several rooms, with the one thing that each means in all of them.
 STEMS = {
+    "body": "the layers of a cell, which run once, or twice under checkpointing",
     "cell": "a micro-batch in a stage, as each driver runs it",
     "step": "what the cells of one step have in common, for stages and for maps",
 }

@@ -1,11 +1,23 @@
 """Programs of processes: PyTorch says when to send and to receive, and our executor computes.
 
 :mod:`torch.distributed.pipelining` lowers a schedule: to what each process computes it adds when
-each message is sent, and when its receiver begins to receive it. This file goes through the result.
-PyTorch's own runtime would do so, too, and have its stages compute. But these find shapes, split
-and differentiate by themselves, and are silently wrong where micro-batches differ in size, or where
-weights depend on no input that requires a gradient. Stages of ours in their place were right, and
-took more of the host (docs/decisions/across_processes.rst has the figure).
+each message is sent, and when its receiver begins to receive it. This file goes through that::
+
+    schedule ── lowered by PyTorch ──→ actions    made once, for each number of micro-batches
+                                         │
+       receive            Mail begins to receive a message, and goes on
+       compute (+ send)   the message has arrived: the executor computes, and the results leave
+       receive            ...
+
+    compute = begin ─→ wait for what arrives ─→ carry_out ─→ send ─→ settle
+
+The first cell is computed while all processes still agree on the step. What is sent right after a
+computation is a part of it, so that a message leaves before the rest that nobody waits for.
+
+PyTorch's own runtime would go through the actions, too, and have its stages compute. But these find
+shapes, split and differentiate by themselves, and are silently wrong where micro-batches differ in
+size, or where weights depend on no input that requires a gradient. Stages of ours in their place
+were right, and took more of the host (docs/decisions/across_processes.rst has the figure).
 """
 
 from __future__ import annotations

@@ -15,29 +15,25 @@ order.
 Each cell has a graph of its own. Its backward is run here, within the call, and leaves sums of
 gradients behind, which the caller hands over when somebody runs backward from the loss.
 
-An executor has one step (:class:`~torchgpipe.engine.computation.ScheduledStep`), of which an
-instruction uses these parts::
+An executor takes the instructions of one step's plan, and gives each three calls::
 
-    plan ──→ Executor ──→ Computation of F, R, B, I or W
-             (order,        │
-              needs)        │  receive   compute                deliver
-                            ▼     ▼         ▼                      ▼
-                                post ──→  cell  ── gradients ──→  post
-                                 ↑       layers     of the input   │
-                                 │          │                      │
-                                 └── links ─┼──────────────────────┘
-                                            └── gradients of weights ──→ sums ──→ outcome
+    plan ─→ begin       a Computation for an F, R, B, I or W; two for an overlap
+            carry_out      receive ───→ compute ───→ deliver
+                              ↑            │            │
+                              │          cell ─→ sums   │
+                            post ←────── links ←────────┘
+            settle      what nobody waits for
 
-    plan     the instructions of each worker, and what each of them needs        step_plan.py
-    post     values, skips and gradients, until their stage receives them        links.py
-    links    the lanes on which the post copies them from worker to worker       links.py
-    cells    one for each micro-batch in a stage: F makes it, B or W takes it    scheduled_cell.py
-    sums     the gradients of weights, over micro-batches                        outcome.py
+    plan     the instructions of each worker, and what each of them needs      step_plan.py
+    post     values, skips and gradients, until their stage receives them      links.py
+    links    the lanes on which they are copied from worker to worker          links.py
+    cells    for a micro-batch in a stage: F makes one, B or W takes it away   scheduled_cell.py
+    sums     the gradients of weights, until backward of the loss              outcome.py
 
-:meth:`Executor.perform` is all of an instruction. Its three steps are apart since processes that
-send each other messages do more between them (``torchgpipe/distributed/runtime.py``): before
-``carry_out`` a message has to arrive, for which ``begin`` need not wait. After it the results leave
-at once, and ``settle`` does what nobody waits for.
+The three are apart since processes that send each other messages do more between them
+(``torchgpipe/distributed/runtime.py``): a message arrives after ``begin``, and the results leave
+before ``settle``. Here :meth:`Executor.perform` makes one call of them. What computations have in
+common is a :class:`~torchgpipe.engine.computation.ScheduledStep`.
 
 Sources: Narayanan et al., PipeDream (arXiv 2006.09503) for 1F1B; Qi et al., Zero Bubble Pipeline
 Parallelism (arXiv 2401.10241) for I and W.

@@ -35,11 +35,18 @@ the next one. It finishes the next one first, since autograd, among the nodes th
 the one that was recorded last.
 
 Backward has a thread for each device. One that ran ahead would send gradients before they are
-needed, and these take memory. So backward comes to the cell ``(i, k)`` only after the cell ``(i + k
-- j + 1, j)`` of a partition before, as to ``(i, j + 1)`` after ``(i + 2, j)``, since a phony leads
-from the one to the other [3]. In backward's own clock cycles, the cell that is waited for is one
-cycle earlier, so no thread waits for a neighbour that keeps up with it. At most one gradient is
-early, or two after a join [1'].
+needed, and these take memory. So a phony [3] leads from the cell ``(i, j + 1)`` to ``(i + 2, j)``,
+and backward comes to the first of them only after the second. In backward's own clock cycles::
+
+          partition j        partition j+1
+          -----------        -------------
+                               (i+2, j+1)
+           (i+2, j) ───╮       (i+1, j+1)
+           (i+1, j)    ╰─[3]─→ (i,   j+1)
+
+The cell that is waited for is one cycle earlier, so no thread waits for a neighbour that keeps up
+with it. At most one gradient is early, or two after a join [1']. Where a skip goes from ``j`` to
+``k``, ``(i, k)`` comes after ``(i + k - j + 1, j)`` in the same way.
 
 Each partition has a small pool of copy streams, used round-robin. If a device ran ahead by a whole
 pool, its parts would queue behind older ones. The lead is the number of micro-batches that it may
@@ -136,17 +143,19 @@ class Pipeline:
         fence = self.step.fence
         # The phonies of the cells that backward must come to after this one.
         phonies = fence.before(i, j) if fence else []
+        # The stream of each call is that of its backward, too. What comes from no other stream, or
+        # goes to none, has no lane there: then the call is on the compute stream.
         # guard: join [1] before the layers
         if batch.requires_grad:
             # guard: join [1]
-            batch = cell.arrive(batch, phonies)  # [1]
-            batch = cell.compute(batch)
+            batch = cell.arrive(batch, phonies)  # [1], on the lane where the input comes
+            batch = cell.compute(batch)  # on the compute stream
         else:
             batch = cell.arrive(batch)
             batch = cell.compute(batch)
             # guard: join [1']
-            batch = cell.merge(batch, phonies)  # [1']
+            batch = cell.merge(batch, phonies)  # [1'], on the lane where the output leaves
         if fence:
             # guard: fork [2]
-            batch = cell.branch(batch, fence, last=i + 1 == len(self.batches))  # [2]
+            batch = cell.branch(batch, fence, i + 1 == len(self.batches))  # [2], on that lane
         self.batches[i] = self.parcels[i].packed(batch)

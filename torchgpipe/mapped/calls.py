@@ -1,39 +1,149 @@
-"""Mapped modules that are called: the wrapper has the call, and computes the module as a whole."""
+"""Mapped modules that are called: the wrapper has the call, or the module brings its arguments.
+
+::
+
+    within a step             the course of the thread computes the module
+    within another module     the module's own call, since the module that is mapped runs as a whole
+    outside of a step         the module brings its arguments, as when the model generates text
+    without a wrapper         the same, as in a deep copy for an average of the weights, or after
+                              ``unwrap()`` has left the model on its devices
+"""
 
 from __future__ import annotations
 
 import inspect
-import threading
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
-from copy import copy
+from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from torchgpipe import _torch
-from torchgpipe._torch.checkpoints import repeating
-from torchgpipe._torch.dynamo import is_compiled, uncompiled
-from torchgpipe.ambient.context import Swap, registered
-from torchgpipe.ambient.notes import layer
-from torchgpipe.engine.body import Body
-from torchgpipe.mapped.alone import CallAlone, devices_of, put_call
+from torchgpipe._torch.dynamo import Interception, is_compiled, uncompiled
+from torchgpipe.ambient.notes import noted
+from torchgpipe.devices.streams import current_stream, record_stream
+from torchgpipe.mapped.body import INSIDE, current
+from torchgpipe.mapped.containers import handing_back, map_arguments, tensors_of
 from torchgpipe.mapped.device_map import Mapped
-from torchgpipe.partition.placement import elsewhere
-from torchgpipe.recompute.layer_state import LayersState
-from torchgpipe.recompute.runs import is_recomputing
-from torchgpipe.values.microbatch import VALUE, Batch
-from torchgpipe.values.structure import Structure
-
-if TYPE_CHECKING:
-    from torchgpipe.mapped.step import Lasting
+from torchgpipe.mapped.foreign import may_meet, watched
+from torchgpipe.mapped.step import Lasting
+from torchgpipe.partition.placement import Lent, elsewhere, places_of
 
 __all__: list[str] = []
+
+
+# Alone: modules bring their own arguments, as they do with the hooks of Accelerate.
+
+
+class CallAlone(Interception):
+    """A call of a mapped module that has no wrapper, in place of the module's own."""
+
+    def __init__(self, mapped: Mapped, inner: Callable[..., Any] | None, lasting: Lasting) -> None:
+        self.mapped = mapped
+        self.inner = inner
+        self.compiled = inner is not None
+        self._lasting = lasting
+
+    @uncompiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, mapped = self.mapped.module, self.mapped
+        # A copy has no weights yet when its call is made.
+        (mapped.lent,) = places_of([(module, self.place(mapped, ()))])
+        return self.outside(mapped, self.inner or module._call_impl, args, kwargs)
+
+    def place(self, mapped: Mapped, tensors: Sequence[Tensor]) -> torch.device:
+        """The device of a module: that of the map, unless somebody has moved the module.
+
+        Without parameters and buffers it is where the arguments are.
+        """
+        own = devices_of(mapped.module) or {x.device for x in tensors}
+        return mapped.device if mapped.device in own or len(own) != 1 else own.pop()
+
+    def outside(
+        self,
+        mapped: Mapped,
+        inner: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Compute the module, whose arguments come to its device."""
+        given, tensors = (args, kwargs), tensors_of((args, kwargs))
+        copies, near = list[Any](), partial(_near, self.place(mapped, tensors))
+        # One copy of each: the module may change it in place, or ask whether two are the same.
+        here = near(tensors)
+        args, kwargs = map_arguments(lambda x: here[id(x)], given, copies)
+        if mapped.lent:
+            # guard: weights that checkpoints of the model need again
+            lent = Lent(mapped.lent, lambda xs: [*near(xs).values()], self._lasting.lock)
+            inner = partial(lent.call, inner)
+        if may_meet(self._lasting.met, mapped):
+            inner = watched(self._lasting.met, mapped, near, inner)
+        handing = handing_back(given, (args, kwargs)) if copies else nullcontext()
+        with noted(f"raised in {mapped.place}"), handing:
+            return inner(*args, **kwargs)
+
+    def alone(self, module: nn.Module, inner: Callable[..., Any] | None = None) -> CallAlone:
+        """A call of the module, or of a copy of it, that has no wrapper."""
+        mapped = self.mapped
+        own = Mapped(mapped.name, mapped.key, module, mapped.device, mapped.place)
+        return CallAlone(own, inner, self._lasting)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CallAlone | None:
+        module: Any = memo.get(id(self.mapped.module))
+        is_spread = ON_COPY in vars(self.mapped.module)
+        return self.alone(module) if is_spread and module is not None else None
+
+
+#: The attribute of a mapped module, on several devices, that gives a deep copy a call of its own.
+ON_COPY = "_torchgpipe_on_copy"
+
+
+class OnCopy:
+    """An object that copies the call of a module with the module, as PyTorch does not.
+
+    It has no ``__dict__``, so that nobody takes it for a container with values of the model's.
+    """
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: CallAlone) -> None:
+        self._call = call
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OnCopy | None:
+        call = deepcopy(self._call, memo)
+        if call is None:
+            return None
+        call.mapped.module.__dict__["_compiled_call_impl"] = call
+        return OnCopy(call)
+
+    def __reduce__(self) -> Any:
+        """None: a pickle belongs to no devices."""
+        return type(None), ()
+
+
+def put_call(module: nn.Module, call: CallAlone, *, is_spread: bool) -> None:
+    """Put a call in place of a module's own, and in place of a copy's if the model is spread."""
+    module._compiled_call_impl = call
+    vars(module).pop(ON_COPY, None)
+    if is_spread:
+        vars(module)[ON_COPY] = OnCopy(call)
+
+
+def devices_of(module: nn.Module) -> set[torch.device]:
+    """The devices of a module's parameters and buffers."""
+    return {x.device for x in (*module.parameters(), *module.buffers())}
+
+
+def _near(device: torch.device, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
+    for x in tensors:
+        # A checkpoint of PyTorch has what came on a lane, or is of a later visit.
+        # guard: recording for a checkpoint of PyTorch
+        record_stream(x, current_stream(x.device))
+    return {id(x): x.to(device) for x in tensors}
 
 
 # Interception: a call of a mapped module goes to its wrapper.
@@ -183,137 +293,3 @@ def signed(method: Any, model: Callable[..., Any]) -> Callable[..., Any]:
     found.__signature__ = given.replace(parameters=[own[0], *given.parameters.values()])
     function: Callable[..., Any] = found
     return function
-
-
-# The body of a cell: a mapped module, which is computed as a whole, once or twice.
-
-
-#: Stands for a course while a mapped module is computed.
-INSIDE: Any = object()
-
-
-class Current(threading.local):
-    """The course that a thread runs, or :data:`INSIDE`; None outside of a step."""
-
-    course: Any = None
-    #: How often each module with names on several devices was called.
-    counts: Counter[Mapped] | None = None
-
-
-current = registered(Current())
-
-
-def in_turns(counts: Counter[Mapped], inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function in which modules take turns, as checkpoints of PyTorch do in backward."""
-    own = Counter(counts)
-    with Swap(current, counts=own), repeating(lambda: partial(in_turns, Counter(own))):
-        return inner(*args, **kwargs)
-
-
-class inside:
-    """Compute a mapped module as a whole, whatever it calls, within a ``with`` block.
-
-    Args:
-        glue: the mode for code between modules, which is off in the block if it is the innermost
-            one. Within a module all tensors are on one device, and a mode takes a microsecond for
-            each operator.
-    """
-
-    __slots__ = ("_glue", "_outer", "_popped")
-
-    def __init__(self, glue: TorchFunctionMode | None = None) -> None:
-        self._glue = glue
-
-    def __enter__(self) -> None:
-        self._outer, current.course = current.course, INSIDE
-        count = 0 if self._glue is None else _torch.count_function_modes()
-        self._popped = count and _torch.function_mode_at(count - 1) is self._glue
-        if self._popped:
-            _torch.pop_function_mode()
-
-    def __exit__(self, *_: object) -> None:
-        current.course = self._outer
-        if self._popped:
-            _torch.push_function_mode(self._glue)
-
-
-class MappedBody(Body):
-    """A mapped module in one stage of one step.
-
-    Each stage has a body of its own, since the state of the module is that of its first call there.
-
-    Args:
-        module: the module.
-        inner: the module's own call. Its class may have a ``__call__``, which has been called.
-        lock: a lock to hold while the module runs for the second time.
-        state: the state of the module; None in a step without recomputation.
-        name: its name in the model.
-    """
-
-    __slots__ = (
-        *("buffered", "changes_input", "checkpointed", "foreign", "name", "omits", "shared"),
-    )
-
-    def __init__(
-        self,
-        module: nn.Module,
-        inner: Callable[..., Any],
-        lock: AbstractContextManager[Any],
-        state: LayersState | None,
-        name: str = "",
-    ) -> None:
-        super().__init__(module, lock, state, False)
-        self.call, self.name = inner, name
-        # The model may use an input that the module changes in place, so none is cloned in forward.
-        self.changes_input, self.in_place = self.in_place, False
-        #: How many micro-batches, from the first, are computed under checkpointing.
-        self.checkpointed = 0
-        #: Whether outputs may be computed when somebody looks at them. Mode "except_last" keeps all
-        #: of a micro-batch, and policies serve one recomputation.
-        self.omits = False
-        #: Whether the module may meet tensors of other devices.
-        self.foreign = False
-        #: Whether another visit of the device calls the module, too.
-        self.shared = False
-        #: Its layers that have buffers.
-        self.buffered: Sequence[nn.Module] | None = None
-
-    def run_alone(self, arguments: tuple[Any, Any]) -> Any:
-        """Run the module with its arguments as they are, where there is no recomputation."""
-        args, kwargs = arguments
-        return self.call(*args, **kwargs)
-
-    def run_twice(self, batch: Batch, own: list[Any], **more: Any) -> Batch:
-        """Run the module under checkpointing, in forward or in recomputation.
-
-        Args:
-            batch: its arguments.
-            own: a list with the arguments as the module is called with them. The first run may
-                change lists and dicts among them. A recomputation has lists and dicts of its own.
-            **more: for :meth:`run`.
-        """
-        # As a layer of a partition, for errors about what it saves and changes.
-        layer.name, layer.kind = self.name, type(self.layers).__name__
-        with inside():
-            if not is_recomputing():
-                # The checkpoint holds the list until backward.
-                args, kwargs = own.pop()
-                return self.run(batch, call=lambda *_, **__: self.call(*args, **kwargs), **more)
-            try:
-                # The inputs of recomputation are leaves, which cannot be changed in place.
-                return self.run(self.kept(batch), **more)
-            finally:
-                # The note on an error names the module as its place.
-                layer.name = None
-
-    def kept(self, batch: Batch) -> Batch:
-        """Keep the arguments for a later run: as clones, if this run may change them in place."""
-        others = batch.others
-        if any(isinstance(x, list | dict) for x in others.values()):
-            # Lists and dicts of a subclass, which PyTorch does not know as containers.
-            others = {k: copy(x) if isinstance(x, list | dict) else x for k, x in others.items()}
-            batch = batch.copy()
-            batch.structures = {VALUE: Structure(batch.structures[VALUE].spec, others)}
-        if not self.changes_input:
-            return batch
-        return batch.map(lambda *xs: [x.clone() for x in xs], [VALUE])

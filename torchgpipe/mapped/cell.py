@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from torchgpipe.autograd.fork_join import join, needs_backward
 from torchgpipe.autograd.versions import version_of
 from torchgpipe.devices.streams import has_streams, record_stream, use_stream
 from torchgpipe.engine.lanes import carried
-from torchgpipe.mapped.containers import tensors_of
+from torchgpipe.mapped.containers import map_arguments, tensors_of
 from torchgpipe.mapped.step import DeviceVisit, MappedStep
 from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.recompute.offload import Offloaded, Offloading
@@ -89,6 +90,24 @@ class Cell:
                 return tensor
         missing.append(tensor)
         return tensor
+
+    def arguments(
+        self, value: Any, source: Callable[[torch.device], Cell], objects: list[Any] | None = None
+    ) -> tuple[tuple[Any, Any], list[Any]]:
+        """Copy the arguments of a call, ``(args, kwargs)``, to this device.
+
+        Returns:
+            The arguments, and the lists and dicts in them that are copies.
+        """
+        copies: list[Any] = []
+        missing: list[Tensor] = []
+        found = map_arguments(partial(self.known, missing), value, copies, objects)
+        # Most often nothing is needed that has not come yet.
+        if missing:
+            copies.clear()
+            fetched = self.fetch(tensors_of(value), source)
+            found = map_arguments(lambda x: fetched.get(id(x), x), value, copies)
+        return found, copies
 
     def fetch(
         self, tensors: Sequence[Tensor], source: Callable[[torch.device], Cell]

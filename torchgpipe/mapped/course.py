@@ -8,11 +8,18 @@ order of the micro-batches, as under :class:`~torchgpipe.GPipe`::
     device 0   [0,0] [1,0] [2,0]
     device 1         [0,1] [1,1] [2,1]       consecutive modules on one device are one cell
 
-A course has a present cell. When a module on another device is called, the next cell begins, and
-the arguments of the module are copied there on lanes. The obvious way, ``tensor.to(device)``, makes
-the current streams of both devices wait for each other. Then no two micro-batches are computed at
-the same time. So :class:`~torchgpipe.mapped.glue.Glue` replaces the copies that the model itself
-makes, between its modules.
+What the model does, and what its course does then::
+
+    calls a module     call     the cell on the module's device is entered;
+                                arguments that are on other devices come there on lanes;
+                                the module runs, once or under a checkpoint
+    runs other code    glue     a mode sees functions of PyTorch, and asks the course's cells
+                                for their tensors on one device; the tail notes the functions
+    returns            end      outputs come to their device, and the fence gets them
+
+The obvious way, ``tensor.to(device)``, makes the current streams of both devices wait for each
+other. Then no two micro-batches are computed at the same time. So
+:class:`~torchgpipe.mapped.glue.Glue` replaces the copies that the model itself makes, too.
 
 A model may come back to a device, as an encoder and a decoder over the same devices do. Each visit
 is a stage of its own. All but the first compute on a stream of their own: on one stream, the next
@@ -23,7 +30,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -34,17 +40,12 @@ from torch.overrides import TorchFunctionMode
 from torchgpipe.ambient import labels
 from torchgpipe.ambient.context import current_hooks, is_in_checkpoint
 from torchgpipe.ambient.modes import own_casts
-from torchgpipe.ambient.notes import (
-    add_note,
-    contextmanager,
-    layer,
-    note_layer,
-    noted,
-)
+from torchgpipe.ambient.notes import add_note, contextmanager, layer, note_layer, noted
 from torchgpipe.devices.streams import has_streams, make_current, use_stream, wait_stream
-from torchgpipe.mapped.calls import MappedBody, current, in_turns, inside
+from torchgpipe.engine.body import NOTHING
+from torchgpipe.mapped.body import MappedBody, current, in_turns, inside
 from torchgpipe.mapped.cell import Cell, CourseNumbers
-from torchgpipe.mapped.containers import handing_back, map_arguments, tensors_of
+from torchgpipe.mapped.containers import handing_back, tensors_of
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.mapped.exchanged import Exchanged, mappings_of
 from torchgpipe.mapped.foreign import explain, watched
@@ -58,7 +59,137 @@ from torchgpipe.values.structure import Arguments
 
 __all__: list[str] = []
 
-NOTHING: AbstractContextManager[None] = nullcontext()
+
+class CourseCells:
+    """The cells of one micro-batch: one for each visit of a device.
+
+    A mapped module enters the cell on its device, which is the present one from then on. There are
+    four ways to get a cell, for what has to be done on a device. What they give depends on the
+    latest cell there::
+
+                    for                      none yet   not entered   present   left
+        present     what goes on here                                 it
+        enter       a mapped module          begins     it            it        next visit
+        go_on       code between modules     begins     it            it        next visit
+        at          tensors that are there   begins     it            it        it
+
+    A cell that is not entered yet has begun for code, or for tensors of the caller. Who enters one
+    takes the turn of the micro-batch on that device, and the RNG state along.
+    """
+
+    def __init__(self, step: MappedStep, i: int, turns: Turns | None) -> None:
+        self._step, self._i, self._turns = step, i, turns
+        if turns:
+            # Code before the first mapped module computes on the first device.
+            turns.come(i, (step.devices[0], 0))
+        self.present: Cell | None = None
+        self._all: list[Cell] = []
+        #: The devices that the micro-batch has visited, in order.
+        self._way: list[torch.device] = []
+        #: The latest cell on each device.
+        self._latest: dict[torch.device, Cell] = {}
+        #: The cells of later visits, by device, once the model came back to one.
+        self.later: dict[torch.device, Cell] = {}
+        self.numbers = CourseNumbers(step.numbers, i, step.devices, alone=turns is None)
+
+    def enter(self, device: torch.device, value: Any) -> Cell:
+        """The cell for a mapped module on a device that is called with a value."""
+        if self.present is not None and self.present.stage.device == device:
+            return self.present
+        found = self._latest.get(device)
+        if self._turns:
+            # The next micro-batch needs the phonies of what leaves.
+            # guard: sending before others come
+            leaving = [x for x in tensors_of(value) if x.device != device and has_streams(x.device)]
+            for source in dict.fromkeys(x.device for x in leaving):
+                self.at(source).send(tuple([x for x in leaving if x.device == source]))
+            self.numbers.leave()
+            if self.present:
+                self.present.leave()
+                self._turns.leave(self._i)
+            visit = found.stage.visit + found.entered if found else 0
+            self._turns.come(self._i, (device, visit))
+        cell = self._begin(device) if found is None or found.entered else found
+        cell.entered = True
+        self.present = cell
+        self._way.append(device)
+        self.numbers.go_to(device)
+        return cell
+
+    def go_on(self, device: torch.device) -> Cell:
+        """The cell for code between modules that computes on a device."""
+        found = self._latest.get(device)
+        if found is not None and found.entered and found is not self.present:
+            # On the stream of the earlier visit, the next micro-batch would wait for this code.
+            # guard: code that comes back
+            self._begin(device)
+        return self.at(device)
+
+    def at(self, device: torch.device) -> Cell:
+        """The latest cell on a device, for tensors that are there."""
+        return self._latest.get(device) or self._begin(device)
+
+    def _begin(self, device: torch.device) -> Cell:
+        before = self._latest.get(device)
+        visit = before.stage.visit + 1 if before else 0
+        cell = self._latest[device] = Cell(self._step, self._i, self._step.stage(device, visit))
+        self._all.append(cell)
+        if before:
+            # Code between modules computes on the device, too, with whatever is there.
+            # guard: waiting for an earlier visit
+            wait_stream(cell.stage.compute, before.stage.compute)
+            # guard: streams of a later visit
+            make_current(cell.stage.compute)
+            cell.before = before.stage.compute
+            self.later[device] = cell
+        return cell
+
+    def move(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """Copy a tensor to another device on lanes, for code between mapped modules."""
+        (arrived,) = self.go_on(device).receive(self.at(tensor.device), (tensor,))
+        return arrived
+
+    def together(self, tensors: Sequence[Tensor], target: torch.device | None) -> dict[int, Tensor]:
+        """Copy tensors to one device, for code between mapped modules that uses them together.
+
+        Args:
+            tensors: the tensors. One that is on no device of the map is not copied.
+            target: the device; None for the one of theirs that was visited last.
+
+        Returns:
+            The copies, by the identities of the originals.
+        """
+        devices = self._step.devices
+        # PyTorch takes a 0-dimensional tensor of the CPU on any device.
+        own = [x for x in tensors if x.device in devices and (x.dim() or has_streams(x.device))]
+        places = {x.device for x in own}
+        if target is None and places:
+            # Before the first module it is the last one of the map.
+            target = next(x for x in reversed([*devices, *self._way]) if x in places)
+        if target not in devices or places <= {target}:
+            return {}
+        assert target is not None
+        return self.go_on(target).fetch([x for x in own if x.device != target], self.at)
+
+    def end(self) -> None:
+        """Leave the present device, when the model has returned."""
+        if self.present:
+            self.present.leave()
+        if self._turns:
+            # guard: leaving a device with its numbers
+            self.numbers.leave()
+            self._turns.wait_for_end_before(self._i)
+
+    def close(self) -> None:
+        """Save the RNG state, and release all tensors."""
+        self.numbers.end()
+        self._step.drawn_behind |= self.numbers.drawn_behind
+        for cell in self._all:
+            cell.close()
+        self._all.clear()
+        self._latest.clear()
+        self.later.clear()
+        self.present = None
 
 
 class Course:
@@ -66,31 +197,17 @@ class Course:
 
     def __init__(self, step: MappedStep, i: int, turns: Turns | None = None) -> None:
         self.step, self.i = step, i
-        self._turns = turns
-        if turns:
-            # Code before the first mapped module computes on the first device.
-            turns.come(i, (step.devices[0], 0))
-        #: The present cell.
-        self._cell: Cell | None = None
-        self._all: list[Cell] = []
-        #: The devices that the micro-batch has visited, in order.
-        self._way: list[torch.device] = []
-        #: The latest cell on each device.
-        self._cells: dict[torch.device, Cell] = {}
+        self.cells = CourseCells(step, i, turns)
         #: The module that was called last, and whether an exception of its call is on its way.
         self._latest: Mapped | None = None
         self._noted = False
         #: The label that the thread had before, and its hooks for saved tensors.
         self._outer = labels.current.label
         self._hooks = current_hooks()
-        #: The cells of later visits, by device, once the model came back to one.
-        self.later: dict[torch.device, Cell] = {}
-        self._numbers = CourseNumbers(step.numbers, i, step.devices, alone=turns is None)
         #: The torch-function mode for code between mapped modules, which is off within them.
         self.glue: TorchFunctionMode | None = None
         #: The code after the latest mapped module, if it may be the last one.
         self.tail: Tail | None = None
-        self._omits = False
 
     def calling(self, model: Callable[..., Any]) -> Callable[..., Any]:
         """The function that calls the model, whose modules may have names on several devices."""
@@ -104,11 +221,7 @@ class Course:
             add_note(error, f"raised {place}, micro-batch {self.i}")
 
     def call(
-        self,
-        mapped: Mapped,
-        module: nn.Module,
-        inner: Callable[..., Any],
-        value: tuple[Any, Any],
+        self, mapped: Mapped, module: nn.Module, inner: Callable[..., Any], value: tuple[Any, Any]
     ) -> Any:
         """Compute a mapped module on its device: enter the cell, fetch, compute."""
         if self.tail:
@@ -120,15 +233,14 @@ class Course:
         outer, layer.name = layer.name, None
         try:
             with inside(self.glue):
-                before, cell = self._cell, self._cell
-                if cell is None or cell.stage.device != mapped.device:
-                    cell = self._enter(mapped.device, value)
+                before, cell = self.cells.present, self.cells.enter(mapped.device, value)
                 if labels.observer is not None:
                     # Code after the module belongs to the cell, too.
                     labels.put(cell.label)
                 body = self.step.body(cell.stage, mapped, module, inner)
                 objects: list[Any] = []
-                original, (value, copies) = value, self._fetch(cell, value, objects)
+                original = value
+                value, copies = cell.arguments(value, self.cells.at, objects)
                 if before is not None and before is not cell:
                     before.leave()
                 try:
@@ -151,26 +263,8 @@ class Course:
     def _note(self, mapped: Mapped) -> str:
         return f"raised in {mapped.place}, micro-batch {self.i}"
 
-    def _fetch(
-        self, cell: Cell, value: tuple[Any, Any], objects: list[Any] | None = None
-    ) -> tuple[tuple[Any, Any], list[Any]]:
-        """Copy the arguments of a call to the device of a cell.
-
-        Returns:
-            The arguments, and the lists and dicts in them that are copies.
-        """
-        copies: list[Any] = []
-        missing: list[Tensor] = []
-        found = map_arguments(partial(cell.known, missing), value, copies, objects)
-        # Most often nothing is needed that has not come yet.
-        if missing:
-            copies.clear()
-            fetched = cell.fetch(tensors_of(value), self._at)
-            found = map_arguments(lambda x: fetched.get(id(x), x), value, copies)
-        return found, copies
-
     def _items(self, cell: Cell, items: dict[Any, Any]) -> dict[Any, Any]:
-        (_, found), _ = self._fetch(cell, ((), items))
+        (_, found), _ = cell.arguments(((), items), self.cells.at)
         return {**found}
 
     def _compute(
@@ -183,7 +277,12 @@ class Course:
         objects: list[Any],
         copies: list[Any],
     ) -> Any:
-        """Run a module whose arguments are on its device, perhaps under checkpointing."""
+        """Run a module whose arguments are on its device, perhaps under checkpointing.
+
+        Around the module's own call are, from the inside to the outside: values for later modules
+        (``Exchanged``), tensors of other devices (``watched``), and the times of a trace. Around
+        these is a checkpoint, or what lets saved tensors leave for the host.
+        """
         step, stage = self.step, cell.stage
         again, within_checkpoint = self.i < body.checkpointed, is_in_checkpoint()
         if within_checkpoint:
@@ -201,7 +300,7 @@ class Course:
             batch = Batch(Arguments(*value)) if again else None
             if batch is not None and any(x.device != stage.device for x in batch):
                 # What a class that PyTorch knows holds: the module gets a copy of the object.
-                (here, _), _ = self._fetch(cell, ((*batch,), {}))
+                (here, _), _ = cell.arguments(((*batch,), {}), self.cells.at)
                 batch = batch.replace(here)
                 value, copies = batch.value, [batch]
             run: Callable[..., Any] = (
@@ -211,7 +310,8 @@ class Course:
             if objects and (mappings := mappings_of(*value)):
                 run = partial(Exchanged(mappings, partial(self._items, cell), body.lock).call, run)
             if body.foreign:
-                run = watched(step.lasting.met, mapped, partial(cell.fetch, source=self._at), run)
+                bring = partial(cell.fetch, source=self.cells.at)
+                run = watched(step.lasting.met, mapped, bring, run)
             if step.recording is not None:
                 where = stage.compute, stage.number, stage.number, self.i
                 run = partial(step.recording.run, run, where, iter if again else tensors_of)
@@ -220,10 +320,12 @@ class Course:
                     within = noted(self._note(mapped), label and label._replace(kind="R"))
                     checkpoint = body.checkpoint(run, step.new_context(), stage.compute, within)
                     cell.checkpoints.append(checkpoint)
-                    goes_on = self._may_be_last(mapped.name)
+                    # Whether this may be the last module.
+                    goes_on = step.lasting.last in (None, mapped.name) and self.glue is not None
+                    goes_on = goes_on and current_hooks() is None and not is_verifying()
                     found = checkpoint.forward(body.kept(batch), batch, goes_on=goes_on)
                     if goes_on:
-                        self.tail, self._omits = Tail(checkpoint, found), body.omits
+                        self.tail = Tail(checkpoint, found, body.omits)
                     output = found.value
                 else:
                     if body.offloading is not None:
@@ -244,70 +346,22 @@ class Course:
         casts = own_casts() if stage.visit and shared else NOTHING
         undrawn = NOTHING
         if is_in_checkpoint():
-            undrawn = self._numbers.undrawn(mapped.name, stage.device)
+            undrawn = self.cells.numbers.undrawn(mapped.name, stage.device)
         with use_stream(stage.compute), casts, undrawn, labels.within(label):
             yield
-
-    def _may_be_last(self, name: str) -> bool:
-        if self.glue is None or current_hooks() is not None or is_verifying():
-            return False
-        return self.step.lasting.last in (None, name)
-
-    def move(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """Copy a tensor to another device on lanes, for code between mapped modules."""
-        target = self._goes_on(device)
-        (arrived,) = target.receive(self._at(tensor.device), (tensor,))
-        return arrived
-
-    def together(self, tensors: Sequence[Tensor], target: torch.device | None) -> dict[int, Tensor]:
-        """Copy tensors to one device, for code between mapped modules that uses them together.
-
-        Args:
-            tensors: the tensors. One that is on no device of the map is not copied.
-            target: the device; None for the one of theirs that was visited last.
-
-        Returns:
-            The copies, by the identities of the originals.
-        """
-        devices = self.step.devices
-        # PyTorch takes a 0-dimensional tensor of the CPU on any device.
-        own = [x for x in tensors if x.device in devices and (x.dim() or has_streams(x.device))]
-        places = {x.device for x in own}
-        if target is None and places:
-            # Before the first module it is the last one of the map.
-            target = next(x for x in reversed([*devices, *self._way]) if x in places)
-        if target not in devices or places <= {target}:
-            return {}
-        assert target is not None
-        cell = self._goes_on(target)
-        return cell.fetch([x for x in own if x.device != target], self._at)
-
-    def _goes_on(self, device: torch.device) -> Cell:
-        """The cell for code between modules on a device: a new one if the model has left it."""
-        found = self._cells.get(device)
-        if found is not None and found.entered and found is not self._cell:
-            # On the stream of the earlier visit, the next micro-batch would wait for this code.
-            # guard: code that comes back
-            self._begin(device)
-        return self._at(device)
 
     def end(self, output: Any) -> Batch:
         """Finish the forward of the micro-batch: copy outputs to their device, and fence them."""
         batch = Batch(output)
         self.step.lasting.last = self._latest.name if self._latest else ""
         omitted = self._end_tail(output, batch)
-        if self._cell:
-            self._cell.leave()
-        if self._turns:
-            # guard: leaving a device with its numbers
-            self._numbers.leave()
-            self._turns.wait_for_end_before(self.i)
+        self.cells.end()
         # Micro-batches may end on different devices, if the model's code depends on values.
         wanted = self.step.output_device
         places = [wanted] * len(batch) if wanted else self.step.places
         if len(places) == len(batch):
             moved = [
-                x if x.device == place or id(x) in omitted else self.move(x, place)
+                x if x.device == place or id(x) in omitted else self.cells.move(x, place)
                 for x, place in zip(batch, places)
             ]
             batch = batch.replace(moved)
@@ -315,7 +369,7 @@ class Course:
         found = {id(x): x for x in batch}
         for device in dict.fromkeys(x.device for x in batch):
             here = [x for x in batch if x.device == device]
-            found |= dict(zip(map(id, here), self._at(device).stay(tuple(here))))
+            found |= dict(zip(map(id, here), self.cells.at(device).stay(tuple(here))))
         return self.step.omitted.without(self.i, batch.replace([found[id(x)] for x in batch]))
 
     def _end_tail(self, output: Any, batch: Batch) -> set[int]:
@@ -323,7 +377,7 @@ class Course:
         tail, step = self.tail, self.step
         if tail is None:
             return set()
-        tensors = omissible(output, batch, tail) if self._omits else []
+        tensors = omissible(output, batch, tail) if tail.omits else []
         maker = tail.end([number for x in tensors if (number := tail.number(x)) is not None])
         if maker is None:
             return set()
@@ -334,59 +388,6 @@ class Course:
         """End the course, after a failure too, and release all tensors."""
         if labels.current.label is not self._outer:
             labels.put(self._outer)
-        self._numbers.end()
-        self.step.drawn_behind |= self._numbers.drawn_behind
-        for cell in self._all:
-            cell.close()
+        self.cells.close()
         # The mode refers to the course.
         self.glue = self.tail = None
-        self._all.clear()
-        self._cells.clear()
-        self.later.clear()
-        self._cell = None
-
-    def _enter(self, device: torch.device, value: Any) -> Cell:
-        found = self._cells.get(device)
-        if self._turns:
-            self._take_turn(device, found, value)
-        # Tensors of the caller, or code between modules, may have begun a cell on the device
-        # already, with which its first module goes on.
-        cell = self._begin(device) if found is None or found.entered else found
-        cell.entered = True
-        self._cell = cell
-        self._way.append(device)
-        self._numbers.go_to(device)
-        return cell
-
-    def _take_turn(self, device: torch.device, found: Cell | None, value: Any) -> None:
-        assert self._turns
-        # The next micro-batch needs the phonies of what leaves.
-        # guard: sending before others come
-        leaving = [x for x in tensors_of(value) if x.device != device and has_streams(x.device)]
-        for source in dict.fromkeys(x.device for x in leaving):
-            self._at(source).send(tuple([x for x in leaving if x.device == source]))
-        self._numbers.leave()
-        if self._cell:
-            self._cell.leave()
-            self._turns.leave(self.i)
-        visit = found.stage.visit + found.entered if found else 0
-        self._turns.come(self.i, (device, visit))
-
-    def _at(self, device: torch.device) -> Cell:
-        """The latest cell on a device."""
-        return self._cells.get(device) or self._begin(device)
-
-    def _begin(self, device: torch.device) -> Cell:
-        before = self._cells.get(device)
-        visit = before.stage.visit + 1 if before else 0
-        cell = self._cells[device] = Cell(self.step, self.i, self.step.stage(device, visit))
-        self._all.append(cell)
-        if before:
-            # Code between modules computes on the device, too, with whatever is there.
-            # guard: waiting for an earlier visit
-            wait_stream(cell.stage.compute, before.stage.compute)
-            # guard: streams of a later visit
-            make_current(cell.stage.compute)
-            cell.before = before.stage.compute
-            self.later[device] = cell
-        return cell

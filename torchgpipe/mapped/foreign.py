@@ -23,8 +23,7 @@ from torchgpipe.ambient.notes import is_about_devices
 from torchgpipe.devices.streams import has_streams
 from torchgpipe.mapped.containers import replaced, tensors_of, within
 from torchgpipe.mapped.device_map import Mapped
-from torchgpipe.mapped.glue import APART, TARGETS
-from torchgpipe.mapped.tail import changed_argument
+from torchgpipe.mapped.functions import APART, TARGETS, changed_argument
 
 __all__: list[str] = []
 

@@ -9,7 +9,7 @@ Such code may also use tensors of several devices together, as ``x + block(x)`` 
 copied to the device among theirs that the model has visited last, since the model goes on there. A
 tensor that is changed in place stays on its device, and the others are copied to it.
 
-Within mapped modules the mode is off: see :class:`~torchgpipe.mapped.calls.inside`.
+Within mapped modules the mode is off: see :class:`~torchgpipe.mapped.body.inside`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,12 +25,10 @@ from torch.overrides import TorchFunctionMode
 
 from torchgpipe import _torch
 from torchgpipe.autograd.versions import version_of
-from torchgpipe.devices.streams import canonical_device, has_streams
+from torchgpipe.devices.streams import has_streams
 from torchgpipe.mapped.containers import replaced, tensors_of
-from torchgpipe.mapped.tail import STATISTICS, changed_argument, is_in_place
-
-if TYPE_CHECKING:
-    from torchgpipe.mapped.course import Course
+from torchgpipe.mapped.course import Course
+from torchgpipe.mapped.functions import APART, STATISTICS, TARGETS, changed_argument, is_in_place
 
 __all__: list[str] = []
 
@@ -84,7 +82,7 @@ class Glue(TorchFunctionMode):
             and len({x.device for x in tensors}) > 1
             and not (func in TARGETS or name in APART or name.startswith("_foreach_"))
         ):
-            brought = self._course.together(tensors, changed[0].device if changed else None)
+            brought = self._course.cells.together(tensors, changed[0].device if changed else None)
         if not brought:
             return self._called(func, args, kwargs)
         versions = [(x, version_of(x)) for x in brought.values()]
@@ -99,7 +97,7 @@ class Glue(TorchFunctionMode):
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         try:
-            if self._course.later:
+            if self._course.cells.later:
                 # guard: code of a later visit
                 return self._later(func, args, kwargs)
             return self._moved(func, args, kwargs)
@@ -115,7 +113,7 @@ class Glue(TorchFunctionMode):
         # guard: copies of the model itself
         wanted = TARGETS.get(func)
         if wanted is not None:
-            args = wanted(self, *args, **kwargs)
+            args = wanted(self.arrived, *args, **kwargs)
         tail = self._course.tail
         return func(*args, **kwargs) if tail is None else tail.call(func, args, kwargs)
 
@@ -129,7 +127,7 @@ class Glue(TorchFunctionMode):
         """
         found: dict[int, Tensor] = {}
         tensors = tensors_of((args, kwargs))
-        for device, cell in self._course.later.items():
+        for device, cell in self._course.cells.later.items():
             found |= cell.taken_over([x for x in tensors if x.device == device])
         if not found:
             result = self._moved(func, args, kwargs)
@@ -144,7 +142,7 @@ class Glue(TorchFunctionMode):
                 # A view must be one of the tensor itself: the model may change the view in place.
                 # Its gradient leaves this visit as a clone, too.
                 return self._moved(func, args, kwargs)
-        for device, cell in self._course.later.items():
+        for device, cell in self._course.cells.later.items():
             cell.made([x for x in tensors_of(result) if x.device == device])
         return result
 
@@ -176,7 +174,7 @@ class Glue(TorchFunctionMode):
             return tensor
         if not (has_streams(device) and has_streams(tensor.device)):
             return tensor
-        return self._course.move(tensor, device)
+        return self._course.cells.move(tensor, device)
 
 
 #: Functions that are about the tensor object, and not its values.
@@ -186,10 +184,6 @@ ATTRIBUTES |= {"register_post_accumulate_grad_hook", "requires_grad_", "record_s
 #: Functions that change what a tensor object is, in place, and not its values.
 SHAPES = frozenset({"detach_", "resize_", "resize_as_", "set_", "squeeze_", "unsqueeze_", "t_"})
 SHAPES |= {"transpose_", "swapaxes_", "swapdims_", "as_strided_", "share_memory_", "rename_"}
-
-#: Functions that do not read the values of their arguments, or treat each tensor separately.
-APART = frozenset({"expand_as", "view_as", "reshape_as", "is_same_size", "is_set_to", "grad"})
-APART |= {"result_type", "can_cast", "broadcast_tensors"}
 
 
 def _apart(name: str, tensors: Iterable[Tensor], what: str) -> RuntimeError:
@@ -207,38 +201,3 @@ def _line() -> str:
     while frame and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "torchgpipe"):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "unknown"
-
-
-def _to(glue: Glue, tensor: Tensor, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    target = kwargs.get("device", kwargs.get("tensor", args[0] if args else None))
-    if isinstance(target, Tensor):
-        target = target.device
-    if isinstance(target, torch.device | str | int) and not isinstance(target, bool):
-        tensor = glue.arrived(tensor, canonical_device(target))
-    return tensor, *args
-
-
-def _cuda(glue: Glue, tensor: Tensor, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    target = args[0] if args else kwargs.get("device")
-    device = canonical_device("cuda" if target is None else target)
-    return glue.arrived(tensor, device), *args
-
-
-def _type_as(glue: Glue, tensor: Tensor, other: Tensor) -> tuple[Any, ...]:
-    return glue.arrived(tensor, other.device), other
-
-
-def _as_tensor(glue: Glue, data: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    target = kwargs.get("device", args[1] if len(args) > 1 else None)
-    if target is not None:
-        data = glue.arrived(data, canonical_device(target))
-    return data, *args
-
-
-#: For functions that copy between devices: copies on lanes first, and returns the arguments.
-TARGETS: dict[Any, Callable[..., tuple[Any, ...]]] = {
-    Tensor.to: _to,
-    Tensor.cuda: _cuda,
-    Tensor.type_as: _type_as,
-    torch.as_tensor: _as_tensor,
-}

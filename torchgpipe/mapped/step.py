@@ -34,7 +34,7 @@ from torchgpipe.devices.streams import (
 )
 from torchgpipe.engine.recorded import Recording
 from torchgpipe.engine.step import Fence, StepWeights
-from torchgpipe.mapped.calls import MappedBody
+from torchgpipe.mapped.body import MappedBody
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.mapped.exchanged import HeldValues
 from torchgpipe.mapped.foreign import Met, may_meet

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Container, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +34,7 @@ from torchgpipe.ambient.random_numbers import FirstNumbers
 from torchgpipe.autograd.versions import version_of
 from torchgpipe.devices.streams import get_device
 from torchgpipe.mapped.containers import replaced, tensors_of
+from torchgpipe.mapped.functions import ONCE, STATISTICS, changed_argument
 from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.recompute.once import lasting
 from torchgpipe.recompute.runs import Values
@@ -41,30 +42,6 @@ from torchgpipe.recompute.slots import Slot
 from torchgpipe.values.microbatch import VALUE, Batch
 
 __all__: list[str] = []
-
-
-# Functions of PyTorch that change one of their arguments in place, by their names.
-
-
-#: Functions that change statistics, which are the second argument.
-STATISTICS = frozenset({"batch_norm", "instance_norm"})
-
-
-@cache
-def is_in_place(name: str) -> bool:
-    """Whether a function of this name changes its first argument."""
-    if name.endswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name != "__invert__")
-    return name.endswith("_")
-
-
-def changed_argument(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The argument that a call of a function changes; None without one."""
-    if name in STATISTICS:
-        return args[1:3] or [kwargs.get("running_mean"), kwargs.get("running_var")]
-    if is_in_place(name) or kwargs.get("inplace"):
-        return args[0] if args else kwargs.get("input")
-    return kwargs.get("out")
 
 
 class Noted(NamedTuple):
@@ -104,8 +81,10 @@ class TensorState(NamedTuple):
 class Tail:
     """The code after a mapped module, for one micro-batch."""
 
-    def __init__(self, checkpoint: Checkpoint, output: Batch) -> None:
+    def __init__(self, checkpoint: Checkpoint, output: Batch, omits: bool = False) -> None:
         self._checkpoint = checkpoint
+        #: Whether outputs may be computed when somebody looks at them.
+        self.omits = omits
         self._numbers = FirstNumbers(get_device(checkpoint.stream))
         #: The tensors that depend on the module.
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -240,10 +219,6 @@ class Tail:
             # guard: changes within the tail
             and all(version_of(x) == version for call in self._calls for x, version in call.kept)
         )
-
-
-#: Functions that cannot be repeated: they have a side effect, or run backward.
-ONCE = frozenset({"__set__", "grad", "backward"})
 
 
 def changes_others(

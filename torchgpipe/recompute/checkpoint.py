@@ -15,13 +15,18 @@ function, costs the host less, and breaks some of this: see ``docs/decisions/rea
 ::
 
     forward:   input ── layers ── Recompute ── output
-                 │        ○ ○                            ○ slot
+                 │        ○ ○ _drop                      ○ an empty slot, one of `places`
                  └─── stored ───────┐
                                     ↓
     backward:  input ←─ layers ←─ Recompute ←─ gradient
-                          ● ●       │
+                 unpack   ● ●       │ recompute, _again
                            ↑        │
-                           └─ layers, again
+                           └─ layers, again: _fill
+
+:meth:`Checkpoint.recompute` is called by the node, or by ``unpack`` of a slot that is empty still.
+It does nothing the second time. ``_again`` brings back the first run's stream, modes and input;
+``_fill`` runs the cell there, and has each tensor that it saves put into the next of ``places``.
+:meth:`Checkpoint.compute` goes through ``_again`` too, for what the cell returns.
 
 :class:`Recompute` passes the gradient on. Where the gradient comes from another device, the node
 belongs to the copy stream on which the gradient arrives, but recomputes on the compute stream. So
@@ -102,12 +107,9 @@ class Checkpoint:
         whole: bool,
         shapes: dict[torch.Size, torch.Size],
     ) -> None:
-        self.function = function
-        self.context = context
-        self.stream = stream
-        self.within = within
-        self.lasting = lasting
-        self.whole = whole
+        self.function, self.context = function, context
+        self.stream, self.within = stream, within
+        self.lasting, self.whole = lasting, whole
         #: The places of what the first run saves, in order.
         self.places: list[Saved] = []
         #: The tensors among them that exist anyway.
@@ -119,6 +121,7 @@ class Checkpoint:
         self.shapes = shapes
         #: The identities of the input's tensors, while no other tensor can have them.
         self.inputs: set[int] = set()
+        #: The input and the RNG states of the first run, as long as there may be another one.
         self.stored: tuple[StoredInput, FirstNumbers] | None = None
         self.lock = threading.RLock()
         #: Whether layers have saved tensors on streams of their own; None without streams.

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchgpipe.mapped.tail import STATISTICS, is_in_place
+from torchgpipe.mapped.functions import STATISTICS, is_in_place
 
 
 @pytest.mark.parametrize(

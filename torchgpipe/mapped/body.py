@@ -1,0 +1,158 @@
+"""The body of a cell: a mapped module, which is computed as a whole, once or twice."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from copy import copy
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from torchgpipe import _torch
+from torchgpipe._torch.checkpoints import repeating
+from torchgpipe.ambient.context import Swap, registered
+from torchgpipe.ambient.notes import layer
+from torchgpipe.engine.body import Body
+from torchgpipe.mapped.device_map import Mapped
+from torchgpipe.recompute.layer_state import LayersState
+from torchgpipe.recompute.runs import is_recomputing
+from torchgpipe.values.microbatch import VALUE, Batch
+from torchgpipe.values.structure import Structure
+
+__all__: list[str] = []
+
+
+#: Stands for a course while a mapped module is computed.
+INSIDE: Any = object()
+
+
+class Current(threading.local):
+    """The course that a thread runs, or :data:`INSIDE`; None outside of a step."""
+
+    course: Any = None
+    #: How often each module with names on several devices was called.
+    counts: Counter[Mapped] | None = None
+
+
+current = registered(Current())
+
+
+def in_turns(counts: Counter[Mapped], inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function in which modules take turns, as checkpoints of PyTorch do in backward."""
+    own = Counter(counts)
+    with Swap(current, counts=own), repeating(lambda: partial(in_turns, Counter(own))):
+        return inner(*args, **kwargs)
+
+
+class inside:
+    """Compute a mapped module as a whole, whatever it calls, within a ``with`` block.
+
+    Args:
+        glue: the mode for code between modules, which is off in the block if it is the innermost
+            one. Within a module all tensors are on one device, and a mode takes a microsecond for
+            each operator.
+    """
+
+    __slots__ = ("_glue", "_outer", "_popped")
+
+    def __init__(self, glue: TorchFunctionMode | None = None) -> None:
+        self._glue = glue
+
+    def __enter__(self) -> None:
+        self._outer, current.course = current.course, INSIDE
+        count = 0 if self._glue is None else _torch.count_function_modes()
+        self._popped = count and _torch.function_mode_at(count - 1) is self._glue
+        if self._popped:
+            _torch.pop_function_mode()
+
+    def __exit__(self, *_: object) -> None:
+        current.course = self._outer
+        if self._popped:
+            _torch.push_function_mode(self._glue)
+
+
+class MappedBody(Body):
+    """A mapped module in one stage of one step.
+
+    Each stage has a body of its own, since the state of the module is that of its first call there.
+
+    Args:
+        module: the module.
+        inner: the module's own call. Its class may have a ``__call__``, which has been called.
+        lock: a lock to hold while the module runs for the second time.
+        state: the state of the module; None in a step without recomputation.
+        name: its name in the model.
+    """
+
+    __slots__ = (
+        *("buffered", "changes_input", "checkpointed", "foreign", "name", "omits", "shared"),
+    )
+
+    def __init__(
+        self,
+        module: nn.Module,
+        inner: Callable[..., Any],
+        lock: AbstractContextManager[Any],
+        state: LayersState | None,
+        name: str = "",
+    ) -> None:
+        super().__init__(module, lock, state, False)
+        self.call, self.name = inner, name
+        # The model may use an input that the module changes in place, so none is cloned in forward.
+        self.changes_input, self.in_place = self.in_place, False
+        #: How many micro-batches, from the first, are computed under checkpointing.
+        self.checkpointed = 0
+        #: Whether outputs may be computed when somebody looks at them. Mode "except_last" keeps all
+        #: of a micro-batch, and policies serve one recomputation.
+        self.omits = False
+        #: Whether the module may meet tensors of other devices.
+        self.foreign = False
+        #: Whether another visit of the device calls the module, too.
+        self.shared = False
+        #: Its layers that have buffers.
+        self.buffered: Sequence[nn.Module] | None = None
+
+    def run_alone(self, arguments: tuple[Any, Any]) -> Any:
+        """Run the module with its arguments as they are, where there is no recomputation."""
+        args, kwargs = arguments
+        return self.call(*args, **kwargs)
+
+    def run_twice(self, batch: Batch, own: list[Any], **more: Any) -> Batch:
+        """Run the module under checkpointing, in forward or in recomputation.
+
+        Args:
+            batch: its arguments.
+            own: a list with the arguments as the module is called with them. The first run may
+                change lists and dicts among them. A recomputation has lists and dicts of its own.
+            **more: for :meth:`run`.
+        """
+        # As a layer of a partition, for errors about what it saves and changes.
+        layer.name, layer.kind = self.name, type(self.layers).__name__
+        with inside():
+            if not is_recomputing():
+                # The checkpoint holds the list until backward.
+                args, kwargs = own.pop()
+                return self.run(batch, call=lambda *_, **__: self.call(*args, **kwargs), **more)
+            try:
+                # The inputs of recomputation are leaves, which cannot be changed in place.
+                return self.run(self.kept(batch), **more)
+            finally:
+                # The note on an error names the module as its place.
+                layer.name = None
+
+    def kept(self, batch: Batch) -> Batch:
+        """Keep the arguments for a later run: as clones, if this run may change them in place."""
+        others = batch.others
+        if any(isinstance(x, list | dict) for x in others.values()):
+            # Lists and dicts of a subclass, which PyTorch does not know as containers.
+            others = {k: copy(x) if isinstance(x, list | dict) else x for k, x in others.items()}
+            batch = batch.copy()
+            batch.structures = {VALUE: Structure(batch.structures[VALUE].spec, others)}
+        if not self.changes_input:
+            return batch
+        return batch.map(lambda *xs: [x.clone() for x in xs], [VALUE])

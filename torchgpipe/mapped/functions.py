@@ -1,0 +1,81 @@
+"""Functions of PyTorch, by what they do with their arguments: for code that a mode watches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from torchgpipe.devices.streams import canonical_device
+
+__all__: list[str] = []
+
+#: Moves a value to a device, if it is a tensor.
+Move: TypeAlias = Callable[[Any, torch.device], Any]
+
+
+#: Functions that change statistics, which are the second argument.
+STATISTICS = frozenset({"batch_norm", "instance_norm"})
+
+
+@cache
+def is_in_place(name: str) -> bool:
+    """Whether a function of this name changes its first argument."""
+    if name.endswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name != "__invert__")
+    return name.endswith("_")
+
+
+def changed_argument(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The argument that a call of a function changes; None without one."""
+    if name in STATISTICS:
+        return args[1:3] or [kwargs.get("running_mean"), kwargs.get("running_var")]
+    if is_in_place(name) or kwargs.get("inplace"):
+        return args[0] if args else kwargs.get("input")
+    return kwargs.get("out")
+
+
+#: Functions that cannot be repeated: they have a side effect, or run backward.
+ONCE = frozenset({"__set__", "grad", "backward"})
+
+#: Functions that do not read the values of their arguments, or treat each tensor separately.
+APART = frozenset({"expand_as", "view_as", "reshape_as", "is_same_size", "is_set_to", "grad"})
+APART |= {"result_type", "can_cast", "broadcast_tensors"}
+
+
+def _to(move: Move, tensor: Tensor, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    target = kwargs.get("device", kwargs.get("tensor", args[0] if args else None))
+    if isinstance(target, Tensor):
+        target = target.device
+    if isinstance(target, torch.device | str | int) and not isinstance(target, bool):
+        tensor = move(tensor, canonical_device(target))
+    return tensor, *args
+
+
+def _cuda(move: Move, tensor: Tensor, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    target = args[0] if args else kwargs.get("device")
+    device = canonical_device("cuda" if target is None else target)
+    return move(tensor, device), *args
+
+
+def _type_as(move: Move, tensor: Tensor, other: Tensor) -> tuple[Any, ...]:
+    return move(tensor, other.device), other
+
+
+def _as_tensor(move: Move, data: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    target = kwargs.get("device", args[1] if len(args) > 1 else None)
+    if target is not None:
+        data = move(data, canonical_device(target))
+    return data, *args
+
+
+#: For functions that copy between devices: bring the tensor there first, and return the arguments.
+TARGETS: dict[Any, Callable[..., tuple[Any, ...]]] = {
+    Tensor.to: _to,
+    Tensor.cuda: _cuda,
+    Tensor.type_as: _type_as,
+    torch.as_tensor: _as_tensor,
+}
