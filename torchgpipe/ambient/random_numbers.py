@@ -115,7 +115,7 @@ class StepNumbers:
         """RNG states for the next step, by type of device, which no micro-batch has used."""
         return {kind: self._begin.of(self._m, kind) for kind in self._home}
 
-    def settle(self, states: Mapping[str, Tensor]) -> None:
+    def set_for_caller(self, states: Mapping[str, Tensor]) -> None:
         """Set the generators that the caller sees, by type of device, after the block."""
         for kind, device in self._home.items():
             set_state(device, states[kind])
@@ -220,7 +220,7 @@ class FirstNumbers:
             self.before[CPU] = get_state(CPU)
         self.after: dict[torch.device, Tensor] = {}
 
-    def settle(self, cell: CellNumbers | None = None) -> None:
+    def end_first_run(self, cell: CellNumbers | None = None) -> None:
         """Take note of the states after the first run.
 
         Recomputation leaves a generator alone that the forward has not drawn from. So accelerators

@@ -419,7 +419,7 @@ class Pipe(Wrapper):
                 if found is not None and torch.is_grad_enabled():
                     self._hand_over(executor, found)
                     reduce(sharded)
-                self._agreement.settle(mail)
+                self._agreement.wait_for_all(mail)
             finally:
                 mail.end()
         loss = found and found.value

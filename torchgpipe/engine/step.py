@@ -177,7 +177,7 @@ class Step:
     def end_forward(self) -> None:
         """Take note that all cells were computed."""
         for body in self.bodies:
-            body.settle()
+            body.end_forward()
 
 
 class PipelineStep(Step):

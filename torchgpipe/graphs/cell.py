@@ -124,7 +124,7 @@ class GraphCell(Cell):
             self._keep(found[count:])
         else:
             if self._first is not None:
-                self._first.settle()
+                self._first.end_first_run()
             again, values = self._late
             again.add(values, "kept", found[count:])
         return self._output(found[:count])

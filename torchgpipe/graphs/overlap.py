@@ -178,7 +178,7 @@ def overlapped(a: Part, b: Part) -> Interleaved:
             known[k][node] = graph.call_method("receive", (streams, waiting[k].pop(node)))
         return known[k][node]
 
-    def settle(k: int, node: Node) -> None:
+    def receive_before(k: int, node: Node) -> None:
         """Receive messages whose memory a node uses and one of the two changes."""
         effects = (a, b)[k].owner.effects
         written, touched = effects.written_by(node), effects.touched_by(node)
@@ -195,7 +195,7 @@ def overlapped(a: Part, b: Part) -> Interleaved:
             for node in piece:
                 for x in node.all_input_nodes:
                     use(k, x)
-                settle(k, node)
+                receive_before(k, node)
                 if is_communication(node):
                     args, kwargs = map_arg((node.args, node.kwargs), known[k].__getitem__)
                     target: Any = node.target

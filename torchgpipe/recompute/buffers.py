@@ -170,7 +170,7 @@ class Buffers:
                 common.uncounted.add(k)
         self._look(common)
 
-    def settle(self) -> None:
+    def end_forward(self) -> None:
         """Take note, when all cells have run, of what they have changed."""
         if self._common is not None:
             self._look(self._common)

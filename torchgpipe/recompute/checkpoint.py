@@ -138,7 +138,7 @@ class Checkpoint:
             batch: the input.
             given: what this run computes, if it changes that in place, and the input is a clone.
             cell: the random numbers of the cell, if it is nothing but this run.
-            goes_on: whether the caller adds to the function and calls :meth:`settle`.
+            goes_on: whether the caller adds to the function and calls :meth:`end_forward`.
 
         Raises:
             RuntimeError: the function changed its input in place.
@@ -163,7 +163,7 @@ class Checkpoint:
             slot.close()
         if goes_on or self._has_dropped():
             # The caller's hooks may draw, too.
-            numbers.settle(cell if stored.hooks is None else None)
+            numbers.end_first_run(cell if stored.hooks is None else None)
             stored.pack()
             self.stored = stored, numbers
         else:
@@ -173,7 +173,7 @@ class Checkpoint:
     def _has_dropped(self) -> bool:
         return len(self.kept.tensors) != len(self.places)
 
-    def settle(self) -> None:
+    def end_forward(self) -> None:
         """Let go of everything if nothing was dropped, so that there will be no recomputation."""
         if not self._has_dropped():
             self._forget()
@@ -263,7 +263,7 @@ class Checkpoint:
             # If all slots are full, the error came after Enough and was caused by it.
             if filling.whole or filling.missing:
                 raise
-        filling.settle()
+        filling.verify_complete()
         for value in compared:
             value.compare()
 

@@ -115,7 +115,7 @@ class LayersState:
         #: What the layers have changed in their forward, if they have.
         self._own_change: BufferKey | None = None
 
-    def settle(self) -> None:
+    def end_forward(self) -> None:
         """Take note of the parameters: from now on only recomputations change them in place."""
         if self._after is None:
             # Now that the layers have run, lazy modules have removed their hooks.
@@ -185,9 +185,9 @@ class LayersState:
         return None
 
     def leave(self, found: Found) -> None:
-        """Settle, and restore what :meth:`put_back` returned."""
+        """Take note of the parameters, and restore what :meth:`put_back` returned."""
         try:
-            self.settle()
+            self.end_forward()
         finally:
             self._write(found, self._read())
 

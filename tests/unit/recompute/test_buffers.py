@@ -43,7 +43,7 @@ def step(holder, learned, *changes):
     for change in changes:
         with found.first_run(made):
             change(holder)
-    found.settle()
+    found.end_forward()
     return made
 
 
@@ -180,7 +180,7 @@ def test_change_after_the_last_checkpointed_cell_is_learned():
     with found.first_run([]):
         pass
     holder.b0 += 1
-    found.settle()
+    found.end_forward()
     assert learned[holder] == {("b0", True): True}
 
 
