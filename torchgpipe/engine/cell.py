@@ -109,7 +109,7 @@ class Cell:
                 # guard: lane of leaving Wait
                 batch = batch.map(partial(leave, self.stream, lane, clones=clones), parts)
             if offloading is not None:
-                offloading.leave()
+                offloading.offload()
         if self.departing and checkpoint:
             self._checkpoints.append(checkpoint)
         return batch

@@ -136,7 +136,7 @@ class Forward(Computation):
     def receive(self) -> None:
         self.given = self.executor.post.receive(self.j, self.i)
         if self.is_beside:
-            self.executor.links.lend(self.given, self.stream)
+            self.executor.links.record_on(self.given, self.stream)
 
     def _find(self) -> Cell:
         return self.executor.new_cell(self)
@@ -157,14 +157,14 @@ class Forward(Computation):
         output = self.output
         del self.output
         if self.is_beside:
-            executor.links.lend(output, executor.links.compute[self.w])
+            executor.links.record_on(output, executor.links.compute[self.w])
         if j < executor.plan.last:
             executor.post.send(j, i, output)
         elif executor.links.is_outside[j]:
-            executor.links.leave(executor.criterion.results(i), j)
+            executor.links.record_for_caller(executor.criterion.results(i), j)
         del output
         if executor.windows:
-            self.cell.leave()
+            self.cell.offload()
 
     def settle(self) -> None:
         if torch.is_grad_enabled():
@@ -218,7 +218,7 @@ class BackwardInput(BackwardWeight):
         else:
             self.given = {VALUE: [executor.criterion.grad(i)]}
         for grads in self.given.values() if self.is_beside else ():
-            executor.links.lend(grads, self.stream)
+            executor.links.record_on(grads, self.stream)
 
     def _compute(self) -> None:
         self.inputs = self.cell.backward_input(self.given)
@@ -227,7 +227,7 @@ class BackwardInput(BackwardWeight):
         inputs, links = self.inputs, self.executor.links
         del self.inputs
         for grads in inputs.values() if self.is_beside else ():
-            links.lend(grads, links.compute[self.w])
+            links.record_on(grads, links.compute[self.w])
         self.executor.post.send_grads(self.j, self.i, inputs)
 
 

@@ -169,12 +169,12 @@ class Links:
             # guard: recording what is received
             record_all(tensors, stream)
 
-    def lend(self, tensors: Iterable[Tensor | None], stream: AbstractStream) -> None:
+    def record_on(self, tensors: Iterable[Tensor | None], stream: AbstractStream) -> None:
         """Announce that tensors of one of a worker's two streams are used on its other one."""
         # guard: lending to an overlap, and back
         record_all(tensors, stream)
 
-    def leave(self, tensors: Iterable[Tensor | None], j: int) -> None:
+    def record_for_caller(self, tensors: Iterable[Tensor | None], j: int) -> None:
         """Announce that tensors of a stage are used by the caller."""
         if self.is_outside[j]:
             # guard: recording what goes to the caller
@@ -320,7 +320,7 @@ class Post:
         for key, found in grads.items():
             source = sources[key]
             if source < 0:
-                self._links.leave(found, j)
+                self._links.record_for_caller(found, j)
             waiting = self.grads.setdefault((source, i), {})
             waiting[key] = self._links.send(found, j, source, i)
 

@@ -153,10 +153,10 @@ def is_communication(node: Node) -> bool:
 
 def interleaved(a: Part, b: Part) -> Interleaved | None:
     """The function of two parts; None if neither communicates."""
-    if b not in a.beside:
+    if b not in a.interleaved_with:
         communicate = any(map(is_communication, [*a.slice.nodes, *b.slice.nodes]))
-        a.beside[b] = overlapped(a, b) if communicate else None
-    found: Interleaved | None = a.beside[b]
+        a.interleaved_with[b] = overlapped(a, b) if communicate else None
+    found: Interleaved | None = a.interleaved_with[b]
     return found
 
 

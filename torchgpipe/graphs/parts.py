@@ -171,7 +171,8 @@ class Part:
         sources: for each argument its role, and its index among the arguments of that role.
         owner: the graph that the nodes are from, and what these do besides returning values.
         is_random: whether it draws random numbers.
-        beside: the functions that run it and another part interleaved; None where that is no use.
+        interleaved_with: for other parts, the function that runs both interleaved; None where that
+            is no use.
     """
 
     slice: Slice
@@ -179,7 +180,7 @@ class Part:
     sources: list[tuple[str, int]]
     owner: BackwardParts
     is_random: bool
-    beside: WeakKeyDictionary[Part, Any] = field(default_factory=WeakKeyDictionary)
+    interleaved_with: WeakKeyDictionary[Part, Any] = field(default_factory=WeakKeyDictionary)
 
     def arguments(self, given: ByRole) -> list[Any]:
         """The list of arguments, which the function empties."""

@@ -122,7 +122,7 @@ class Checkpoint:
         self.stored: tuple[StoredInput, FirstNumbers] | None = None
         self.lock = threading.RLock()
         #: Whether layers have saved tensors on streams of their own; None without streams.
-        self.beside = None if isinstance(stream, CPUStream) else False
+        self.has_side_streams = None if isinstance(stream, CPUStream) else False
 
     def forward(
         self,
@@ -202,7 +202,7 @@ class Checkpoint:
             try:
                 if has_streams(get_device(self.stream)) and _torch.is_multithreading_enabled():
                     # This is a thread of autograd's own.
-                    self.context.lend_threads()
+                    self.context.use_callers_threads()
                 self._again(partial(self._fill, places), let_go=True)
             except BaseException:
                 # Some slots may hold wrong tensors, which another backward must not use.
@@ -274,10 +274,10 @@ class Checkpoint:
 
     @uncompiled
     def _drop(self, tensor: Tensor) -> Saved:
-        if self.beside is False and not is_current(self.stream):
+        if self.has_side_streams is False and not is_current(self.stream):
             # A recomputation that ended there would not come back to the compute stream.
             # guard: to the end for other streams
-            self.beside = self.whole = True
+            self.has_side_streams = self.whole = True
         own = id(tensor)
         place: Saved
         # guard: keeping what lasts
@@ -323,7 +323,7 @@ class Checkpoint:
         if tensor._version != place.version:
             with self.within:
                 raise modified(tensor, place.version, place.layer)
-        if self.beside and not is_current(self.stream):
+        if self.has_side_streams and not is_current(self.stream):
             # The node belongs to the stream of the first run, and this memory to others.
             own = current_stream(tensor.device)
             # guard: recomputed beside

@@ -138,7 +138,7 @@ class LayersState:
         """
         return RestoredLayers(self, copies)
 
-    def put_back(self, copies: Sequence[Copied] = ()) -> Found:
+    def restore(self, copies: Sequence[Copied] = ()) -> Found:
         """Restore the state, and what was in buffers; return what there is now.
 
         Raises:
@@ -184,8 +184,8 @@ class LayersState:
                 return module, name
         return None
 
-    def leave(self, found: Found) -> None:
-        """Take note of the parameters, and restore what :meth:`put_back` returned."""
+    def put_back(self, found: Found) -> None:
+        """Take note of the parameters, and restore what :meth:`restore` returned."""
         try:
             self.end_forward()
         finally:
@@ -266,10 +266,10 @@ class RestoredLayers:
         self.state, self.copies = state, copies
 
     def __enter__(self) -> None:
-        self.found = self.state.put_back(self.copies)
+        self.found = self.state.restore(self.copies)
 
     def __exit__(self, *_: object) -> None:
-        self.state.leave(self.found)
+        self.state.put_back(self.found)
 
 
 def _changed_in_forward(module: nn.Module, name: str) -> RuntimeError:

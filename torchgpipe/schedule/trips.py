@@ -49,28 +49,28 @@ class Trip(NamedTuple):
     end: int
 
 
-def trips(line: Sequence[Instruction], ahead: Sequence[int]) -> list[Trip]:
+def trips(line: Sequence[Instruction], prefetch: Sequence[int]) -> list[Trip]:
     """The trips of a worker's cells, in the order in which they come back.
 
     Args:
         line: the instructions of the worker.
-        ahead: for each stage, how many instructions before its backward a cell comes back; 0 if its
-            cells stay. A cell with an R keeps nothing that could leave.
+        prefetch: for each stage, its prefetch distance: how many instructions before its backward a
+            cell comes back; 0 if its cells stay. A cell with an R keeps nothing that could leave.
     """
-    if not any(ahead):
+    if not any(prefetch):
         return []
     place: dict[tuple[int, str, int], int]
     place = {op: k for k, x in enumerate(line) for op in operations(x)}
     found = []
     for (j, kind, i), end in place.items():
-        if kind not in "BI" or not ahead[j]:
+        if kind not in "BI" or not prefetch[j]:
             continue
         begin = place.get((j, "F", i))
         if begin is None or (j, "R", i) in place:
             continue
         if end - begin - 1 >= BETWEEN:
             # One that has not left yet cannot come back.
-            back = min(end, max(begin + 2, end - ahead[j]))
+            back = min(end, max(begin + 2, end - prefetch[j]))
             found.append(Trip(j, i, begin, begin + 1, back, end))
     return sorted(found, key=lambda trip: (trip.back, trip.end))
 
@@ -97,7 +97,7 @@ Known = dict[tuple[int, tuple[int, ...]], list[Stop]]
 def stops(
     lines: Sequence[Sequence[Instruction]],
     numbers: Sequence[int],
-    ahead: Sequence[int],
+    prefetch: Sequence[int],
     known: Known,
 ) -> list[list[Stop]]:
     """Find what each instruction of each line has to do with, of :func:`trips`.
@@ -105,22 +105,22 @@ def stops(
     Args:
         lines: the instructions of each line.
         numbers: the number of the line of each stage.
-        ahead: for each stage, how many instructions before its backward a cell comes back.
+        prefetch: the prefetch distance of each stage.
         known: what was found for these lines before; it takes what is found now.
     """
     found = []
     for k, line in enumerate(lines):
         # The stages of other lines change nothing.
-        own = tuple([x if y == k else 0 for x, y in zip(ahead, numbers)])
+        own = tuple([x if y == k else 0 for x, y in zip(prefetch, numbers)])
         if (k, own) not in known:
             known[k, own] = _stops(line, own)
         found.append(known[k, own])
     return found
 
 
-def _stops(line: Sequence[Instruction], ahead: Sequence[int]) -> list[Stop]:
+def _stops(line: Sequence[Instruction], prefetch: Sequence[int]) -> list[Stop]:
     at: dict[int, list[list[Trip]]] = {}
-    for trip in trips(line, ahead):
+    for trip in trips(line, prefetch):
         for way, k in enumerate((trip.back, trip.end, trip.begin)):
             at.setdefault(k, [[], [], []])[way].append(trip)
     return [(at[k][0], at[k][1], at[k][2]) if k in at else NOTHING for k in range(len(line))]
