@@ -444,6 +444,6 @@ class Pipe(Wrapper):
     ) -> None:
         # A parent does not call load_state_dict().
         own = [name for layers in self._layers for name in layers._modules]
-        homes = dict.fromkeys(own, "") | dict.fromkeys(self._others)
-        rename(state_dict, prefix, homes)
+        prefixes = dict.fromkeys(own, "") | dict.fromkeys(self._others)
+        rename(state_dict, prefix, prefixes)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

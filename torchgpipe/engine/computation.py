@@ -57,7 +57,7 @@ class Computation(noted):
         self.executor, self.w, self.op = executor, w, op
         self.j, _, self.i = op
         #: The stream that it computes on.
-        self.stream = executor.links.home[self.j]
+        self.stream = executor.links.stage_streams[self.j]
         #: Whether that is not the worker's compute stream.
         self.is_beside = self.stream is not executor.links.compute[w]
         self.label = None if labels.observer is None else labels.of(op.kind, self.j, self.i)

@@ -299,7 +299,7 @@ class GraphCells(Cells):
         if first is not None and second is not None:
             streams = Interleaving(
                 (one.stream, other.stream),
-                one.executor.links.beside[one.w],
+                one.executor.links.communicating[one.w],
                 (one.label, other.label),
             )
             one.on(one.stream, first.compute_beside, second, streams)

@@ -36,7 +36,7 @@ __all__: list[str] = ["communicates"]
 # ::
 #
 #   stream of a   a1 ──╮        ╭── a2 ──╮
-#   beside             ├─ copy ─│────────╯         arithmetic takes turns,
+#   channel            ├─ copy ─│────────╯         arithmetic takes turns,
 #   stream of b        ╰── b1 ──╯                  a copy or collective runs beside it
 #
 # Two computations that run at the same time on one device share its arithmetic, so neither is
@@ -49,17 +49,17 @@ class Interleaving:
 
     Args:
         streams: the stream of each computation, which may be one stream.
-        beside: the stream of their communication.
+        channel: the stream of their communication.
         own: the label of each computation; None without an observation.
     """
 
     def __init__(
         self,
         streams: tuple[AbstractStream, AbstractStream],
-        beside: AbstractStream,
+        channel: AbstractStream,
         own: Sequence[labels.Label | None] = (None, None),
     ) -> None:
-        self._streams, self._beside, self._labels = streams, beside, own
+        self._streams, self._channel, self._labels = streams, channel, own
         self._last: AbstractStream | None = None
 
     def turn(self, k: int) -> None:
@@ -77,16 +77,16 @@ class Interleaving:
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Any
     ) -> tuple[Any, Any]:
         """Call a function that communicates; return its result, and the event after it."""
-        beside = self._beside
+        channel = self._channel
         assert self._last is not None
         # guard: communication after what it sends
-        wait_stream(beside, self._last)
+        wait_stream(channel, self._last)
         for x in _tensors([*args, *kwargs.values()]):
             # guard: recording what is communicated
-            record_stream(x, beside)
-        with use_stream(beside):
+            record_stream(x, channel)
+        with use_stream(channel):
             result = function(*args, **kwargs)
-        return result, record(beside)
+        return result, record(channel)
 
     def receive(self, message: tuple[Any, Any]) -> Any:
         """Make the computing stream wait for a communication; return the result of this."""

@@ -17,9 +17,9 @@ cell more.
 The last two micro-batches stay, by the rule of :mod:`~torchgpipe.schedule.trips`. Keeping one
 more than the last takes no more memory.
 
-A cell comes back (H2D, *back*) when backward asks for the first tensor of the cell after it [1]: the
-prefetch distance is one cell, unless a schedule says more. The memory it comes to is new memory of
-the compute stream. So the copy waits for what that stream has been given so far, and comes no
+A cell comes back (H2D, *back*) when backward asks for the first tensor of the cell after it [1], so
+its prefetch distance is one cell, unless a schedule says more. The memory it comes to is new memory
+of the compute stream. So the copy waits for what that stream has been given so far, and comes no
 earlier than needed. The cell's own layers wait for the copy when they ask for their first tensor.
 
 What somebody else holds stays, since the memory would not be free: outputs, the caller's
