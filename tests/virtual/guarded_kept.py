@@ -43,7 +43,7 @@ MUTANTS = {
         "policy",
     ),
     "buffers that layers read": (
-        ("*[(common.places[k], common.copies[k]) for k in changed], ", ""),
+        ("*[(common.keys[k], common.copies[k]) for k in changed], ", ""),
         "buffer changed",
     ),
     "recording what is given": (DROP, "given"),

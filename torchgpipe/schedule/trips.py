@@ -2,7 +2,7 @@
 
 ::
 
-  place     0     1     2     3     4     5
+  index     0     1     2     3     4     5
   compute   F0 ── F1 ── F2 ── B2 ── B1 ── B0          of a worker
               ╲  ↗                     ↗
   out, back    0                      0               copies of cell 0, beside it
@@ -30,7 +30,7 @@ BETWEEN = 3
 
 
 class Trip(NamedTuple):
-    """The places in a worker's line of the instructions that a cell on its way has to do with.
+    """The indices, in a worker's line, of the instructions at which something happens to a cell.
 
     Args:
         stage: the stage of the cell.
@@ -59,14 +59,14 @@ def trips(line: Sequence[Instruction], prefetch: Sequence[int]) -> list[Trip]:
     """
     if not any(prefetch):
         return []
-    place: dict[tuple[int, str, int], int]
-    place = {op: k for k, x in enumerate(line) for op in operations(x)}
+    index: dict[tuple[int, str, int], int]
+    index = {op: k for k, x in enumerate(line) for op in operations(x)}
     found = []
-    for (j, kind, i), end in place.items():
+    for (j, kind, i), end in index.items():
         if kind not in "BI" or not prefetch[j]:
             continue
-        begin = place.get((j, "F", i))
-        if begin is None or (j, "R", i) in place:
+        begin = index.get((j, "F", i))
+        if begin is None or (j, "R", i) in index:
             continue
         if end - begin - 1 >= BETWEEN:
             # One that has not left yet cannot come back.

@@ -29,7 +29,7 @@ def own(copies):
 
 def common(copies):
     """The copies that a cell shares with others, by name."""
-    pairs = zip(copies.common.places, copies.common.copies)
+    pairs = zip(copies.common.keys, copies.common.copies)
     return {name: tensor for (_, name), tensor in pairs if tensor is not None}
 
 
