@@ -170,7 +170,7 @@ class Step:
 
     @property
     def blocks(self) -> Container[int]:
-        """The places of outputs with several rows for each row, block by block."""
+        """The indices of outputs with several rows for each input row, in blocks of all rows."""
         order = self.bodies[-1].order
         return order.blocks if order is not None else ()
 

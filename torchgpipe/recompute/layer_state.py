@@ -168,7 +168,7 @@ class LayersState:
         if now.tensors is self._found.tensors and identities(self._parameters) == self._before:
             return None
         both = zip(zip(*self._before), zip(*identities(self._parameters)))
-        # Without memory of its own it was lazy.
+        # The address -1 was that of a lazy parameter, which the first run has given its memory.
         changed = {
             id(x) for x, (then, now) in zip(self._parameters, both) if then != now and then[1] != -1
         }
@@ -177,7 +177,8 @@ class LayersState:
             module = owners.get(id(table))
             if module is None or type(then) is not nn.Parameter:
                 continue
-            # A norm that is limited already stays as it is, and so do weights that move.
+            # An embedding with max_norm shortens rows in its forward, which changes nothing the
+            # second time; and an RNN may move its weights, with their values, into one memory.
             limited = getattr(module, "max_norm", None) is not None
             is_other = then is not x or id(then) in changed
             if is_other and not limited and not isinstance(module, nn.RNNBase):

@@ -198,7 +198,7 @@ class Rehearsal:
         found._stops = {}
         lines: list[list[Instruction]] = [[] for _ in self.program]
         number: dict[int, int] = {}
-        #: By the number of a step of this one, its number there.
+        #: For each step of this rehearsal, its index in the new one.
         index: list[int] = []
         for (w, instruction, edges), (_, kind, waits) in zip(self.steps, self._waits):
             for op in operations(instruction):

@@ -83,14 +83,21 @@ def leaving(m: int) -> range:
     return range(sum(2 * (m - 1 - i) >= BETWEEN for i in range(m)))
 
 
-#: What an instruction has to do with: the trips of cells that come back before it, of those that it
-#: waits for, and of those that leave after it. These are gone after the next instruction.
-Stop = tuple[Sequence[Trip], Sequence[Trip], Sequence[Trip]]
+class Stop(NamedTuple):
+    """The trips whose cells are copied, or waited for, around one instruction of a worker."""
 
-#: What most instructions have to do with, where few cells leave.
-NOTHING: Stop = ((), (), ())
+    #: Their copies back begin before the instruction.
+    back: Sequence[Trip]
+    #: The instruction waits for the end of their copies back, since it is their backward.
+    awaited: Sequence[Trip]
+    #: Their copies out begin after the instruction, and are done after the next one.
+    out: Sequence[Trip]
 
-#: The stops of each line, by its number and how much earlier the cells of each stage come back.
+
+#: An instruction around which nothing is copied, as most are where few cells leave.
+NOTHING = Stop((), (), ())
+
+#: The stops of each worker, by its number and the prefetch distances of the stages.
 Known = dict[tuple[int, tuple[int, ...]], list[Stop]]
 
 
@@ -100,17 +107,20 @@ def stops(
     prefetch: Sequence[int],
     known: Known,
 ) -> list[list[Stop]]:
-    """Find what each instruction of each line has to do with, of :func:`trips`.
+    """Find the :func:`trips` of all workers, by the instructions around which they are copied.
 
     Args:
-        lines: the instructions of each line.
-        numbers: the number of the line of each stage.
+        lines: the instructions of each worker, in order.
+        numbers: the worker of each stage.
         prefetch: the prefetch distance of each stage.
-        known: what was found for these lines before; it takes what is found now.
+        known: stops that were found for these instructions before; new ones are added.
+
+    Returns:
+        For each worker, a stop for each of its instructions.
     """
     found = []
     for k, line in enumerate(lines):
-        # The stages of other lines change nothing.
+        # The prefetch distances of other workers' stages change nothing.
         own = tuple([x if y == k else 0 for x, y in zip(prefetch, numbers)])
         if (k, own) not in known:
             known[k, own] = _stops(line, own)
@@ -123,7 +133,7 @@ def _stops(line: Sequence[Instruction], prefetch: Sequence[int]) -> list[Stop]:
     for trip in trips(line, prefetch):
         for way, k in enumerate((trip.back, trip.end, trip.begin)):
             at.setdefault(k, [[], [], []])[way].append(trip)
-    return [(at[k][0], at[k][1], at[k][2]) if k in at else NOTHING for k in range(len(line))]
+    return [Stop(*at[k]) if k in at else NOTHING for k in range(len(line))]
 
 
 #: The start and the end of the copies of cells, by stage and micro-batch.
@@ -133,10 +143,12 @@ CopyTimes = dict[tuple[int, int], tuple[float, float]]
 class Tracks:
     """The copies of all workers, to the host and back, in a simulation.
 
+    A worker has two tracks: one for copies out, one for copies back. Each makes one copy at a time.
+
     Args:
         lines: the stops of each worker.
         out: the time of a copy to the host, for each stage.
-        back: the time of one back.
+        back: the time of a copy back, for each stage.
     """
 
     def __init__(
