@@ -206,7 +206,7 @@ class GPipe(Wrapper):
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         # Here, since a parent does not call load_state_dict().
-        rename(state_dict, prefix, self._homes)
+        rename(state_dict, prefix, self._prefixes)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -216,14 +216,14 @@ class GPipe(Wrapper):
             # The versions of the saved layers have keys, too, which cannot be renamed through a
             # parent. Torch keeps the versions as an attribute that types do not know.
             state_dict = OrderedDict(state_dict)
-            homes = self._homes
+            prefixes = self._prefixes
             state_dict._metadata = {  # type: ignore[attr-defined]
-                own_key(key, homes): version for key, version in versions.items()
+                own_key(key, prefixes): version for key, version in versions.items()
             }
         return super().load_state_dict(state_dict, *args, **kwargs)
 
     @property
-    def _homes(self) -> dict[str, str]:
+    def _prefixes(self) -> dict[str, str]:
         """The start of the state dict's keys of each layer, up to its name."""
         return {
             name: f"partitions.{j}."

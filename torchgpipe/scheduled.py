@@ -19,7 +19,7 @@ from torchgpipe.engine.criterion import Criterion, arguments_of, explaining
 from torchgpipe.engine.loop import Executor
 from torchgpipe.engine.stages import Stages, stages_of
 from torchgpipe.engine.step_plan import Choice, StepPlan, plan, text_of, title_of, verify_choice
-from torchgpipe.engine.wrapper import Alone, MiniBatch, begin_mini_batch
+from torchgpipe.engine.wrapper import MadeAnew, MiniBatch, begin_mini_batch
 from torchgpipe.gpipe import GPipe
 from torchgpipe.graphs.cell import GraphCells
 from torchgpipe.graphs.parts import compiler
@@ -45,7 +45,7 @@ def arguments(*args: Any, **kwargs: Any) -> Any:
     return packed(args, kwargs)
 
 
-class ScheduledLoss(Alone):
+class ScheduledLoss(MadeAnew):
     """Train a wrapped model under any schedule, by an ordinary ``loss.backward()``.
 
     ::

@@ -165,7 +165,7 @@ class Watch:
                 1 + max(x.microbatch or 0 for x in last.spans if x.computes),
                 self._rows,
                 keepings_of(model.checkpoint, n),
-                [torch.device(x.stream.place) for _, x in sorted(first.items())],
+                [torch.device(x.stream.device_name) for _, x in sorted(first.items())],
                 # Of a cell that is computed again, F keeps the output alone.
                 {j: max(0.0, kept.get(("R", j), size)) for (_, j), size in kept.items()},
                 timeline.memory,

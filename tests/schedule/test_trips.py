@@ -81,7 +81,7 @@ def test_copies_that_take_no_time_change_none(case):
     schedule, costs = case
     plain = simulate(schedule, costs)
     given = {name: getattr(costs, name) for name in costs.__dataclass_fields__}
-    away = Costs(**given | {"away": [x / 2 for x in costs.activation], "ahead": 2})
+    away = Costs(**given | {"away": [x / 2 for x in costs.activation], "prefetch": 2})
     report = simulate(schedule, away)
     assert (report.start, report.end) == (plain.start, plain.end)
     assert all(x <= y for x, y in zip(report.peak, plain.peak))
@@ -108,10 +108,10 @@ def test_to_keep_all_is_fastest_and_to_come_back_late_is_smallest(case, seed):
         """Simulate stages that are computed again, or whose cells come back so early."""
         away = [isinstance(x, int) for x in modes]
         words = ["never" if x else mode for x, mode in zip(away, modes)]
-        ahead = [mode if x else 1 for x, mode in zip(away, modes)]
+        prefetch = [mode if x else 1 for x, mode in zip(away, modes)]
         program = checkpointed(schedule.program, words, schedule.chunks)
         leaving = replace(
-            costs, activation=7, checkpoint=1, away=[5 * x for x in away], ahead=ahead
+            costs, activation=7, checkpoint=1, away=[5 * x for x in away], prefetch=prefetch
         )
         return simulate(replace(schedule, program=program), replace(leaving, out=out, back=back))
 
@@ -126,9 +126,9 @@ def test_costs_that_do_not_fit_are_errors():
     schedule = one_f_one_b(2, 4)
     for costs, rule in (
         (Costs(away=2), "away must be a part of activation"),
-        (Costs(away=1, ahead=0), "ahead must be positive integers"),
+        (Costs(away=1, prefetch=0), "prefetch must be positive integers"),
         (Costs(away=1, out=-1), "out must be a number"),
-        (Costs(away=1, ahead=1.5), "ahead must be positive integers"),
+        (Costs(away=1, prefetch=1.5), "prefetch must be positive integers"),
     ):
         with pytest.raises(ValueError, match=rf"{rule}.* \("):
             simulate(schedule, costs)
@@ -147,7 +147,7 @@ def test_a_table_where_cells_leave_is_made_from_one_where_they_stay(case):
     # Some of what a cell keeps stays.
     costs = replace(costs, activation=[7.0] * count)
     away, out, back = [5.0] * count, [2.0] * count, [3.0] * count
-    sent = {"away": away, "out": out, "back": back, "ahead": [2] * count}
+    sent = {"away": away, "out": out, "back": back, "prefetch": [2] * count}
     right = Table(replace(costs, **sent), schedule.placement, schedule.skips)
     found = Table(costs, schedule.placement, schedule.skips).leaving(**sent)
     assert vars(found) == vars(right)

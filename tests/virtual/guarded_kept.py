@@ -43,13 +43,16 @@ MUTANTS = {
         "policy",
     ),
     "buffers that layers read": (
-        ("*[(common.places[k], common.copies[k]) for k in changed], ", ""),
+        ("*[(common.keys[k], common.copies[k]) for k in changed], ", ""),
         "buffer changed",
     ),
     "recording what is given": (DROP, "given"),
     "operators of what is given": (("uncounted()", "torch.no_grad()"), "given in one run"),
     "state of the mini-batch in the tail": (("lasting(x)", "x.detach()"), "state in the tail"),
-    "to the end for other streams": (("self.beside = self.whole", "self.beside"), "beside, end"),
+    "to the end for other streams": (
+        ("self.has_side_streams = self.whole", "self.has_side_streams"),
+        "beside, end",
+    ),
     "recomputed beside": (DROP, "beside, order"),
     "memory of what was recomputed beside": (DROP, "beside, memory"),
     "lengths of jagged tensors": (("tensor.is_nested", "False"), "jagged"),

@@ -159,7 +159,9 @@ def test_the_timeline_is_that_of_a_trace(devices, kind):
         step()
 
     def cells(spans):
-        return sorted((x.name, x.stream.place, x.start, x.end) for x in spans if x.kind and x.time)
+        return sorted(
+            (x.name, x.stream.device_name, x.start, x.end) for x in spans if x.kind and x.time
+        )
 
     assert cells(seen.timeline.spans) == cells(timeline.spans)
     assert seen.timeline.makespan == seen.makespan

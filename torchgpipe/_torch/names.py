@@ -34,7 +34,7 @@ class Name(NamedTuple):
 
 
 def _unseen(path: str, feature: str, answer: Any) -> Name:
-    """A name without which nobody can tell whether a feature is in use: it is taken as unused."""
+    """A name that tells whether a feature is in use. Without it, the feature counts as unused."""
 
     def instead(*_: Any) -> Any:
         warnings.warn(
@@ -81,8 +81,8 @@ NAMES: dict[str, Name] = {
     "push_dispatch_mode": Name(_C + "_push_on_torch_dispatch_stack", _DISPATCH),
     "pop_dispatch_mode": Name(_C + "_pop_torch_dispatch_stack", _DISPATCH),
     "without_modes": Name(_C + "_DisableTorchDispatch", _DISPATCH),
-    # Without it, `with torch.device(...)` is taken for any other mode, beside which the caller
-    # computes alone.
+    # Without it, `with torch.device(...)` counts as a mode of the user's, under which workers must
+    # not run, so that the caller computes all cells.
     "DeviceContext": Name("torch.utils._device:DeviceContext", "with torch.device(...)", ()),
     "top_hooks": _unseen(_AUTOGRAD + "_top_saved_tensors_default_hooks", _HOOKS, None),
     "pop_hooks": Name(_AUTOGRAD + "_pop_saved_tensors_default_hooks", _HOOKS),
@@ -92,7 +92,7 @@ NAMES: dict[str, Name] = {
     "transform_level": _unseen(
         "torch._C._functorch:maybe_current_level", "torch.func transforms", None
     ),
-    # Without it, nobody can tell, and PyTorch says that it cannot compute so.
+    # Without it, a batch of gradients is not noticed, and PyTorch's own error comes later.
     "is_batched": Name(
         "torch._C._functorch:is_legacy_batchedtensor",
         "several gradients at once",
@@ -166,7 +166,7 @@ NAMES: dict[str, Name] = {
     "OptimizedModule": Name("torch._dynamo.eval_frame:OptimizedModule", _COMPILER, ()),
     "compiler_config": Name("torch._dynamo:config", _COMPILER),
     "compile_callbacks": Name("torch._dynamo.callback:callback_handler", _COMPILER),
-    # Without it, nothing is known to be compiled before it is compiled in a cell.
+    # Without it, layers that were compiled before the first step are not known to be compiled.
     "compiled_codes": Name(
         "torch._dynamo.convert_frame:input_codes", _COMPILER, SimpleNamespace(seen=())
     ),

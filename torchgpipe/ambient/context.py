@@ -220,7 +220,7 @@ class Context:
         """Context manager that sets the modes in this thread, which has the settings found."""
         return EnteredModes(self.modes, self.nested, found)
 
-    def lend_threads(self) -> None:
+    def use_callers_threads(self) -> None:
         """Let operators of this thread use as many CPU threads as the caller's do.
 
         The number is not restored: to set it also sets the default of new threads, so it must not

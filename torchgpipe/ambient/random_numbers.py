@@ -56,9 +56,9 @@ class StepNumbers:
         self._m = m
         self._devices = list(dict.fromkeys(map(generator_of, devices)))
         #: For each type of device, the device whose generator continues the caller's sequence.
-        self._home: dict[str, torch.device] = {}
+        self._first_devices: dict[str, torch.device] = {}
         for device in self._devices:
-            self._home.setdefault(device.type, device)
+            self._first_devices.setdefault(device.type, device)
 
     @property
     def locks(self) -> list[Lock]:
@@ -69,7 +69,7 @@ class StepNumbers:
     def __enter__(self) -> None:
         self._found = _get(self._devices)
         # Not methods of this object, which only Python's collector would free.
-        self._begin = _Beginnings(self._home, self._found)
+        self._begin = _Beginnings(self._first_devices, self._found)
         self._first: list[dict[str, Tensor]] = [
             _States(partial(self._begin.of, i)) for i in range(self._m)
         ]
@@ -83,8 +83,8 @@ class StepNumbers:
         # guard: generators are put back
         for device in self._devices:
             # guard: generators are put back after an exception
-            is_home = kind is None and device == self._home[device.type]
-            set_state(device, self._last(device) if is_home else self._found[device])
+            is_first = kind is None and device == self._first_devices[device.type]
+            set_state(device, self._last(device) if is_first else self._found[device])
 
     def of(self, i: int, device: torch.device) -> CellNumbers:
         """Context manager that installs the RNG state of micro-batch ``i`` on a device."""
@@ -109,15 +109,15 @@ class StepNumbers:
 
     def all_of(self, i: int) -> dict[str, Tensor]:
         """The present RNG states of micro-batch ``i``, by type of device."""
-        return {kind: self.states[i][kind] for kind in self._home}
+        return {kind: self.states[i][kind] for kind in self._first_devices}
 
     def after(self) -> dict[str, Tensor]:
         """RNG states for the next step, by type of device, which no micro-batch has used."""
-        return {kind: self._begin.of(self._m, kind) for kind in self._home}
+        return {kind: self._begin.of(self._m, kind) for kind in self._first_devices}
 
-    def settle(self, states: Mapping[str, Tensor]) -> None:
+    def set_for_caller(self, states: Mapping[str, Tensor]) -> None:
         """Set the generators that the caller sees, by type of device, after the block."""
-        for kind, device in self._home.items():
+        for kind, device in self._first_devices.items():
             set_state(device, states[kind])
 
     def _last(self, device: torch.device) -> Tensor:
@@ -152,15 +152,15 @@ class _Beginnings:
     """The RNG states that micro-batches begin with."""
 
     def __init__(
-        self, home: Mapping[str, torch.device], found: Mapping[torch.device, Tensor]
+        self, first_devices: Mapping[str, torch.device], found: Mapping[torch.device, Tensor]
     ) -> None:
-        self._home, self._found = home, found
+        self._first_devices, self._found = first_devices, found
         #: The number that all seeds on a device are computed from.
         self._seeds: dict[torch.device, int] = {}
 
     def of(self, i: int, kind: str) -> Tensor:
         """The state that micro-batch ``i`` begins with on a type of device."""
-        device = self._home[kind]
+        device = self._first_devices[kind]
         if i == 0:
             return self._found[device]
         if device not in self._seeds:
@@ -220,7 +220,7 @@ class FirstNumbers:
             self.before[CPU] = get_state(CPU)
         self.after: dict[torch.device, Tensor] = {}
 
-    def settle(self, cell: CellNumbers | None = None) -> None:
+    def end_first_run(self, cell: CellNumbers | None = None) -> None:
         """Take note of the states after the first run.
 
         Recomputation leaves a generator alone that the forward has not drawn from. So accelerators

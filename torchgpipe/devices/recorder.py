@@ -161,7 +161,7 @@ class Recorder:
         self._devices = [x for x in dict.fromkeys(devices) if has_streams(x)]
         #: A stream of each device that does nothing else. Its priority sets it apart: the other
         #: streams of the device's pool are lanes.
-        self._beside = {x: torch.Stream(x, priority=-1) for x in self._devices}
+        self._timing = {x: torch.Stream(x, priority=-1) for x in self._devices}
         self._marks: list[Mark] = []
         #: The number of the step that is under way.
         self.step = -1
@@ -196,7 +196,7 @@ class Recorder:
         if others:
             mark.others = [(stream, _timed(stream)) for stream in others]
         if isinstance(mark.start, torch.Event):
-            issued = _timed(self._beside[mark.stream.device])
+            issued = _timed(self._timing[mark.stream.device])
             assert isinstance(issued, torch.Event)
             mark.issued = issued
         self._marks.append(mark)
@@ -228,7 +228,7 @@ class Recorder:
 
     def issued(self, device: torch.device) -> WorkTimes:
         """Record the time at which the host is, by an event on a stream without work."""
-        return WorkTimes(self._beside[device])
+        return WorkTimes(self._timing[device])
 
     def bounds(self, times: WorkTimes) -> tuple[float, float]:
         """The times at which work that is no cell started and ended, once the devices are done."""

@@ -321,7 +321,7 @@ class Agreement:
             self._peers.fill(both, last)
         return StepLoss(both[0].clone(), both[1] if divides else None)
 
-    def settle(self, mail: Mail) -> None:
+    def wait_for_all(self, mail: Mail) -> None:
         """Wait until all are done with a step, and agree on the state of the generators after it.
 
         As after a step in one process, generators are where the first micro-batch has left them.
@@ -340,7 +340,7 @@ class Agreement:
             for state in states.values():
                 self._peers.fill(state, source)
             # guard: generators of all processes
-            numbers.settle(states)
+            numbers.set_for_caller(states)
 
 
 def trainable_in(modules: Iterable[nn.Module]) -> int:

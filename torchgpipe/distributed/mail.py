@@ -124,8 +124,8 @@ class Mail(Post):
                     found.append(
                         torch.zeros(meta.shape, dtype=meta.dtype, device=self._device)
                         if grad is None
-                        # A function may return the same tensor the next time. Then it has it now,
-                        # and this one is not alone.
+                        # A custom backward may keep its gradient, and return it again for the next
+                        # micro-batch. Then the memory has two tensors, and sending clones it.
                         else grad.detach()
                     )
         return found

@@ -419,7 +419,7 @@ class Pipe(Wrapper):
                 if found is not None and torch.is_grad_enabled():
                     self._hand_over(step, found)
                     reduce(sharded)
-                self._agreement.settle(mail)
+                self._agreement.wait_for_all(mail)
             finally:
                 mail.end()
         loss = found and found.value
@@ -444,6 +444,6 @@ class Pipe(Wrapper):
     ) -> None:
         # A parent does not call load_state_dict().
         own = [name for layers in self._layers for name in layers._modules]
-        homes = dict.fromkeys(own, "") | dict.fromkeys(self._others)
-        rename(state_dict, prefix, homes)
+        prefixes = dict.fromkeys(own, "") | dict.fromkeys(self._others)
+        rename(state_dict, prefix, prefixes)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

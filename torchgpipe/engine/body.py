@@ -147,11 +147,11 @@ class Body:
             *(run, context, stream, within, state.lasting, state.always_calls, state.shapes)
         )
 
-    def settle(self) -> None:
+    def end_forward(self) -> None:
         """Take note that all micro-batches were computed."""
         if self.state is not None:
-            self.state.settle()
-            self.state.buffers.settle()
+            self.state.end_forward()
+            self.state.buffers.end_forward()
         if self.offloading is not None:
             self.offloading.end()
 

@@ -34,7 +34,7 @@ from torchgpipe.ambient.notes import noted
 from torchgpipe.autograd.copy import leave, wait
 from torchgpipe.autograd.fork_join import join
 from torchgpipe.devices.streams import AbstractStream, use_stream
-from torchgpipe.engine.lanes import TensorFunction, carried
+from torchgpipe.engine.lanes import OnTensors, carried
 from torchgpipe.engine.step import Fence, PipelineStep
 from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.values.microbatch import Batch
@@ -109,7 +109,7 @@ class Cell:
                 # guard: lane of leaving Wait
                 batch = batch.map(partial(leave, self.stream, lane, clones=clones), parts)
             if offloading is not None:
-                offloading.leave()
+                offloading.offload()
         if self.departing and checkpoint:
             self._checkpoints.append(checkpoint)
         return batch
@@ -140,9 +140,7 @@ class Cell:
         """The note on an exception of the cell."""
         return f"raised in partition {self.j}, micro-batch {self.i}"
 
-    def _on_lanes(
-        self, batch: Batch, departing: TensorFunction, staying: TensorFunction | None
-    ) -> Batch:
+    def _on_lanes(self, batch: Batch, departing: OnTensors, staying: OnTensors | None) -> Batch:
         """Apply autograd functions to the output.
 
         Nodes of parts that depart belong to a lane, and nodes of parts that stay to the compute

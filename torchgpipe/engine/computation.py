@@ -195,7 +195,7 @@ class Computation(noted):
         self.step, self.w, self.op = step, w, op
         self.j, _, self.i = op
         #: The stream that it computes on.
-        self.stream = step.links.home[self.j]
+        self.stream = step.links.stage_streams[self.j]
         #: Whether that is not the worker's compute stream.
         self.is_beside = self.stream is not step.links.compute[w]
         self.label = None if labels.observer is None else labels.of(op.kind, self.j, self.i)
@@ -274,7 +274,7 @@ class Forward(Computation):
     def receive(self) -> None:
         self.given = self.step.post.receive(self.j, self.i)
         if self.is_beside:
-            self.step.links.lend(self.given, self.stream)
+            self.step.links.record_on(self.given, self.stream)
 
     def _find(self) -> Cell:
         return self.step.new_cell(self)
@@ -301,14 +301,14 @@ class Forward(Computation):
         output = self.output
         del self.output
         if self.is_beside:
-            step.links.lend(output, step.links.compute[self.w])
+            step.links.record_on(output, step.links.compute[self.w])
         if j < step.plan.last:
             step.post.send(j, i, output)
         elif step.links.is_outside[j]:
-            step.links.leave(step.criterion.results(i), j)
+            step.links.record_for_caller(step.criterion.results(i), j)
         del output
         if step.windows:
-            self.cell.leave()
+            self.cell.offload()
 
     def settle(self) -> None:
         if torch.is_grad_enabled():
@@ -368,7 +368,7 @@ class BackwardInput(BackwardWeight):
         else:
             self.given = {VALUE: [step.criterion.grad(i)]}
         for grads in self.given.values() if self.is_beside else ():
-            step.links.lend(grads, self.stream)
+            step.links.record_on(grads, self.stream)
 
     def _compute(self) -> None:
         self.inputs = self.cell.backward_input(self.given)
@@ -377,7 +377,7 @@ class BackwardInput(BackwardWeight):
         inputs, links = self.inputs, self.step.links
         del self.inputs
         for grads in inputs.values() if self.is_beside else ():
-            links.lend(grads, links.compute[self.w])
+            links.record_on(grads, links.compute[self.w])
         self.step.post.send_grads(self.j, self.i, inputs)
 
 

@@ -41,7 +41,7 @@ from torchgpipe.values.microbatch import VALUE, Batch
 
 __all__: list[str] = []
 
-TensorFunction: TypeAlias = Callable[..., tuple[Tensor, ...]]
+OnTensors: TypeAlias = Callable[..., tuple[Tensor, ...]]
 
 
 class Lanes:
@@ -52,15 +52,15 @@ class Lanes:
         devices, skip_layout = stages.devices, stages.skip_layout
         n = len(devices)
         # Partitions of one group and one device share their streams.
-        homes = list(zip(devices, stages.groups))
-        counts = Counter([device for device, _ in set(homes)])
+        users = list(zip(devices, stages.groups))
+        counts = Counter([device for device, _ in set(users)])
         has_skips = any(skip_layout.popped)
         made = {
             device: iter(stages.pool.get(device, count, skips=has_skips))
             for device, count in counts.items()
         }
-        of_home = {home: next(made[home[0]]) for home in dict.fromkeys(homes)}
-        self._streams = [of_home[home] for home in homes]
+        of_user = {user: next(made[user[0]]) for user in dict.fromkeys(users)}
+        self._streams = [of_user[user] for user in users]
         #: The caller's stream for the device of each partition.
         self._outside = [current_stream(device) for device in devices]
         #: The stream on which each partition computes.
@@ -79,12 +79,12 @@ class Lanes:
             self._elsewhere(j, {VALUE: j + 1, **skip_layout.stashed[j]}) for j in range(n)
         ]
         #: All other streams in use on a device, by the caller's stream there.
-        self._beside: dict[AbstractStream, set[AbstractStream]] = {}
+        self._others: dict[AbstractStream, set[AbstractStream]] = {}
         for j, (compute, values, skips) in enumerate(self._streams):
             if self.sources[j] or self.targets[j]:
                 # guard: copies after the caller
                 used = {compute, *values, *skips} - {self._outside[j]}
-                self._beside.setdefault(self._outside[j], set()).update(used)
+                self._others.setdefault(self._outside[j], set()).update(used)
         #: The number of lanes of a kind: so many micro-batches later, a lane is used again.
         pool = min(len(streams.values) for streams in self._streams)
         #: How many micro-batches a partition may be ahead of a neighbour.
@@ -146,7 +146,7 @@ class Lanes:
         Between steps the caller changes the gradients of parameters, or uses and frees them. The
         memory of a gradient belongs to a compute stream, or to the lane on which it arrived.
         """
-        for caller, streams in self._beside.items():
+        for caller, streams in self._others.items():
             wait_all(streams, caller)
 
     def have_caller_wait(self) -> None:
@@ -199,7 +199,7 @@ def carried(
     the nodes of the phonies.
     """
     source, target = stages
-    function: TensorFunction = partial(copy, *lanes, phonies=phonies)
+    function: OnTensors = partial(copy, *lanes, phonies=phonies)
     if recording is not None:
         function = recording.copying(function, lanes, stages, i)
     with labels.within(labels.of("copy", source, i, target) if source >= 0 else None):

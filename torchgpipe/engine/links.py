@@ -85,13 +85,15 @@ class Links:
         #: How many streams of its pool are in use on each device.
         taken = Counter({x: count for x, count in counts.items() if count > 1})
         #: The stream on which each stage computes.
-        self.home = [self.compute[w] for w in self._placement]
+        self.stage_streams = [self.compute[w] for w in self._placement]
         #: For each worker with overlaps, the stream of communication within them.
-        self.beside: dict[int, AbstractStream] = {}
+        self.communicating: dict[int, AbstractStream] = {}
         if plan.overlaps:
             self._overlap(plan, pool, stages.groups, taken)
         #: For each stage, whether the caller has another stream.
-        self.is_outside = [own != self.outside[w] for own, w in zip(self.home, self._placement)]
+        self.is_outside = [
+            own != self.outside[w] for own, w in zip(self.stage_streams, self._placement)
+        ]
         self._lanes = self._ways(plan, pool, taken) if len(self.compute) > 1 else {}
         self._used: Counter[tuple[int, int]] = Counter()
 
@@ -115,9 +117,9 @@ class Links:
                 second = one(plan.devices[w])
                 for j, worker in enumerate(self._placement):
                     if worker == w and groups[j] in others:
-                        self.home[j] = second
+                        self.stage_streams[j] = second
         for w in overlapping:
-            self.beside[w] = one(plan.devices[w])
+            self.communicating[w] = one(plan.devices[w])
 
     def _ways(
         self, plan: StepPlan, pool: StreamPool, taken: Counter[torch.device]
@@ -168,12 +170,12 @@ class Links:
             # guard: recording what is received
             record_all(tensors, stream)
 
-    def lend(self, tensors: Iterable[Tensor | None], stream: AbstractStream) -> None:
+    def record_on(self, tensors: Iterable[Tensor | None], stream: AbstractStream) -> None:
         """Announce that tensors of one of a worker's two streams are used on its other one."""
         # guard: lending to an overlap, and back
         record_all(tensors, stream)
 
-    def leave(self, tensors: Iterable[Tensor | None], j: int) -> None:
+    def record_for_caller(self, tensors: Iterable[Tensor | None], j: int) -> None:
         """Announce that tensors of a stage are used by the caller."""
         if self.is_outside[j]:
             # guard: recording what goes to the caller
@@ -186,7 +188,7 @@ class Links:
             # guard: waiting for targets
             wait_for(self.compute[last], event)
             # guard: recording targets
-            record_stream(tensor, self.home[-1])
+            record_stream(tensor, self.stage_streams[-1])
         for own, caller in zip(self.compute, self.outside):
             if own != caller:
                 # guard: workers after the caller
@@ -325,7 +327,7 @@ class Post:
         for key, found in grads.items():
             source = sources[key]
             if source < 0:
-                self._links.leave(found, j)
+                self._links.record_for_caller(found, j)
             waiting = self.grads.setdefault((source, i), {})
             waiting[key] = self._links.send(found, j, source, i)
 

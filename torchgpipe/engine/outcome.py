@@ -356,7 +356,7 @@ class StepSums:
         parts: dict[AbstractStream, tuple[Sums, list[Tensor]]] = {}
         owner: dict[int, Sums] = {}
         first = links.outside[0], self._given
-        for stream, some in [first, *zip(links.home, self.weights)]:
+        for stream, some in [first, *zip(links.stage_streams, self.weights)]:
             for x in some:
                 if id(x) in reached and id(x) not in owner:
                     # A layer may use a weight of another device.

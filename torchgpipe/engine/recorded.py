@@ -85,7 +85,7 @@ class Recording:
         """Run layers, in forward or in recomputation, and take the times."""
         if is_recomputing():
             again = Mark("R", *where)
-            self._leave(again)
+            self._end_running(again)
             self.recorder.begin(again)
             try:
                 # The recomputation may be cut short, by an exception.
@@ -158,7 +158,7 @@ class Recording:
         # A cell with several outputs begins with the first gradient. Another backward of the same
         # graph is not recorded.
         if mark.start is None:
-            self._leave(mark)
+            self._end_running(mark)
             self.recorder.begin(mark, *others)
             if not has_streams(mark.stream.device):
                 self._running = mark
@@ -167,7 +167,7 @@ class Recording:
         if mark.start is not None and not mark.is_over:
             self.recorder.end(mark)
 
-    def _leave(self, mark: Mark) -> None:
+    def _end_running(self, mark: Mark) -> None:
         """End the backward that was under way on the CPU when something else begins there.
 
         Recomputation of a cell runs within the backward of the cell, and does not end it.

@@ -89,11 +89,11 @@ class Cell:
         """Compute again what was dropped (R)."""
         raise NotImplementedError
 
-    def leave(self) -> None:
+    def offload(self) -> None:
         """Let what backward needs leave for the host, if it does, once the output was sent."""
 
     def fetch(self) -> None:
-        """Bring back from the host what :meth:`leave` has sent there."""
+        """Bring back from the host what :meth:`offload` has sent there."""
 
     def backward(
         self, grads: Gradients
@@ -184,10 +184,10 @@ class EagerCell(Cell):
         assert checkpoint is not None
         checkpoint.recompute()
 
-    def leave(self) -> None:
+    def offload(self) -> None:
         offloading = self._body.offloading
         if offloading is not None:
-            self._offloaded = offloading.leave()
+            self._offloaded = offloading.offload()
 
     def fetch(self) -> None:
         if self._offloaded is not None:

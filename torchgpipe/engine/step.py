@@ -129,12 +129,12 @@ class StepWeights:
         """Make an alias of a weight for each device, ready for a lane of the weight's device."""
         key = id(weight), version_of(weight), needs_backward((weight,))
         if key not in self._shared:
-            home, count = self._outside[weight.device], len(self._outside)
-            with use_stream(home):
+            caller, count = self._outside[weight.device], len(self._outside)
+            with use_stream(caller):
                 aliases = shared(weight, count) if needs_backward((weight,)) else (weight,) * count
             self._shared[key] = weight, dict(zip(self._outside, aliases))
             # guard: weights that are lent
-            wait_stream(lane, home)
+            wait_stream(lane, caller)
         return self._shared[key][1]
 
 
@@ -170,14 +170,14 @@ class Step:
 
     @property
     def blocks(self) -> Container[int]:
-        """The places of outputs with several rows for each row, block by block."""
+        """The indices of outputs with several rows for each input row, in blocks of all rows."""
         order = self.bodies[-1].order
         return order.blocks if order is not None else ()
 
     def end_forward(self) -> None:
         """Take note that all cells were computed."""
         for body in self.bodies:
-            body.settle()
+            body.end_forward()
 
 
 class PipelineStep(Step):

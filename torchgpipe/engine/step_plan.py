@@ -101,9 +101,9 @@ class StepPlan:
 
         The rule for both is that of :mod:`~torchgpipe.schedule.trips`.
         """
-        ahead = [int(offload is not None) for offload in self.offloads]
-        lines = self.schedule.program if any(ahead) else ()
-        found = [(line, trips(line, ahead)) for line in lines]
+        prefetch = [int(offload is not None) for offload in self.offloads]
+        lines = self.schedule.program if any(prefetch) else ()
+        found = [(line, trips(line, prefetch)) for line in lines]
         return {(x.stage, x.microbatch): line[x.back] for line, own in found for x in own}
 
     @cached_property

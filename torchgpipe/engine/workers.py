@@ -165,7 +165,7 @@ class Round:
             # guard: casts of the caller's block
             torch.autocast_increment_nesting()
         try:
-            self.context.lend_threads()
+            self.context.use_callers_threads()
             with self.context.entered(SavedSettings([worker[0]])):
                 while remaining:
                     for name in remaining[-1].needs:

@@ -35,7 +35,7 @@ __all__: list[str] = []
 # The base of the wrappers: their settings, and the attributes that each process makes anew.
 
 
-class Alone(nn.Module):
+class MadeAnew(nn.Module):
     """A module with attributes that are not copied or pickled, but made anew."""
 
     #: The names of these attributes.
@@ -53,7 +53,7 @@ class Alone(nn.Module):
         self._prepare()
 
 
-class Wrapper(Alone):
+class Wrapper(MadeAnew):
     """A module that computes its layers micro-batch by micro-batch.
 
     The constructor of a wrapper calls :meth:`_set`, moves the layers to their devices, and calls

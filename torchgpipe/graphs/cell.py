@@ -125,7 +125,7 @@ class GraphCell(Cell):
             self._keep(found[count:])
         else:
             if self._first is not None:
-                self._first.settle()
+                self._first.end_first_run()
             again, values = self._late
             again.add(values, "kept", found[count:])
         return self._output(found[:count])
@@ -300,7 +300,7 @@ class GraphCells(Cells):
         if first is not None and second is not None:
             streams = Interleaving(
                 (one.stream, other.stream),
-                one.step.links.beside[one.w],
+                one.step.links.communicating[one.w],
                 (one.label, other.label),
             )
             one.on(one.stream, first.compute_beside, second, streams)

@@ -36,7 +36,7 @@ __all__: list[str] = ["communicates"]
 # ::
 #
 #   stream of a   a1 ──╮        ╭── a2 ──╮
-#   beside             ├─ copy ─│────────╯         arithmetic takes turns,
+#   channel            ├─ copy ─│────────╯         arithmetic takes turns,
 #   stream of b        ╰── b1 ──╯                  a copy or collective runs beside it
 #
 # Two computations that run at the same time on one device share its arithmetic, so neither is
@@ -49,17 +49,17 @@ class Interleaving:
 
     Args:
         streams: the stream of each computation, which may be one stream.
-        beside: the stream of their communication.
+        channel: the stream of their communication.
         own: the label of each computation; None without an observation.
     """
 
     def __init__(
         self,
         streams: tuple[AbstractStream, AbstractStream],
-        beside: AbstractStream,
+        channel: AbstractStream,
         own: Sequence[labels.Label | None] = (None, None),
     ) -> None:
-        self._streams, self._beside, self._labels = streams, beside, own
+        self._streams, self._channel, self._labels = streams, channel, own
         self._last: AbstractStream | None = None
 
     def turn(self, k: int) -> None:
@@ -77,16 +77,16 @@ class Interleaving:
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Any
     ) -> tuple[Any, Any]:
         """Call a function that communicates; return its result, and the event after it."""
-        beside = self._beside
+        channel = self._channel
         assert self._last is not None
         # guard: communication after what it sends
-        wait_stream(beside, self._last)
+        wait_stream(channel, self._last)
         for x in _tensors([*args, *kwargs.values()]):
             # guard: recording what is communicated
-            record_stream(x, beside)
-        with use_stream(beside):
+            record_stream(x, channel)
+        with use_stream(channel):
             result = function(*args, **kwargs)
-        return result, record(beside)
+        return result, record(channel)
 
     def receive(self, message: tuple[Any, Any]) -> Any:
         """Make the computing stream wait for a communication; return the result of this."""
@@ -153,10 +153,10 @@ def is_communication(node: Node) -> bool:
 
 def interleaved(a: Part, b: Part) -> Interleaved | None:
     """The function of two parts; None if neither communicates."""
-    if b not in a.beside:
+    if b not in a.interleaved_with:
         communicate = any(map(is_communication, [*a.slice.nodes, *b.slice.nodes]))
-        a.beside[b] = overlapped(a, b) if communicate else None
-    found: Interleaved | None = a.beside[b]
+        a.interleaved_with[b] = overlapped(a, b) if communicate else None
+    found: Interleaved | None = a.interleaved_with[b]
     return found
 
 
@@ -178,7 +178,7 @@ def overlapped(a: Part, b: Part) -> Interleaved:
             known[k][node] = graph.call_method("receive", (streams, waiting[k].pop(node)))
         return known[k][node]
 
-    def settle(k: int, node: Node) -> None:
+    def receive_before(k: int, node: Node) -> None:
         """Receive messages whose memory a node uses and one of the two changes."""
         effects = (a, b)[k].owner.effects
         written, touched = effects.written_by(node), effects.touched_by(node)
@@ -195,7 +195,7 @@ def overlapped(a: Part, b: Part) -> Interleaved:
             for node in piece:
                 for x in node.all_input_nodes:
                     use(k, x)
-                settle(k, node)
+                receive_before(k, node)
                 if is_communication(node):
                     args, kwargs = map_arg((node.args, node.kwargs), known[k].__getitem__)
                     target: Any = node.target

@@ -80,7 +80,7 @@ def copied(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     return (found._neg_view() if tensor.is_neg() else found).copy_(tensor)
 
 
-def settle_strides(joint: Joint) -> Joint:
+def fix_strides(joint: Joint) -> Joint:
     """Insert copies, so that results do not depend on the strides that kernels return.
 
     A kernel may return other strides than its fake tensor has, as those of losses do. Most
@@ -92,7 +92,7 @@ def settle_strides(joint: Joint) -> Joint:
     # Placeholders come with the strides of the trace.
     certain = {x for x in graph.nodes if x.op != "call_function"}
 
-    def settle(x: Node) -> None:
+    def fix(x: Node) -> None:
         """Copy a tensor where its memory is created, so that all views have the traced strides."""
         memory = effects.memory[x]
         shared = [y for y in effects.position if memory & effects.memory[y]]
@@ -117,14 +117,14 @@ def settle_strides(joint: Joint) -> Joint:
                 node.target, node.args = aten.reshape.default, node.args[:2]
             elif x not in certain:
                 # guard: strides of arguments
-                settle(x)
+                fix(x)
         if _is_certain(effects, node, certain):
             certain.add(node)
     # The next stage may rely on the strides of outputs, too.
     for x in [x for x in joint.outputs if x not in certain]:
         if x not in certain:
             # guard: strides of outputs
-            settle(x)
+            fix(x)
     graph.output_node().args = (joint.results,)
     return joint
 
@@ -171,7 +171,8 @@ class Part:
         sources: for each argument its role, and its index among the arguments of that role.
         owner: the graph that the nodes are from, and what these do besides returning values.
         is_random: whether it draws random numbers.
-        beside: the functions that run it and another part interleaved; None where that is no use.
+        interleaved_with: for other parts, the function that runs both interleaved; None where that
+            is no use.
     """
 
     slice: Slice
@@ -179,7 +180,7 @@ class Part:
     sources: list[tuple[str, int]]
     owner: BackwardParts
     is_random: bool
-    beside: WeakKeyDictionary[Part, Any] = field(default_factory=WeakKeyDictionary)
+    interleaved_with: WeakKeyDictionary[Part, Any] = field(default_factory=WeakKeyDictionary)
 
     def arguments(self, given: ByRole) -> list[Any]:
         """The list of arguments, which the function empties."""
@@ -256,7 +257,7 @@ class Parts(BackwardParts):
     def __init__(
         self, joint: Joint, make: Maker = function_of, recompute: RecomputeChoice = everything
     ) -> None:
-        joint = settle_strides(tidy(joint))
+        joint = fix_strides(tidy(joint))
         self._recompute = recompute
         self._given = {
             x.name: (role, k)

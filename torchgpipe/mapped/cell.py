@@ -231,7 +231,7 @@ class Cell:
             found, self._leaving = self._leaving, []
             with use_stream(self.stage.compute):
                 for offloading in found:
-                    offloading.leave()
+                    offloading.offload()
 
     def close(self) -> None:
         """Let go of all tensors."""

@@ -309,7 +309,7 @@ class MappedStep:
         """Take note that all micro-batches were computed."""
         self.lasting.trained |= torch.is_grad_enabled()
         for body in self._bodies:
-            body.settle()
+            body.end_forward()
         for context in self._contexts:
             context.over = True
 

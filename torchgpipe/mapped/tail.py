@@ -173,7 +173,7 @@ class Tail:
     def keep(self) -> None:
         """Keep all saved tensors, since this was not the tail, or cannot be recomputed."""
         self._let_go()
-        self._checkpoint.settle()
+        self._checkpoint.end_forward()
 
     def _let_go(self) -> None:
         self._repeats = False
@@ -189,7 +189,7 @@ class Tail:
         Returns:
             A checkpoint that computes these; None if the tail keeps all.
         """
-        self._numbers.settle()
+        self._numbers.end_first_run()
         if not (self._repeats and self._is_unchanged()):
             self.keep()
             return None
@@ -208,7 +208,7 @@ class Tail:
                 # guard: dropping what the tail has kept
                 slot.empty()
         self._let_go()
-        checkpoint.settle()
+        checkpoint.end_forward()
         return maker
 
     def _is_unchanged(self) -> bool:

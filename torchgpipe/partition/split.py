@@ -100,25 +100,25 @@ def split_module(module: nn.Sequential, balance: Sequence[int]) -> list[Partitio
     return partitions
 
 
-def own_key(key: str, homes: Mapping[str, str | None]) -> str | None:
+def own_key(key: str, prefixes: Mapping[str, str | None]) -> str | None:
     """Translate a key of a state dict, of the plain module or any wrapper, to the wrapper's own.
 
     Args:
         key: the key.
-        homes: the start of the wrapper's keys of each layer, by the layer's name; None for layers
-            of other processes, whose keys are left out.
+        prefixes: the start of the wrapper's keys of each layer, by the layer's name; None for
+            layers of other processes, whose keys are left out.
     """
     path = key.split(".")
-    if path[0] == "partitions" and len(path) > 2 and path[1].isdecimal() and path[2] in homes:
+    if path[0] == "partitions" and len(path) > 2 and path[1].isdecimal() and path[2] in prefixes:
         path = path[2:]
-    home = homes.get(path[0], "")
-    return None if home is None else home + ".".join(path)
+    own_prefix = prefixes.get(path[0], "")
+    return None if own_prefix is None else own_prefix + ".".join(path)
 
 
-def rename(state_dict: dict[str, Any], prefix: str, homes: Mapping[str, str | None]) -> None:
+def rename(state_dict: dict[str, Any], prefix: str, prefixes: Mapping[str, str | None]) -> None:
     """Give a state dict a wrapper's own keys, which start with a prefix: see :func:`own_key`."""
     for key in [key for key in state_dict if key.startswith(prefix)]:
-        own = own_key(key[len(prefix) :], homes)
+        own = own_key(key[len(prefix) :], prefixes)
         if own is None:
             del state_dict[key]
         # A second key of one tensor is not renamed, so that it is reported as unexpected.

@@ -72,7 +72,7 @@ class Trial:
         """The simulated time of a step, in milliseconds."""
         trials, setting, table = self._trials, self.setting, self._table
         again = trials.again(setting, self._words)
-        if again and any(table.ahead):
+        if again and any(table.prefetch):
             rehearsal, again = trials.replayed(setting, self._skips, self._words), frozenset()
         else:
             rehearsal = trials.rehearsal(setting, self._skips)

@@ -53,18 +53,18 @@ class Common:
     """Buffers that no layer has changed so far, and the copies that the cells of a step share."""
 
     def __init__(
-        self, places: list[BufferKey], tensors: list[Tensor], copies: list[Tensor | None]
+        self, keys: list[BufferKey], tensors: list[Tensor], copies: list[Tensor | None]
     ) -> None:
-        self.places, self.tensors, self.copies = places, tensors, copies
+        self.keys, self.tensors, self.copies = keys, tensors, copies
         self.found = identities(tensors)
         #: The statistics that norms in eval mode read. Others may change them in training mode.
-        self.read = [pair for pair in zip(places, copies) if pair[0][1] in UNCOUNTED]
+        self.read = [pair for pair in zip(keys, copies) if pair[0][1] in UNCOUNTED]
         #: The indices of buffers that layers have changed, and nobody has counted that.
         self.uncounted: set[int] = set()
 
     def changed(self) -> list[int]:
         """The indices of buffers that are other tensors now, or have changed in place."""
-        now = [module._buffers.get(name) for module, name in self.places]
+        now = [module._buffers.get(name) for module, name in self.keys]
         if all(map(is_, now, self.tensors)) and identities(self.tensors) == self.found:
             return [*self.uncounted]
         both = zip(zip(*self.found), zip(*identities(self.tensors)))
@@ -89,9 +89,9 @@ class Copied(NamedTuple):
             module._buffers[name] = copy
         for k in changed:
             if common.copies[k] is None:
-                raise _changed(common.places[k], common.tensors[k])
+                raise _changed(common.keys[k], common.tensors[k])
         # guard: buffers that layers read
-        found = [*[(common.places[k], common.copies[k]) for k in changed], *self.own]
+        found = [*[(common.keys[k], common.copies[k]) for k in changed], *self.own]
         # A copy once more, since this or another cell may be computed from it again.
         copies = _copied([tensor for _, tensor in found])
         for ((module, name), _), copy in zip(found, copies):
@@ -101,23 +101,23 @@ class Copied(NamedTuple):
 class Buffers:
     """The buffers of a partition in one step."""
 
-    def __init__(self, places: Iterable[BufferKey], learned: Learned) -> None:
+    def __init__(self, keys: Iterable[BufferKey], learned: Learned) -> None:
         self._learned = learned
         #: The buffers that cells change.
         self._changing: list[BufferKey] = []
         #: The others, and those among them of which nothing is known.
         self._others: list[BufferKey] = []
         self._unknown: set[BufferKey] = set()
-        for place in places:
-            module, name = place
+        for key in keys:
+            module, name = key
             changes = learned.get(module, {}).get((name, module.training))
             # guard: statistics of norms
             if changes or module._buffers[name] is None or (name in UNCOUNTED and module.training):
-                self._changing.append(place)
+                self._changing.append(key)
                 continue
-            self._others.append(place)
+            self._others.append(key)
             if changes is None:
-                self._unknown.add(place)
+                self._unknown.add(key)
         #: Whether there is any.
         self.any = bool(self._changing or self._others)
         #: The others as the first cell has found them, and the indices of those changed since.
@@ -127,8 +127,8 @@ class Buffers:
     def not_lasting(self) -> set[int]:
         """The identities of buffers that are not the same tensors in a recomputation."""
         # Unknown statistics are those of norms in eval mode, which only read them.
-        places = self._changing + [place for place in self._unknown if place[1] not in UNCOUNTED]
-        found = [module._buffers[name] for module, name in places]
+        keys = self._changing + [key for key in self._unknown if key[1] not in UNCOUNTED]
+        found = [module._buffers[name] for module, name in keys]
         return {id(x) for x in found if x is not None and not is_lazy(x)}
 
     def first_run(self, copies: list[Copied]) -> FirstRun:
@@ -139,20 +139,20 @@ class Buffers:
         """Copy the buffers that change, before a first run."""
         if self._common is None:
             # Not when the step began: this stream will free the copies.
-            pairs = [(place, place[0]._buffers.get(place[1])) for place in self._others]
-            found = [(place, x) for place, x in pairs if x is not None]
-            copies = _copied([x if self._is_copied(place, x) else None for place, x in found])
-            self._common = Common([place for place, _ in found], [x for _, x in found], copies)
+            pairs = [(key, key[0]._buffers.get(key[1])) for key in self._others]
+            found = [(key, x) for key, x in pairs if x is not None]
+            copies = _copied([x if self._is_copied(key, x) else None for key, x in found])
+            self._common = Common([key for key, _ in found], [x for _, x in found], copies)
         else:
             # A layer may begin to change a buffer, or one of another partition that shares it.
             self._look(self._common)
         own = _copied([module._buffers.get(name) for module, name in self._changing])
         return Copied([*zip(self._changing, own)], self._common)
 
-    def _is_copied(self, place: BufferKey, x: Tensor) -> bool:
-        module, name = place
+    def _is_copied(self, key: BufferKey, x: Tensor) -> bool:
+        module, name = key
         return (
-            place in self._unknown
+            key in self._unknown
             or x.nbytes <= SMALL
             or name in UNCOUNTED
             # It updates its state when all micro-batches were computed.
@@ -165,29 +165,29 @@ class Buffers:
         if not self._unknown or common is None:
             return
         self._look(common)
-        for k, (place, x, copy) in enumerate(zip(common.places, common.tensors, common.copies)):
-            if place in self._unknown and copy is not None and not _equal(x, copy):
+        for k, (key, x, copy) in enumerate(zip(common.keys, common.tensors, common.copies)):
+            if key in self._unknown and copy is not None and not _equal(x, copy):
                 common.uncounted.add(k)
         self._look(common)
 
-    def settle(self) -> None:
+    def end_forward(self) -> None:
         """Take note, when all cells have run, of what they have changed."""
         if self._common is not None:
             self._look(self._common)
-            for place in self._unknown:
-                self._note(place, False)
+            for key in self._unknown:
+                self._note(key, False)
 
     def _look(self, common: Common) -> None:
         """Have each cell copy buffers that have changed, from now on."""
         for k in common.changed():
             if k not in self._begun:
                 self._begun.add(k)
-                self._changing.append(common.places[k])
-                self._unknown.discard(common.places[k])
-                self._note(common.places[k], True)
+                self._changing.append(common.keys[k])
+                self._unknown.discard(common.keys[k])
+                self._note(common.keys[k], True)
 
-    def _note(self, place: BufferKey, changes: bool) -> None:
-        module, name = place
+    def _note(self, key: BufferKey, changes: bool) -> None:
+        module, name = key
         self._learned.setdefault(module, {})[name, module.training] = changes
 
 
@@ -243,8 +243,8 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return True
 
 
-def _changed(place: BufferKey, tensor: Tensor) -> RuntimeError:
-    module, name = place
+def _changed(key: BufferKey, tensor: Tensor) -> RuntimeError:
+    module, name = key
     return RuntimeError(
         "under checkpointing, a large buffer must not be changed between a forward and its "
         "backward, which computes the forward again, nor may a layer begin to change it after its "

@@ -125,7 +125,7 @@ class Checkpoint:
         self.stored: tuple[StoredInput, FirstNumbers] | None = None
         self.lock = threading.RLock()
         #: Whether layers have saved tensors on streams of their own; None without streams.
-        self.beside = None if isinstance(stream, CPUStream) else False
+        self.has_side_streams = None if isinstance(stream, CPUStream) else False
 
     def forward(
         self,
@@ -141,7 +141,7 @@ class Checkpoint:
             batch: the input.
             given: what this run computes, if it changes that in place, and the input is a clone.
             cell: the random numbers of the cell, if it is nothing but this run.
-            goes_on: whether the caller adds to the function and calls :meth:`settle`.
+            goes_on: whether the caller adds to the function and calls :meth:`end_forward`.
 
         Raises:
             RuntimeError: the function changed its input in place.
@@ -166,7 +166,7 @@ class Checkpoint:
             slot.close()
         if goes_on or self._has_dropped():
             # The caller's hooks may draw, too.
-            numbers.settle(cell if stored.hooks is None else None)
+            numbers.end_first_run(cell if stored.hooks is None else None)
             stored.pack()
             self.stored = stored, numbers
         else:
@@ -176,7 +176,7 @@ class Checkpoint:
     def _has_dropped(self) -> bool:
         return len(self.kept.tensors) != len(self.places)
 
-    def settle(self) -> None:
+    def end_forward(self) -> None:
         """Let go of everything if nothing was dropped, so that there will be no recomputation."""
         if not self._has_dropped():
             self._forget()
@@ -205,7 +205,7 @@ class Checkpoint:
             try:
                 if has_streams(get_device(self.stream)) and _torch.is_multithreading_enabled():
                     # This is a thread of autograd's own.
-                    self.context.lend_threads()
+                    self.context.use_callers_threads()
                 self._again(partial(self._fill, places), let_go=True)
             except BaseException:
                 # Some slots may hold wrong tensors, which another backward must not use.
@@ -266,7 +266,7 @@ class Checkpoint:
             # If all slots are full, the error came after Enough and was caused by it.
             if filling.whole or filling.missing:
                 raise
-        filling.settle()
+        filling.verify_complete()
         for value in compared:
             value.compare()
 
@@ -277,10 +277,10 @@ class Checkpoint:
 
     @uncompiled
     def _drop(self, tensor: Tensor) -> Saved:
-        if self.beside is False and not is_current(self.stream):
+        if self.has_side_streams is False and not is_current(self.stream):
             # A recomputation that ended there would not come back to the compute stream.
             # guard: to the end for other streams
-            self.beside = self.whole = True
+            self.has_side_streams = self.whole = True
         own = id(tensor)
         place: Saved
         # guard: keeping what lasts
@@ -326,7 +326,7 @@ class Checkpoint:
         if tensor._version != place.version:
             with self.within:
                 raise modified(tensor, place.version, place.layer)
-        if self.beside and not is_current(self.stream):
+        if self.has_side_streams and not is_current(self.stream):
             # The node belongs to the stream of the first run, and this memory to others.
             own = current_stream(tensor.device)
             # guard: recomputed beside

@@ -53,7 +53,7 @@ class LayersState:
         self._modules = list(layers.modules())
         self._parameters: list[Tensor] = []
         #: The tables that hold parameters and buffers, and the names there.
-        self._places: list[tuple[dict[str, Any], str]] = []
+        self._entries: list[tuple[dict[str, Any], str]] = []
         self._tables: list[dict[str, Any]] = []
         #: The tables of hooks before and after a forward. PyTorch has further tables with options
         #: of these hooks, which are empty if there is no hook.
@@ -71,7 +71,7 @@ class LayersState:
         #: that gets a graph would be kept alive by it.
         self.lasting: dict[int, Tensor] = {}
         others = exchanged(self._modules)
-        places: list[BufferKey] = []
+        keys: list[BufferKey] = []
         for module in self._modules:
             if not isinstance(module._parameters, dict):
                 raise TypeError(
@@ -91,10 +91,10 @@ class LayersState:
             for table in tables:
                 if table:
                     self._tables.append(table)
-                    self._places += [(table, name) for name in table]
+                    self._entries += [(table, name) for name in table]
             self.always_calls |= bool(module._forward_hooks_always_called)
-            places += [(module, name) for name in module._buffers]
-        self.buffers = Buffers(places, learned)
+            keys += [(module, name) for name in module._buffers]
+        self.buffers = Buffers(keys, learned)
         changing = self.buffers.not_lasting()
         for x in chain.from_iterable(map(dict.values, self._tables)):
             if x is not None and id(x) not in changing:
@@ -115,7 +115,7 @@ class LayersState:
         #: What the layers have changed in their forward, if they have.
         self._own_change: BufferKey | None = None
 
-    def settle(self) -> None:
+    def end_forward(self) -> None:
         """Take note of the parameters: from now on only recomputations change them in place."""
         if self._after is None:
             # Now that the layers have run, lazy modules have removed their hooks.
@@ -138,7 +138,7 @@ class LayersState:
         """
         return RestoredLayers(self, copies)
 
-    def put_back(self, copies: Sequence[Copied] = ()) -> Found:
+    def restore(self, copies: Sequence[Copied] = ()) -> Found:
         """Restore the state, and what was in buffers; return what there is now.
 
         Raises:
@@ -168,26 +168,27 @@ class LayersState:
         if now.tensors is self._found.tensors and identities(self._parameters) == self._before:
             return None
         both = zip(zip(*self._before), zip(*identities(self._parameters)))
-        # Without memory of its own it was lazy.
+        # The address -1 was that of a lazy parameter, which the first run has given its memory.
         changed = {
             id(x) for x, (then, now) in zip(self._parameters, both) if then != now and then[1] != -1
         }
         owners = {id(module._parameters): module for module in self._modules}
-        for (table, name), then, x in zip(self._places, self._found.tensors, now.tensors):
+        for (table, name), then, x in zip(self._entries, self._found.tensors, now.tensors):
             module = owners.get(id(table))
             if module is None or type(then) is not nn.Parameter:
                 continue
-            # A norm that is limited already stays as it is, and so do weights that move.
+            # An embedding with max_norm shortens rows in its forward, which changes nothing the
+            # second time; and an RNN may move its weights, with their values, into one memory.
             limited = getattr(module, "max_norm", None) is not None
             is_other = then is not x or id(then) in changed
             if is_other and not limited and not isinstance(module, nn.RNNBase):
                 return module, name
         return None
 
-    def leave(self, found: Found) -> None:
-        """Settle, and restore what :meth:`put_back` returned."""
+    def put_back(self, found: Found) -> None:
+        """Take note of the parameters, and restore what :meth:`restore` returned."""
         try:
-            self.settle()
+            self.end_forward()
         finally:
             self._write(found, self._read())
 
@@ -203,7 +204,7 @@ class LayersState:
         if [*chain.from_iterable(self._tables)] != self._names or not all(
             map(is_, chain.from_iterable(map(dict.values, self._tables)), tensors)
         ):
-            tensors = [table.get(name, MISSING) for table, name in self._places]
+            tensors = [table.get(name, MISSING) for table, name in self._entries]
         if (
             tensors is found.tensors
             and hooks is found.hooks
@@ -229,17 +230,17 @@ class LayersState:
             for parameter, needs_grad in zip(self._parameters, found.needs_grad):
                 parameter.requires_grad_(needs_grad)
         if not all(map(is_, now.tensors, found.tensors)):
-            for (place, name), tensor in zip(self._places, found.tensors):
+            for (tensors, name), tensor in zip(self._entries, found.tensors):
                 if tensor is not MISSING:
-                    place[name] = tensor
+                    tensors[name] = tensor
                 else:
-                    place.pop(name, None)
+                    tensors.pop(name, None)
 
     def _changed(self, expected: Identities) -> RuntimeError:
         pairs = zip(self._parameters, zip(*expected), zip(*identities(self._parameters)))
         x, then, now = next(found for found in pairs if found[1] != found[2])
-        places = [(y, name) for y in self._modules for name, z in y._parameters.items() if z is x]
-        layer, name = next(((type(y).__name__, name) for y, name in places), ("", ""))
+        found = [(y, name) for y in self._modules for name, z in y._parameters.items() if z is x]
+        layer, name = next(((type(y).__name__, name) for y, name in found), ("", ""))
         rule = (
             "under checkpointing, parameters must not be changed in place between a forward and "
             "its backward, which computes the forward again "
@@ -266,10 +267,10 @@ class RestoredLayers:
         self.state, self.copies = state, copies
 
     def __enter__(self) -> None:
-        self.found = self.state.put_back(self.copies)
+        self.found = self.state.restore(self.copies)
 
     def __exit__(self, *_: object) -> None:
-        self.state.leave(self.found)
+        self.state.put_back(self.found)
 
 
 def _changed_in_forward(module: nn.Module, name: str) -> RuntimeError:

@@ -9,17 +9,18 @@
     back         ┊     ┊               1     0
               memory of the host
 
-A cell leaves when its layers have run, after one event. The compute stream waits for the copy only
-after the layers of the next cell, and then the memory is free. The obvious way, ``record_stream``,
-would have it wait as long, and hold the memory for one cell more.
+A cell leaves (D2H, *out*) when its layers have run, after one event. The compute stream waits for
+the copy only after the layers of the next cell, as with a double buffer, and then the memory is
+free. The obvious way, ``record_stream``, would have it wait as long, and hold the memory for one
+cell more.
 
 The last two micro-batches stay, by the rule of :mod:`~torchgpipe.schedule.trips`. Keeping one
 more than the last takes no more memory.
 
-A cell comes back when backward asks for the first tensor of the cell after it [1]. The memory it
-comes to is new memory of the compute stream. So the copy waits for what that stream has been given
-so far, and comes no earlier than needed. The cell's own layers wait for the copy when they ask for
-their first tensor.
+A cell comes back (H2D, *back*) when backward asks for the first tensor of the cell after it [1], so
+its prefetch distance is one cell, unless a schedule says more. The memory it comes to is new memory
+of the compute stream. So the copy waits for what that stream has been given so far, and comes no
+earlier than needed. The cell's own layers wait for the copy when they ask for their first tensor.
 
 What somebody else holds stays, since the memory would not be free: outputs, the caller's
 mini-batch, what a layer keeps. It is looked for when the layers have run. Autograd does not compare
@@ -59,7 +60,7 @@ __all__: list[str] = []
 
 
 class Window:
-    """The cells of one compute stream that are leaving: gone after the next instruction."""
+    """The double buffer of a compute stream: cells that leave are gone one instruction later."""
 
     def __init__(self) -> None:
         self._now: list[Offloaded] = []
@@ -120,7 +121,7 @@ class Offloading:
                 self._last = cell
         return cell
 
-    def leave(self) -> Offloaded | None:
+    def offload(self) -> Offloaded | None:
         """Let leave what the cell has saved, once its output was handed on, and return the cell.
 
         Whoever takes the output needs not wait for the cell before, which is gone after it.
@@ -215,7 +216,7 @@ class Offloaded:
         if storages:
             # guard: out after the layers
             wait_for(self._memory.out, _event(self.stream))
-            self._copy("out", self._memory.out, storages, Storage.leave)
+            self._copy("out", self._memory.out, storages, Storage.to_host)
 
     def let_go(self) -> None:
         """Have the compute stream wait for what leaves, and let go of the memory."""
@@ -239,7 +240,7 @@ class Offloaded:
         # after the copy out, for which that stream has waited.
         # guard: back after compute
         wait_for(back, _event(self.stream))
-        self._copy("back", back, self._storages, Storage.come)
+        self._copy("back", back, self._storages, Storage.to_device)
 
     def _copy(
         self,

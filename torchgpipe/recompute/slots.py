@@ -250,7 +250,7 @@ class Filling:
         if count == self.due and not self.whole and self.unwritten != _torch.next_node():
             raise Enough
 
-    def settle(self) -> None:
+    def verify_complete(self) -> None:
         """Check, after the recomputation, that it has saved all that it had to.
 
         Raises:

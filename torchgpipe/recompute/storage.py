@@ -44,7 +44,7 @@ class Storage:
         #: The stream that copies, as long as nobody has waited for the copy.
         self.lane: AbstractStream | None = None
 
-    def leave(self) -> None:
+    def to_host(self) -> None:
         """Copy the bytes to the host. The stream that does is current."""
         assert self.here is not None
         self.buffer = self.memory.take(self.size)
@@ -55,7 +55,7 @@ class Storage:
         """Take memory for the bytes again. The stream that computes is current."""
         self.here = torch.empty(self.size, dtype=torch.uint8, device=device)
 
-    def come(self) -> None:
+    def to_device(self) -> None:
         """Copy the bytes back. The stream that does is current."""
         assert self.here is not None
         assert self.buffer is not None
@@ -89,7 +89,7 @@ class View:
         """Whether the tensor was changed in place since the layer has saved it."""
         return self.kept is not None and self.kept._version != self.version
 
-    def leave(self, storage: Storage) -> None:
+    def move_into(self, storage: Storage) -> None:
         """Let go of the tensor, of which the storage has the values."""
         x = self.kept
         assert x is not None
@@ -175,7 +175,7 @@ def sent(views: list[View], memory: HostMemory) -> Storage:
     """Make a storage of the memory that some views share; they let go of their tensors."""
     storage = Storage(_first(views), memory)
     for view in views:
-        view.leave(storage)
+        view.move_into(storage)
     return storage
 
 

@@ -43,7 +43,8 @@ class Costs:
         out: the time to copy this to the host. The copies of a worker are made one after the other.
         back: the time to copy it back; as long as ``out`` if None. Copies to the host and back do
             not slow each other down.
-        ahead: how many instructions before its backward a cell comes back.
+        prefetch: the prefetch distance: how many instructions before its backward a cell comes
+            back.
     """
 
     F: Each = 1
@@ -58,7 +59,7 @@ class Costs:
     away: Each = 0
     out: Each = 0
     back: Each | None = None
-    ahead: int | Sequence[int] = 1
+    prefetch: int | Sequence[int] = 1
 
 
 def numbers(name: str, value: Any, count: int) -> list[float]:
@@ -129,21 +130,21 @@ class Table:
             costs.away,
             "give at most as much as a cell keeps",
         )
-        ahead = each("ahead")
+        prefetch = each("prefetch")
         verify(
-            all(k > 0 and k == int(k) for k in ahead),
-            "ahead must be positive integers",
-            "ahead",
-            costs.ahead,
+            all(k > 0 and k == int(k) for k in prefetch),
+            "prefetch must be positive integers",
+            "prefetch",
+            costs.prefetch,
             "use 1, or 2 where copies take longer",
         )
         #: For each stage, how many instructions earlier a cell comes back; 0 if its cells stay.
-        self.ahead = tuple([int(k) if x else 0 for k, x in zip(ahead, self.away)])
+        self.prefetch = tuple([int(k) if x else 0 for k, x in zip(prefetch, self.away)])
 
-    def leaving(self, away: Each, out: Each, back: Each, ahead: Sequence[int]) -> Table:
+    def leaving(self, away: Each, out: Each, back: Each, prefetch: Sequence[int]) -> Table:
         """The same where that much of a cell leaves for the host."""
         found = copied(self)
-        sent = replace(self.costs, away=away, out=out, back=back, ahead=ahead)
+        sent = replace(self.costs, away=away, out=out, back=back, prefetch=prefetch)
         found._keep(sent)
         return found
 
@@ -171,9 +172,9 @@ class Table:
             program: the instructions of each worker.
             known: what :func:`stops` has found for it so far.
         """
-        if not any(self.ahead):
+        if not any(self.prefetch):
             return None
-        lines = stops(program, self.placement, self.ahead, known)
+        lines = stops(program, self.placement, self.prefetch, known)
         return Tracks(lines, self.out, self.back)
 
     def held(self, line: Sequence[Instruction]) -> Iterator[float]:
@@ -183,7 +184,7 @@ class Table:
         again = {(j, i) for ops in known for j, kind, i in ops if kind == "R"}
         come: list[float] = [0] * len(line)
         gone = [*come]
-        for trip in trips(line, self.ahead):
+        for trip in trips(line, self.prefetch):
             come[trip.back] += self.away[trip.stage]
             gone[trip.gone] += self.away[trip.stage]
         now: float = 0
@@ -204,7 +205,7 @@ class Table:
     def hosted(self, line: Sequence[Instruction]) -> float:
         """The most memory of the host that a worker has at any time."""
         changes: list[float] = [0] * (len(line) + 1)
-        for trip in trips(line, self.ahead):
+        for trip in trips(line, self.prefetch):
             changes[trip.begin] += self.away[trip.stage]
             changes[trip.end + 1] -= self.away[trip.stage]
         return max(accumulate(changes))

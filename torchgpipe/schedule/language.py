@@ -353,20 +353,20 @@ def read_csv(path: str | PathLike[str], placement: Sequence[int], chunks: int) -
 
 def _read(word: str, line: int, column: int) -> Instruction:
     """Read the instruction of one slot."""
-    place = f"(line: {line}, column: {column}, found: {word!r})"
+    where = f"(line: {line}, column: {column}, found: {word!r})"
     name = re.search("[0-9](SEND_[FB]|RECV_[FB]|UNSHARD|RESHARD|REDUCE_GRAD|R(?=[0-9]))", word)
     if name and name[1] == "R":
         raise ValueError(
-            f"a slot must not contain R, which torch.distributed.pipelining lacks {place}; "
+            f"a slot must not contain R, which torch.distributed.pipelining lacks {where}; "
             "leave it out, and call recompute() on the schedule"
         )
     if name:
         raise ValueError(
-            f"a slot must not contain {name[1]}: copies follow from the placement {place}; "
+            f"a slot must not contain {name[1]}: copies follow from the placement {where}; "
             "write the file with format='compute_only'"
         )
     if word.startswith("(") != word.endswith(_ENDING):
         raise ValueError(
-            f"an overlap, and nothing else, must end in {_ENDING} {place}; write (0F1;3B0){_ENDING}"
+            f"an overlap, and nothing else, must end in {_ENDING} {where}; write (0F1;3B0){_ENDING}"
         )
     return read(word.removesuffix(_ENDING), line, column)

@@ -25,9 +25,10 @@ from torchgpipe.schedule.simulator import Report
 
 __all__ = ["Bounds", "bounds", "capacities"]
 
-#: The head or the tail of a computation, by kind and stage.
+#: By kind and stage, the head of a computation (the least time from the beginning of a step to its
+#: start), or the tail (the least time from its end to the end of the step).
 Chains: TypeAlias = dict[tuple[str, int], float]
-#: All computations of one kind and stage: head, sum of times, tail.
+#: The computations of one kind and stage, for all micro-batches: head, sum of their times, tail.
 Job: TypeAlias = tuple[float, float, float]
 
 
@@ -134,9 +135,10 @@ def _tails(table: Table, edges: Sequence[tuple[Op, list[Op]]]) -> Chains:
 
 
 def _one_machine(jobs: Sequence[Job], share: float) -> float:
-    """Return the bound by heads and tails.
+    """Return the bound of a worker, from the heads, the times and the tails of its jobs.
 
-    For each smallest head and smallest tail, the largest set of jobs gives the best bound.
+    Between the first start and the last end of some jobs the worker has to compute all of them. For
+    each smallest head and smallest tail, the largest set of jobs gives the best bound.
     """
     found: list[float] = []
     for (head, _, _), (_, _, tail) in product(jobs, jobs):
@@ -147,7 +149,7 @@ def _one_machine(jobs: Sequence[Job], share: float) -> float:
 
 
 def _share(table: Table, stages: Sequence[int]) -> float:
-    """Return the smallest time of an overlap as a share of its two times together, at most 1."""
+    """Return how much an overlap saves at best: its time by the sum of its two times, at most 1."""
     ops = [Op(j, kind, 0) for j in stages for kind in "FBIWR"]
     both = [
         (table.duration(Overlap(a, b)), table.duration(a) + table.duration(b))

@@ -66,18 +66,18 @@ def verify_valid(schedule: Schedule, rehearsal: Rehearsal | None = None) -> None
 def _strays(schedule: Schedule) -> Iterator[str]:
     """Find computations that belong to no cell or to another worker, or that appear twice."""
     stages, chunks = range(len(schedule.placement)), range(schedule.chunks)
-    place = "{} (worker {}, instruction {})".format
+    where = "{} (worker {}, instruction {})".format
     seen: set[Op] = set()
     for w, line in enumerate(schedule.program):
         for k, op in ((k, op) for k, x in enumerate(line, 1) for op in operations(x)):
             if op.stage not in stages:
-                yield f"out of range: {place(op, w, k)}; stages are 0 to {stages[-1]}"
+                yield f"out of range: {where(op, w, k)}; stages are 0 to {stages[-1]}"
             elif (right := schedule.placement[op.stage]) != w:
-                yield f"wrong worker: {place(op, w, k)}; its stage is on worker {right}"
+                yield f"wrong worker: {where(op, w, k)}; its stage is on worker {right}"
             if op.microbatch not in chunks:
-                yield f"out of range: {place(op, w, k)}; micro-batches are 0 to {chunks[-1]}"
+                yield f"out of range: {where(op, w, k)}; micro-batches are 0 to {chunks[-1]}"
             if op in seen:
-                yield f"duplicate: {place(op, w, k)}; leave all but one out"
+                yield f"duplicate: {where(op, w, k)}; leave all but one out"
             seen.add(op)
 
 
@@ -164,7 +164,7 @@ class Rehearsal:
         self._kinds: dict[tuple[tuple[str, int], ...], Instruction] = {}
         #: Of all edges between the same stages, one.
         self._ways: dict[tuple[int, int], Edge] = {}
-        place: dict[Op, int] = {}
+        index: dict[Op, int] = {}
         kinds: dict[tuple[tuple[str, int], ...], int] = {}
         ways: dict[tuple[int, int], int] = {}
         #: For each step its worker, the number of its kind, and for each edge from another worker
@@ -178,12 +178,12 @@ class Rehearsal:
             self._kinds.setdefault(kind, instruction)
             found = []
             for source, op in edges:
-                if self.steps[place[source]][0] != w:
+                if self.steps[index[source]][0] != w:
                     way = source.stage, op.stage
                     self._ways.setdefault(way, (source, op))
-                    found.append((place[source], ways.setdefault(way, len(ways))))
+                    found.append((index[source], ways.setdefault(way, len(ways))))
             for op in ops:
-                place[op] = k
+                index[op] = k
                 if op.kind in "BI":
                     self._backward[op.stage, op.microbatch] = k
             self._waits.append((w, kinds.setdefault(kind, len(kinds)), (*found,)))
@@ -198,8 +198,8 @@ class Rehearsal:
         found._stops = {}
         lines: list[list[Instruction]] = [[] for _ in self.program]
         number: dict[int, int] = {}
-        #: By the number of a step of this one, its number there.
-        place: list[int] = []
+        #: For each step of this rehearsal, its index in the new one.
+        index: list[int] = []
         for (w, instruction, edges), (_, kind, waits) in zip(self.steps, self._waits):
             for op in operations(instruction):
                 if op.kind in "BI" and (op.stage, op.microbatch) in cells:
@@ -211,8 +211,8 @@ class Rehearsal:
                     found.steps.append((w, own, [(op._replace(kind="F"), own)]))
                     lines[w].append(own)
                     edges = [*edges, (own, op)]
-            place.append(len(found.steps))
-            found._waits.append((w, kind, (*[(place[k], way) for k, way in waits],)))
+            index.append(len(found.steps))
+            found._waits.append((w, kind, (*[(index[k], way) for k, way in waits],)))
             found.steps.append((w, instruction, edges))
             lines[w].append(instruction)
         found.program = tuple(map(tuple, lines))
@@ -279,8 +279,8 @@ class Rehearsal:
                     found = max(found, depth[source] + 1)
             depth.append(found)
             last[w] = k
-        places = sorted(range(len(start)), key=lambda k: (start[k], depth[k], self._waits[k][0]))
-        return [self.steps[k] for k in places]
+        order = sorted(range(len(start)), key=lambda k: (start[k], depth[k], self._waits[k][0]))
+        return [self.steps[k] for k in order]
 
 
 # A simulation of a schedule in which every instruction starts as soon as it can.

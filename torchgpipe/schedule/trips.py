@@ -2,7 +2,7 @@
 
 ::
 
-  place     0     1     2     3     4     5
+  index     0     1     2     3     4     5
   compute   F0 ── F1 ── F2 ── B2 ── B1 ── B0          of a worker
               ╲  ↗                     ↗
   out, back    0                      0               copies of cell 0, beside it
@@ -30,7 +30,7 @@ BETWEEN = 3
 
 
 class Trip(NamedTuple):
-    """The places in a worker's line of the instructions that a cell on its way has to do with.
+    """The indices, in a worker's line, of the instructions at which something happens to a cell.
 
     Args:
         stage: the stage of the cell.
@@ -49,28 +49,28 @@ class Trip(NamedTuple):
     end: int
 
 
-def trips(line: Sequence[Instruction], ahead: Sequence[int]) -> list[Trip]:
+def trips(line: Sequence[Instruction], prefetch: Sequence[int]) -> list[Trip]:
     """The trips of a worker's cells, in the order in which they come back.
 
     Args:
         line: the instructions of the worker.
-        ahead: for each stage, how many instructions before its backward a cell comes back; 0 if its
-            cells stay. A cell with an R keeps nothing that could leave.
+        prefetch: for each stage, its prefetch distance: how many instructions before its backward a
+            cell comes back; 0 if its cells stay. A cell with an R keeps nothing that could leave.
     """
-    if not any(ahead):
+    if not any(prefetch):
         return []
-    place: dict[tuple[int, str, int], int]
-    place = {op: k for k, x in enumerate(line) for op in operations(x)}
+    index: dict[tuple[int, str, int], int]
+    index = {op: k for k, x in enumerate(line) for op in operations(x)}
     found = []
-    for (j, kind, i), end in place.items():
-        if kind not in "BI" or not ahead[j]:
+    for (j, kind, i), end in index.items():
+        if kind not in "BI" or not prefetch[j]:
             continue
-        begin = place.get((j, "F", i))
-        if begin is None or (j, "R", i) in place:
+        begin = index.get((j, "F", i))
+        if begin is None or (j, "R", i) in index:
             continue
         if end - begin - 1 >= BETWEEN:
             # One that has not left yet cannot come back.
-            back = min(end, max(begin + 2, end - ahead[j]))
+            back = min(end, max(begin + 2, end - prefetch[j]))
             found.append(Trip(j, i, begin, begin + 1, back, end))
     return sorted(found, key=lambda trip: (trip.back, trip.end))
 
@@ -83,47 +83,57 @@ def leaving(m: int) -> range:
     return range(sum(2 * (m - 1 - i) >= BETWEEN for i in range(m)))
 
 
-#: What an instruction has to do with: the trips of cells that come back before it, of those that it
-#: waits for, and of those that leave after it. These are gone after the next instruction.
-Stop = tuple[Sequence[Trip], Sequence[Trip], Sequence[Trip]]
+class Stop(NamedTuple):
+    """The trips whose cells are copied, or waited for, around one instruction of a worker."""
 
-#: What most instructions have to do with, where few cells leave.
-NOTHING: Stop = ((), (), ())
+    #: Their copies back begin before the instruction.
+    back: Sequence[Trip]
+    #: The instruction waits for the end of their copies back, since it is their backward.
+    awaited: Sequence[Trip]
+    #: Their copies out begin after the instruction, and are done after the next one.
+    out: Sequence[Trip]
 
-#: The stops of each line, by its number and how much earlier the cells of each stage come back.
+
+#: An instruction around which nothing is copied, as most are where few cells leave.
+NOTHING = Stop((), (), ())
+
+#: The stops of each worker, by its number and the prefetch distances of the stages.
 Known = dict[tuple[int, tuple[int, ...]], list[Stop]]
 
 
 def stops(
     lines: Sequence[Sequence[Instruction]],
     numbers: Sequence[int],
-    ahead: Sequence[int],
+    prefetch: Sequence[int],
     known: Known,
 ) -> list[list[Stop]]:
-    """Find what each instruction of each line has to do with, of :func:`trips`.
+    """Find the :func:`trips` of all workers, by the instructions around which they are copied.
 
     Args:
-        lines: the instructions of each line.
-        numbers: the number of the line of each stage.
-        ahead: for each stage, how many instructions before its backward a cell comes back.
-        known: what was found for these lines before; it takes what is found now.
+        lines: the instructions of each worker, in order.
+        numbers: the worker of each stage.
+        prefetch: the prefetch distance of each stage.
+        known: stops that were found for these instructions before; new ones are added.
+
+    Returns:
+        For each worker, a stop for each of its instructions.
     """
     found = []
     for k, line in enumerate(lines):
-        # The stages of other lines change nothing.
-        own = tuple([x if y == k else 0 for x, y in zip(ahead, numbers)])
+        # The prefetch distances of other workers' stages change nothing.
+        own = tuple([x if y == k else 0 for x, y in zip(prefetch, numbers)])
         if (k, own) not in known:
             known[k, own] = _stops(line, own)
         found.append(known[k, own])
     return found
 
 
-def _stops(line: Sequence[Instruction], ahead: Sequence[int]) -> list[Stop]:
+def _stops(line: Sequence[Instruction], prefetch: Sequence[int]) -> list[Stop]:
     at: dict[int, list[list[Trip]]] = {}
-    for trip in trips(line, ahead):
+    for trip in trips(line, prefetch):
         for way, k in enumerate((trip.back, trip.end, trip.begin)):
             at.setdefault(k, [[], [], []])[way].append(trip)
-    return [(at[k][0], at[k][1], at[k][2]) if k in at else NOTHING for k in range(len(line))]
+    return [Stop(*at[k]) if k in at else NOTHING for k in range(len(line))]
 
 
 #: The start and the end of the copies of cells, by stage and micro-batch.
@@ -133,10 +143,12 @@ CopyTimes = dict[tuple[int, int], tuple[float, float]]
 class Tracks:
     """The copies of all workers, to the host and back, in a simulation.
 
+    A worker has two tracks: one for copies out, one for copies back. Each makes one copy at a time.
+
     Args:
         lines: the stops of each worker.
         out: the time of a copy to the host, for each stage.
-        back: the time of one back.
+        back: the time of a copy back, for each stage.
     """
 
     def __init__(

@@ -189,18 +189,18 @@ def text(
 ) -> str:
     """Write words; ``kind`` is their class in the style."""
     bold = f' font-weight="{weight}"' if weight != "normal" else ""
-    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{bold}'
-    return f'<text class="{kind}" {place}>{escape(words)}</text>'
+    attributes = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{bold}'
+    return f'<text class="{kind}" {attributes}>{escape(words)}</text>'
 
 
 def rect(
     x: float, y: float, width: float, height: float, kind: str, color: str = "", tip: str = ""
 ) -> str:
     """Write a rectangle; ``kind`` is its class in the style, and ``tip`` its tooltip."""
-    place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
+    attributes = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
     title = f"<title>{escape(tip)}</title>" if tip else ""
     fill = f' fill="{color}"' if color else ""
-    return f'<rect class="{kind}" {place}{fill}>{title}</rect>'
+    return f'<rect class="{kind}" {attributes}{fill}>{title}</rect>'
 
 
 def lighter(color: str, share: float) -> str:

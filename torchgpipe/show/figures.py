@@ -50,7 +50,7 @@ class StepFigures:
         for span in computed:
             assert span.stage is not None
             stages.setdefault(span.stage, []).append(span)
-            places.setdefault(span.stream.place, []).append(span)
+            places.setdefault(span.stream.device_name, []).append(span)
         return cls(
             last.makespan,
             {j: _times(own) for j, own in stages.items()},

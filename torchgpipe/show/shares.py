@@ -58,7 +58,8 @@ def by_device(spans: Sequence[Span]) -> dict[str, list[Span]]:
     names = labels(rows)
     found: dict[str, list[Span]] = {}
     for stream, own in rows.items():
-        found.setdefault(names[stream] if stream.place == CPU else stream.place, []).extend(own)
+        name = names[stream] if stream.device_name == CPU else stream.device_name
+        found.setdefault(name, []).extend(own)
     return {name: sorted(own, key=lambda span: span.start) for name, own in found.items()}
 
 
@@ -68,14 +69,14 @@ def shares(spans: Sequence[Span]) -> list[Shares]:
     copied: dict[tuple[str, bool], float] = {}
     for span in spans:
         if span.kind in ("copy", *TRIPS):
-            key = span.stream.place, span.kind in TRIPS
+            key = span.stream.device_name, span.kind in TRIPS
             copied[key] = copied.get(key, 0.0) + span.time
     found = []
     for name, own in by_device(spans).items():
         recompute = _covered([span for span in own if span.kind == "R"])
         # Work of a device beside a recomputation on another stream counts as recomputation.
         busy = _covered(own) - recompute
-        copies, away = (copied.get((own[0].stream.place, x), 0.0) for x in (False, True))
+        copies, away = (copied.get((own[0].stream.device_name, x), 0.0) for x in (False, True))
         host = _host_bound(own)
         found.append(
             Shares(
@@ -132,10 +133,10 @@ def table(found: Sequence[Shares], memory: Mapping[str, int], host: Mapping[str,
 
 def labels(streams: Collection[Stream]) -> dict[Stream, str]:
     """A name for each stream: its device, and its number where several of one device compute."""
-    places = [stream.place for stream in streams]
+    names = [stream.device_name for stream in streams]
     return {
-        stream: stream.place
-        if places.count(stream.place) == 1
-        else f"{stream.place} ({stream.number})"
+        stream: stream.device_name
+        if names.count(stream.device_name) == 1
+        else f"{stream.device_name} ({stream.number})"
         for stream in streams
     }

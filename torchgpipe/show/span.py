@@ -44,17 +44,17 @@ class Stream(NamedTuple):
     number: int
 
     @property
-    def place(self) -> str:
+    def device_name(self) -> str:
         """The name of the device."""
         return f"virtual:{self.device}" if isinstance(self.device, int) else self.device
 
     def __str__(self) -> str:
-        return f"stream {self.number} of {self.place}"
+        return f"stream {self.number} of {self.device_name}"
 
 
 def order(stream: Stream) -> tuple[list[int | str], int]:
     """The place of a stream in a list: ``cuda:10`` comes after ``cuda:9``."""
-    words = re.split(r"(\d+)", stream.place)
+    words = re.split(r"(\d+)", stream.device_name)
     return [int(x) if x.isdecimal() else x for x in words], stream.number
 
 
@@ -172,13 +172,13 @@ def pieces(spans: Sequence[Span]) -> list[Span]:
 
 def cells(spans: Sequence[Span]) -> list[Span]:
     """Make one span of the operators of each computation, as if the cell had been recorded."""
-    places = {span.stage: span.stream.device for span in spans if span.computes}
+    devices = {span.stage: span.stream.device for span in spans if span.computes}
     found = []
     for span in spans:
         stream = span.stream
-        if span.target in places:
+        if span.target in devices:
             # The sending device makes a copy, but a timeline shows it on the receiving device.
-            stream = stream._replace(device=places[span.target])
+            stream = stream._replace(device=devices[span.target])
         name = span.cell or span.name
         found.append(replace(span, stream=stream, name=name, after=-1, layer="", layer_type=""))
     return _joined(found)
@@ -207,12 +207,12 @@ def _joined(spans: Sequence[Span]) -> list[Span]:
     last: dict[object, int] = {}
     found: list[Span] = []
     for span in sorted(spans, key=lambda span: span.start):
-        place = last.get(span.stream)
+        index = last.get(span.stream)
         is_joined = span.computes or span.kind in TRIPS
-        if is_joined and place is not None:
-            before = found[place]
+        if is_joined and index is not None:
+            before = found[index]
             if (before.kind, _cell(before)) == (span.kind, _cell(span)):
-                found[place] = replace(before, end=max(before.end, span.end))
+                found[index] = replace(before, end=max(before.end, span.end))
                 continue
         if is_joined:
             last[span.stream] = len(found)

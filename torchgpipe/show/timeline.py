@@ -191,11 +191,11 @@ def panel(spans: Sequence[Span], unit: str) -> Panel:
             for span, part in _parts([span for span in own if span.time])
         ]
         found[names[stream]] = bars
-        of_device.setdefault(stream.place, bars)
+        of_device.setdefault(stream.device_name, bars)
     for span in spans:
-        if span.kind in EDGES and span.stream.place in of_device:
+        if span.kind in EDGES and span.stream.device_name in of_device:
             bar = Bar(span.start, span.end, span.kind, "", _tip(span, unit))
-            of_device[span.stream.place].append(bar)
+            of_device[span.stream.device_name].append(bar)
     return Panel(found, end, is_toned=is_toned)
 
 
@@ -275,16 +275,16 @@ def to_json(spans: Sequence[Span]) -> str:
 def _events(spans: Sequence[Span]) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     streams = dict.fromkeys(sorted([x.stream for x in spans], key=order))
-    numbers = {place: k for k, place in enumerate(dict.fromkeys(x.place for x in streams))}
+    numbers = {name: k for k, name in enumerate(dict.fromkeys(x.device_name for x in streams))}
 
-    def place(stream: Stream) -> dict[str, int]:
-        return {"pid": numbers[stream.place], "tid": stream.number}
+    def ids(stream: Stream) -> dict[str, int]:
+        return {"pid": numbers[stream.device_name], "tid": stream.number}
 
     for name, number in numbers.items():
         events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}})
     for stream in streams:
         name_ = {"name": f"stream {stream.number}"}
-        events.append({"ph": "M", "name": "thread_name", **place(stream), "args": name_})
+        events.append({"ph": "M", "name": "thread_name", **ids(stream), "args": name_})
     #: When each stream has done the work so far.
     ends: dict[Stream, float] = {}
     for index, span in enumerate(spans):
@@ -293,7 +293,7 @@ def _events(spans: Sequence[Span]) -> list[dict[str, Any]]:
                 "ph": "X",
                 "name": span.title,
                 "cat": span.kind or "work",
-                **place(span.stream),
+                **ids(span.stream),
                 "ts": _micro(span.start),
                 "dur": _micro(span.time),
                 "args": _arguments(span),
@@ -304,8 +304,8 @@ def _events(spans: Sequence[Span]) -> list[dict[str, Any]]:
             arrow = {"name": "wait", "cat": "wait", "id": index}
             # An arrow starts at a slice that lasts at that time, so a nanosecond before its end.
             end = _micro(cause.end) - 0.001
-            events.append({"ph": "s", **arrow, **place(cause.stream), "ts": end})
-            here = {**place(span.stream), "ts": _micro(span.start)}
+            events.append({"ph": "s", **arrow, **ids(cause.stream), "ts": end})
+            here = {**ids(span.stream), "ts": _micro(span.start)}
             events.append({"ph": "f", "bp": "e", **arrow, **here})
         ends[span.stream] = span.end
     return events

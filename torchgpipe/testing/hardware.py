@@ -353,7 +353,7 @@ def _are_ends(value: object) -> bool:
 
 
 def put_links(bandwidth: Mapping[Link, float]) -> None:
-    """Tell the library how much links carry."""
+    """Tell the library the bandwidths of links, in bytes per millisecond."""
     for (source, target), bytes in bandwidth.items():
         _ops.set_bandwidth(_indices(source), _indices(target), bytes)
 

@@ -257,10 +257,10 @@ def _load(devices: int) -> None:
     _torch.register_device_module(NAME, device_module)
     generate_methods_for_privateuse1_backend(for_storage=True)
     device_module.register()
-    atexit.register(_settle, os.getpid())
+    atexit.register(_quiesce, os.getpid())
 
 
-def _settle(process: int) -> None:
+def _quiesce(process: int) -> None:
     """Let autograd's threads come to rest before Python ends; a forked process has none."""
     if os.getpid() == process:
         torch.ops.virtual_accelerator.settle()

@@ -51,7 +51,7 @@ class Collator:
         self.collate, self._chunks, self._is_sliced = collate, chunks, is_sliced
         #: Whether mini-batches are cut by rows; None before the first one.
         self._is_cut: bool | None = None
-        #: Whether one that cannot be cut is a single row.
+        #: Whether a mini-batch that cannot be cut has a single row.
         self._is_one_row = False
 
     def __getattr__(self, name: str) -> Any:

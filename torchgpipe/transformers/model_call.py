@@ -275,7 +275,7 @@ def is_stacked(name: str, value: Any, m: int, rows: int) -> bool:
 
 
 @contextmanager
-def loss_alone(model: nn.Module) -> Iterator[None]:
+def loss_only(model: nn.Module) -> Iterator[None]:
     """Have a model return its loss alone within a ``with`` block.
 
     The logits of all micro-batches, joined, would take more memory than anything else.

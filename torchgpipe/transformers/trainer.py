@@ -22,7 +22,7 @@ from torchgpipe.recompute.once import OncePerMiniBatch
 from torchgpipe.transformers.collating import KEY, Collated, Collator, Loader, Prepared
 from torchgpipe.transformers.idleness import Idleness, PipelineCallback
 from torchgpipe.transformers.joined_step import JoinedStep, one_backward
-from torchgpipe.transformers.model_call import ModelCall, compute, loss_alone
+from torchgpipe.transformers.model_call import ModelCall, compute, loss_only
 from torchgpipe.transformers.spread import Spread
 from torchgpipe.transformers.spread_trainer import SpreadTrainer
 from torchgpipe.values.division import row_count
@@ -277,7 +277,7 @@ class Pipelined(SpreadTrainer):
             or getattr(self, "compute_loss_func", None) is not None
             or above.compute_loss.__func__ is not transformers.Trainer.compute_loss
         )
-        with nullcontext() if needed else loss_alone(self._spread.model):
+        with nullcontext() if needed else loss_only(self._spread.model):
             return above.compute_loss(model, inputs, return_outputs, *args, **kwargs)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:

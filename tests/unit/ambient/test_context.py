@@ -102,7 +102,7 @@ def test_a_thread_keeps_the_number_of_threads_that_it_was_lent():
     found = []
 
     def run():
-        context.lend_threads()
+        context.use_callers_threads()
         with context.entered(SavedSettings([])):
             pass
         found.append(torch.get_num_threads())

@@ -18,7 +18,7 @@ def test_one_thread_at_a_time_turns_the_cpu_generator_back():
     for k in range(4):
         states.append(FirstNumbers(CPU))
         draws[k] = [torch.rand(50)]
-        states[k].settle()
+        states[k].end_first_run()
     before = torch.get_rng_state()
 
     def draw(k):
@@ -79,7 +79,7 @@ def test_one_step_at_a_time(timeout):
 def test_recomputation_within_a_cell_does_not_wait(timeout):
     state = FirstNumbers(CPU)
     torch.rand(3)
-    state.settle()
+    state.end_first_run()
     draws = StepNumbers([CPU], 1)
 
     def recompute():

@@ -28,7 +28,7 @@ def test_a_cell_and_its_checkpoint_read_a_state_once(monkeypatch, draws):
             state = FirstNumbers(CPU, cell)
             if draws:
                 torch.rand(3)
-            state.settle(cell)
+            state.end_first_run(cell)
             after = get_state(CPU)
         assert reads == [CPU]
         assert torch.equal(numbers.states[0]["cpu"], after)
@@ -39,7 +39,7 @@ def test_a_cell_and_its_checkpoint_read_a_state_once(monkeypatch, draws):
 def test_other_numbers_are_an_error():
     state = FirstNumbers(CPU)
     torch.rand(3)
-    state.settle()
+    state.end_first_run()
     message = r"same random numbers.*generator: cpu\)"
     with pytest.raises(RuntimeError, match=message), state.restored():
         torch.rand(4)
@@ -51,7 +51,7 @@ def test_numbers_of_another_thread_are_none():
     thread = threading.Thread(target=torch.rand, args=(3,))
     thread.start()
     thread.join()
-    state.settle()
+    state.end_first_run()
     with state.restored():
         pass
 

@@ -29,7 +29,7 @@ def own(copies):
 
 def common(copies):
     """The copies that a cell shares with others, by name."""
-    pairs = zip(copies.common.places, copies.common.copies)
+    pairs = zip(copies.common.keys, copies.common.copies)
     return {name: tensor for (_, name), tensor in pairs if tensor is not None}
 
 
@@ -43,7 +43,7 @@ def step(holder, learned, *changes):
     for change in changes:
         with found.first_run(made):
             change(holder)
-    found.settle()
+    found.end_forward()
     return made
 
 
@@ -180,7 +180,7 @@ def test_change_after_the_last_checkpointed_cell_is_learned():
     with found.first_run([]):
         pass
     holder.b0 += 1
-    found.settle()
+    found.end_forward()
     assert learned[holder] == {("b0", True): True}
 
 

@@ -50,7 +50,7 @@ def test_running_statistics_are_left_alone(name, affine, momentum, device):
 def test_all_is_as_before_after_an_exception():
     norm = nn.BatchNorm1d(3)
     state = LayersState(norm, {})
-    state.settle()
+    state.end_forward()
     norm.eval()
     norm._parameters["weight"] = replaced = nn.Parameter(torch.ones(3))
     buffers = dict(norm._buffers)
@@ -93,7 +93,7 @@ def test_parameters_that_the_layers_change_themselves():
     norm = nn.Embedding(3, 2, max_norm=0.1)
     state = LayersState(norm, {})
     norm(torch.tensor([0, 1]))
-    state.settle()
+    state.end_forward()
     for _ in range(2):
         with state.restored():
             norm(torch.tensor([1, 2]))
@@ -149,7 +149,7 @@ def test_buffer_that_is_replaced_by_the_layer_is_left_as_found():
 def test_tensor_that_was_deleted_stays_deleted():
     layer = nn.Linear(1, 1)
     state = LayersState(layer, {})
-    state.settle()
+    state.end_forward()
     del layer.bias
     with state.restored():
         layer(torch.rand(1))
@@ -159,7 +159,7 @@ def test_tensor_that_was_deleted_stays_deleted():
 def test_parameter_changed_in_place_is_an_error():
     layer = nn.Linear(2, 3)
     state = LayersState(layer, {})
-    state.settle()
+    state.end_forward()
     with state.restored():
         pass
     with torch.no_grad():

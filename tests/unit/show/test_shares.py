@@ -9,7 +9,7 @@ from torchgpipe.show.span import Stream, computation, trip
 
 def test_shares():
     first, second = shares(step())
-    assert (first.device, second.device) == (A.place, B.place)
+    assert (first.device, second.device) == (A.device_name, B.device_name)
     assert (first.busy, first.recompute, first.copies) == (4 / 8, 0, 0)
     assert (second.busy, second.recompute, second.copies) == (3 / 8, 1 / 8, 0.5 / 8)
     assert first.bubble == second.bubble == 0.5
