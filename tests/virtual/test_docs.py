@@ -101,6 +101,14 @@ def test_timelines_of_the_readme(devices, chunks):
     assert f"({time:.0f} ms, busy {busy:.0f} %)" in text
 
 
+def test_four_devices_of_the_quickstart(devices, monkeypatch, capsys):
+    monkeypatch.setattr("torchgpipe.testing.load", lambda number: devices[:number])
+    text = (DOCS / "gpipe.rst").read_text("utf-8")
+    exec(dedent(re.search(r"   # four\.py\n(?:   .*\n|\n)+", text)[0]), {})
+    rows = re.findall(r"^virtual:\d  [.F].*", capsys.readouterr().out, re.MULTILINE)
+    assert len(rows) == 4
+
+
 def test_debugging(run, devices, monkeypatch, capsys):
     monkeypatch.setattr("torchgpipe.testing.load", lambda number: devices[:number])
     page = DOCS / "debugging.rst"
