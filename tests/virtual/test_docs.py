@@ -22,8 +22,9 @@ pytestmark = pytest.mark.usefixtures("one_round")
 DOCS = Path(__file__).parent.parent.parent / "docs"
 FILE = DOCS / "testing.rst"
 TUTORIAL = sorted(DOCS.glob("tutorial*.rst"))
-# The first page has the timelines.
-TUTORIAL = some(TUTORIAL, [x for x in TUTORIAL if x.stem == "tutorial"])
+#: The timelines of a page.
+SHOWN = {"tutorial": 3, "tutorial_transformers": 1, "tutorial_no_chain": 0}
+TUTORIAL = some(TUTORIAL, [x for x in TUTORIAL if SHOWN[x.stem]])
 
 
 def test_guide(run, devices, tmp_path, monkeypatch, capsys):
@@ -73,7 +74,7 @@ def test_tutorial_of_two_gpus(file, run, devices, tmp_path, monkeypatch, capsys)
     assert {x.device for x in names["pipe"].parameters()} == {*devices[:2]}
     found = timelines(capsys.readouterr().out)
     assert found == timelines(text)
-    assert len(found) == (3 if file.stem == "tutorial" else 0)
+    assert len(found) == SHOWN[file.stem]
 
 
 def timelines(text):
@@ -82,7 +83,7 @@ def timelines(text):
     found = re.findall(
         r"step of .+\n\n(?:.+\n)+\ndevice .+\n(?:virtual.+\n)+(?:\n.+: (?:try|take) .+\n)?", lines
     )
-    return [re.sub(r" +\d+\.\d$", "", x, flags=re.MULTILINE) for x in found]
+    return [re.sub(r" +\d+\.\d(?=$| MiB in use)", "", x, flags=re.MULTILINE) for x in found]
 
 
 @pytest.mark.parametrize("chunks", [8, 1])
@@ -98,6 +99,14 @@ def test_timelines_of_the_readme(devices, chunks):
     assert "\n".join(f"   {line}" for line in drawn[:4]) in text
     time, busy = timeline.step().makespan, 100 * timeline.shares[0].busy
     assert f"({time:.0f} ms, busy {busy:.0f} %)" in text
+
+
+def test_four_devices_of_the_quickstart(devices, monkeypatch, capsys):
+    monkeypatch.setattr("torchgpipe.testing.load", lambda number: devices[:number])
+    text = (DOCS / "gpipe.rst").read_text("utf-8")
+    exec(dedent(re.search(r"   # four\.py\n(?:   .*\n|\n)+", text)[0]), {})
+    rows = re.findall(r"^virtual:\d  [.F].*", capsys.readouterr().out, re.MULTILINE)
+    assert len(rows) == 4
 
 
 def test_debugging(run, devices, monkeypatch, capsys):
