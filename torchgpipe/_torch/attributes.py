@@ -106,6 +106,14 @@ def keeps_results(mode: Any) -> bool:
     return known and isinstance(mode, _torch.KeepingMode)
 
 
+def bypass_hooks(mode: Any) -> None:
+    """Have a mode keep its results out of the hooks for saved tensors, which are a checkpoint's.
+
+    That is what it does before PyTorch 2.14, which warns where nobody has said which way to go.
+    """
+    mode.respect_saved_tensors_hooks = False
+
+
 def judge_by(mode: Any, judge: Callable[..., Any]) -> None:
     """Have a mode ask a function, which gets the mode's own policy first.
 

@@ -19,7 +19,7 @@ import torch
 from torch.utils import checkpoint
 
 from torchgpipe import _torch
-from torchgpipe._torch.attributes import judge_by, keeps_results, schema_of
+from torchgpipe._torch.attributes import bypass_hooks, judge_by, keeps_results, schema_of
 from torchgpipe.ambient.modes import own_casts
 from torchgpipe.partition.keeping import Policy
 
@@ -39,6 +39,7 @@ def contexts_of(policy: Policy) -> Contexts:
     if not keeps_results(first):
         # They are somebody's own.
         return first, second
+    bypass_hooks(first)
     judge_by(first, judged)
     judge_by(second, judged)
     return Counted(first), Counted(second)
