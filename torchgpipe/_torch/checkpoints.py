@@ -9,9 +9,6 @@ from typing import Any
 
 from torch.utils import checkpoint
 
-from torchgpipe import _torch
-from torchgpipe._torch.names import has
-
 __all__: list[str] = []
 
 
@@ -22,6 +19,13 @@ class Repeated(threading.local):
 
 
 repeated = Repeated()
+
+#: Where a checkpoint that is not reentrant begins: from PyTorch 2.14 on, and before.
+#: Without any, such checkpoints repeat neither turns of modules nor lent weights.
+BEGINNINGS = (
+    "_checkpoint_without_reentrant_generator_impl",
+    "_checkpoint_without_reentrant_generator",
+)
 
 
 class repeating:
@@ -58,11 +62,11 @@ def _replace() -> None:
         return found
 
     function.forward = staticmethod(first)
-    if has("checkpoint_of"):
-        begin: Callable[..., Any] = _torch.checkpoint_of
-        room._checkpoint_without_reentrant_generator = lambda own, *args, **kwargs: begin(
-            _again(own), *args, **kwargs
-        )
+    for name in BEGINNINGS:
+        if hasattr(room, name):
+            begin = getattr(room, name)
+            setattr(room, name, lambda own, *x, begin=begin, **y: begin(_again(own), *x, **y))
+            break
 
 
 def _again(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ import torch
 __all__: list[str] = []
 
 #: The versions of PyTorch that the tests have run with.
-TESTED = ("2.11", "2.13", "2.15")
+TESTED = ("2.11", "2.13", "2.14", "2.15")
 
 
 class Name(NamedTuple):
@@ -141,10 +141,6 @@ NAMES: dict[str, Name] = {
     # equal to this one, or less.
     "count_uses": Name(_C + "_storage_Use_Count", "memory of one tensor", lambda _: nan),
     "is_alias_of": Name(_C + "_is_alias_of", "views that share memory"),
-    # Without it, checkpoints of PyTorch repeat neither turns of modules nor lent weights.
-    "checkpoint_of": Name(
-        "torch.utils.checkpoint:_checkpoint_without_reentrant_generator", "checkpoints of PyTorch"
-    ),
     # Selective checkpoints. Without these, policies count what one of the two runs alone does.
     "KeepingMode": Name("torch.utils.checkpoint:_CachingTorchDispatchMode", _SELECTIVE, ()),
     "GivingMode": Name("torch.utils.checkpoint:_CachedTorchDispatchMode", _SELECTIVE, ()),

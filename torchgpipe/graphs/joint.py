@@ -67,6 +67,18 @@ class Joint:
         """The nodes of the backward, in order."""
         return [x for x in self.calls if x in self.backward]
 
+    def bytes_of(self, tensors: Iterable[Tensor]) -> int:
+        """The memory of some fake tensors, each storage once, in bytes.
+
+        An input may be a view of all micro-batches, whose memory is the caller's.
+        """
+        found = {storage_of(x): x.untyped_storage().nbytes() for x in tensors}
+        for node in [*self.inputs, *self.more]:
+            for x in tensors_of(node):
+                if (storage := storage_of(x)) in found:
+                    found[storage] = min(x.nbytes, found[storage])
+        return sum(found.values())
+
     @property
     def calls(self) -> list[Node]:
         """All nodes that compute something, in order."""
@@ -265,9 +277,3 @@ def _is_backward(node: Node) -> bool:
 def is_item(node: Node) -> bool:
     """Whether a node takes one of several values that an operator returns."""
     return node.target is operator.getitem
-
-
-def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """The memory of some fake tensors, each storage once, in bytes."""
-    found = {storage_of(x): x.untyped_storage().nbytes() for x in tensors}
-    return sum(found.values())

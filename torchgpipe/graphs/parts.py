@@ -30,7 +30,6 @@ from torchgpipe.graphs.gate import gate
 from torchgpipe.graphs.joint import (
     Effects,
     Joint,
-    bytes_of,
     has_statistics,
     is_random,
     is_void,
@@ -291,7 +290,7 @@ class Parts(BackwardParts):
         """The memory of some values; parameters, buffers and their views are not among it."""
         state = {storage_of(x) for node in self.joint.state for x in tensors_of(node)}
         found = [x for node in nodes for x in tensors_of(node)]
-        return bytes_of(x for x in found if storage_of(x) not in state)
+        return self.joint.bytes_of(x for x in found if storage_of(x) not in state)
 
     @cached_property
     def forward(self) -> Part:

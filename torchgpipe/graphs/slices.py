@@ -14,7 +14,6 @@ from torchgpipe._torch.attributes import schema_of
 from torchgpipe.graphs.joint import (
     Effects,
     Joint,
-    bytes_of,
     is_item,
     is_random,
     is_void,
@@ -343,7 +342,7 @@ def min_cut(joint: Joint, effects: Effects, saved: Sequence[Node]) -> list[Node]
     graph.add_node("sink")
     for x in [*given, *region]:
         whole = isinstance(x.meta.get("val"), tuple | list)
-        graph.add_edge((x, 0), (x, 1), capacity=inf if whole else bytes_of(tensors_of(x)))
+        graph.add_edge((x, 0), (x, 1), capacity=inf if whole else joint.bytes_of(tensors_of(x)))
         if x in given or x in fixed:
             graph.add_edge("source", (x, 0))
         if x in region and x not in fixed:
