@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -260,7 +261,10 @@ def whole(modules: Sequence[Any]) -> Iterator[None]:
         module.set_reshard_after_forward(False)
         module.set_reshard_after_backward(False)
         module.set_requires_gradient_sync(False)
-        module.set_is_last_backward(False)
+        if _is_finalized_by_hand(module):
+            module.set_manual_backward_finalization(True)
+        else:
+            module.set_is_last_backward(False)
         for each in module.modules():
             if is_sharded(each):
                 each.unshard()
@@ -268,6 +272,10 @@ def whole(modules: Sequence[Any]) -> Iterator[None]:
         yield
     finally:
         for module in modules:
+            if _is_finalized_by_hand(module):
+                # After a step that failed, FSDP still waits for its end, and says so.
+                with suppress(RuntimeError):
+                    module.set_manual_backward_finalization(False)
             for each in module.modules():
                 if is_sharded(each):
                     each.reshard()
@@ -276,4 +284,14 @@ def whole(modules: Sequence[Any]) -> Iterator[None]:
 def reduce(modules: Sequence[Any]) -> None:
     """Reduce the gradients of whole parameters to those of their shards."""
     for module in modules:
-        pipelining.reduce_gradients(module)
+        if _is_finalized_by_hand(module):
+            module.set_requires_gradient_sync(True)
+            module.set_reshard_after_backward(True)
+            module.finalize_backward()
+        else:
+            pipelining.reduce_gradients(module)
+
+
+def _is_finalized_by_hand(module: Any) -> bool:
+    """Whether FSDP itself can reduce after several backwards, as it can from PyTorch 2.15 on."""
+    return hasattr(module, "finalize_backward")
