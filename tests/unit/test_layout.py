@@ -55,7 +55,7 @@ ELSEWHERE = {
     "mapped/foreign": "virtual/test_mapped_foreign.py",
     "_torch/checkpoints": "virtual/test_mapped_lent.py",
     "mapped/cell": "virtual/test_mapped.py",
-    "mapped/course": "unit/test_mapped_gpipe.py",
+    "mapped/course": "virtual/test_mapped_course.py",
     "mapped/step": "virtual/test_mapped.py",
     "devices/recorder": "unit/balance/test_profile.py",
     "engine/stages": "unit/engine/test_lanes.py",

@@ -9,7 +9,7 @@ each message is sent, and when its receiver begins to receive it. This file goes
        compute (+ send)   the message has arrived: the executor computes, and the results leave
        receive            ...
 
-    compute = begin ─→ wait for what arrives ─→ carry_out ─→ send ─→ settle
+    compute = R, if due ─→ begin ─→ wait for what arrives ─→ carry_out ─→ send ─→ settle
 
 The first cell is computed while all processes still agree on the step. What is sent right after a
 computation is a part of it, so that a message leaves before the rest that nobody waits for.
