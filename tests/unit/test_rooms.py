@@ -355,7 +355,7 @@ CLASSES = {
 
 
 def test_a_class_has_its_name_alone():
-    """So has a type: an alias at the top of a module, but for variables of types."""
+    """Names of types count, too: the aliases at the top of a module, without type variables."""
     names = Counter(
         x.name for tree in TREES.values() for x in nodes(tree) if isinstance(x, ast.ClassDef)
     )

@@ -187,7 +187,7 @@ def checked_devices(devices: Iterable[Device] | None, partitions: int) -> list[t
         ValueError: this machine has no such device.
         IndexError: there are fewer devices than partitions.
     """
-    found: Sequence[Device] = accelerators() or [CPU] * partitions
+    chosen: Sequence[Device] = accelerators() or [CPU] * partitions
     if devices is not None:
         if isinstance(devices, str) or not has_entries(devices):
             raise TypeError(
@@ -195,14 +195,14 @@ def checked_devices(devices: Iterable[Device] | None, partitions: int) -> list[t
                 f"(devices: {devices!r}); for one device for all, pass [{str(devices)!r}] * "
                 f"{partitions}"
             )
-        found = list(devices)
-    if len(found) < partitions:
+        chosen = list(devices)
+    if len(chosen) < partitions:
         raise IndexError(
             "there must be a device for each partition "
-            f"(partitions: {partitions}, devices: {[str(device) for device in found]}); "
+            f"(partitions: {partitions}, devices: {[str(device) for device in chosen]}); "
             "use fewer partitions, or name a device several times"
         )
-    return [checked_device(device) for device in found[:partitions]]
+    return [checked_device(device) for device in chosen[:partitions]]
 
 
 def checked_device(device: Device) -> torch.device:
