@@ -156,7 +156,7 @@ class StepLoss(NamedTuple):
 
 
 class Agreement:
-    """The exchange of one process with the others."""
+    """The comparisons of one process with all others: of pipelines, and before and after steps."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers

@@ -355,12 +355,12 @@ class Traps:
         """
         if len(rows) < 2 or rows[0] < 2 or "coupled" in self._known or not outputs:
             return
-        # Another number of rows tells whether the size follows it.
+        # If the last micro-batch has other rows, its output tells whether sizes follow the rows.
         told = rows[-1] != rows[0] and len(outputs) > 1
         pairs = [(rows[0], rows[0]), (rows[-1], rows[-1])][: len(outputs)]
         if not any([*shapes] == pairs for shapes in zip(*outputs)):
             return
-        # The output's size may come from one of the input, or of a parameter.
+        # Otherwise the size may be that of the input's features, or of a parameter, by chance.
         if not told and (
             any(rows[0] in x[1:] for x in inputs) or any(rows[0] in x.shape for x in parameters)
         ):

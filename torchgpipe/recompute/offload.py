@@ -236,8 +236,9 @@ class Offloaded:
         with use_stream(self.stream):
             for storage in self._storages:
                 storage.make_room(device)
-        # After what was in its memory, and what deterministic mode fills new memory with; and
-        # after the copy out, for which that stream has waited.
+        # The copies back wait for the compute stream: for what used the new memory before, for the
+        # values that deterministic mode fills it with, and for the copies out, which that stream
+        # has waited for.
         # guard: back after compute
         wait_for(back, _event(self.stream))
         self._copy("back", back, self._storages, Storage.to_device)

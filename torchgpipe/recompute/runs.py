@@ -105,7 +105,7 @@ class StoredInput:
     @uncompiled
     def look(self) -> None:
         """Take note of the layer that has just run, if it changed the input in place."""
-        # Not by the property, since each layer is watched.
+        # As the property does, without its call, which would take longer for each layer.
         if self._changed_by is None and self._versions != [*map(version_of, self._tensors)]:
             self._changed_by = current.name, current.kind
 
