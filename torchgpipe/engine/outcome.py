@@ -268,7 +268,7 @@ class Outcome(torch.autograd.Function):
 def copies_of_weights(stages: Stages) -> list[dict[Tensor, Tensor]]:
     """Copies, for each stage, of weights that are at home on the device of another one.
 
-    Copying is in autograd's graph, so the backward that hands gradients over goes on to the weights.
+    Autograd records the copying, so the backward that hands gradients over goes on to the weights.
     """
     made: dict[tuple[Tensor, torch.device], Tensor] = {}
     found: list[dict[Tensor, Tensor]] = []
