@@ -12,7 +12,7 @@ MUTANTS = {
         ["1f1b"],
     ),
     "numbers travel until nothing draws": (
-        ("not all(x[4] for x in found)", "False"),
+        ("not all(x[4] for x in answers)", "False"),
         "test_schedules:train",
         2,
         ["fill_drain", 2, "never"],

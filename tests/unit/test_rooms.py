@@ -391,7 +391,7 @@ CLASSES = {
 
 
 def test_a_class_has_its_name_alone():
-    """Aliases of types have, too, if they stand at the top of a module; type variables are none."""
+    """Names of types count, too: the aliases at the top of a module, without type variables."""
     names = Counter(
         x.name for tree in TREES.values() for x in nodes(tree) if isinstance(x, ast.ClassDef)
     )

@@ -24,7 +24,7 @@ GLOBAL_HOOKS = (
 )
 
 aten = torch.ops.aten
-#: Views by shape, for which a copy can stand as long as nobody changes their memory.
+#: Views by shape. As long as nobody changes their memory, a copy can replace such a view.
 VIEWS = {aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default}
 
 

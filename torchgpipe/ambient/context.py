@@ -245,7 +245,8 @@ class EnteredModes:
         self.found = found
 
     def __enter__(self) -> None:
-        # Most often the grad mode alone differs, which is off in backward.
+        # Most often these are the same object, and the grad mode alone differs: it is off in
+        # backward.
         self.differs = self.found.modes is not self.modes
         self.guard: Any = None
         if self.differs:

@@ -182,7 +182,8 @@ class CellNumbers(Swap):
         self.states = states
         self.device = device
         self.kind = device.type
-        #: The state at the end of the block, if somebody has read it.
+        #: The state at the end of the block, if it was read within the block, so that the end of
+        #: the block need not read it again.
         self.after: Tensor | None = None
 
     def __enter__(self) -> None:

@@ -156,7 +156,7 @@ class StepLoss(NamedTuple):
 
 
 class Agreement:
-    """The exchange of one process with the others."""
+    """The comparisons of one process with all others: of pipelines, and before and after steps."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
@@ -284,20 +284,20 @@ class Agreement:
             ValueError: the settings differ, or another process calls something else.
             RuntimeError: another process has found something wrong.
         """
-        found = self._answers(error, exchange)
-        first = next(x for x in found if x[1])
-        counts = {x[2] for x in found if x[2]}
+        answers = self._answers(error, exchange)
+        first = next(x for x in answers if x[1])
+        counts = {x[2] for x in answers if x[2]}
         if len(counts) > 1:
             differ = ValueError(
                 "the first and the last stage must be given as many rows (rows by rank, 0 where "
-                f"nothing is read: {[x[2] for x in found]}); load the same mini-batch in both "
+                f"nothing is read: {[x[2] for x in answers]}); load the same mini-batch in both "
                 "processes"
             )
             raise self._known(differ)
         # guard: numbers travel until nothing draws
-        with_numbers = not all(x[4] for x in found)
+        with_numbers = not all(x[4] for x in answers)
         division = Division(divided(first[2], first[1]), *map(bool, first[5:]))
-        return Agreed(division, digest(repr([x[3] for x in found])), with_numbers)
+        return Agreed(division, digest(repr([x[3] for x in answers])), with_numbers)
 
     def end(self, mail: Mail, value: Tensor | None, divisor: Tensor | None) -> StepLoss | None:
         """Tell the others that the step is done, and return its loss; None without one."""

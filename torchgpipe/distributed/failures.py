@@ -128,7 +128,7 @@ def _close(peers: Peers) -> list[int]:
             if _is_closed(error):
                 closed.add(rank)
     if peers.device.type != "cpu":
-        # Work on accelerators that waits for other processes.
+        # End the work on accelerators that waits for other processes.
         with suppress(Exception):
             group: Any = peers.group
             group.abort()

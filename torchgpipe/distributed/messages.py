@@ -106,16 +106,16 @@ def pack(batch: Batch) -> tuple[Form, list[Tensor]]:
     forms, tensors = [], []
     for key, part in batch.parts.items():
         numbers: dict[int, int] = {}
-        found: list[Tensor] = []
+        distinct: list[Tensor] = []
         for x in part:
             # guard: one tensor is sent once
             if id(x) not in numbers:
-                numbers[id(x)] = len(found)
-                found.append(x)
-        metas = tuple([Meta(x.shape, x.dtype, x.requires_grad) for x in found])
+                numbers[id(x)] = len(distinct)
+                distinct.append(x)
+        metas = tuple([Meta(x.shape, x.dtype, x.requires_grad) for x in distinct])
         places = tuple([numbers[id(x)] for x in part])
         forms.append(Packed(key, batch.structures[key], places, metas, key in batch.shared))
-        tensors += found
+        tensors += distinct
     return Form(tuple(forms)), tensors
 
 

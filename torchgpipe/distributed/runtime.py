@@ -139,18 +139,18 @@ def fitting(choice: Choice, stages: int, size: int, m: int) -> Schedule:
         TypeError: the choice is none of these.
         ValueError: the schedule does not fit.
     """
-    found = chosen(choice, stages, [size], m)
-    placement: Sequence[int] = found.placement
-    if len(placement) != stages or len(found.program) != size or found.chunks != m:
+    schedule = chosen(choice, stages, [size], m)
+    placement: Sequence[int] = schedule.placement
+    if len(placement) != stages or len(schedule.program) != size or schedule.chunks != m:
         raise ValueError(
             "a schedule must fit the model and the group: as many stages as the balance has "
             "numbers, a worker for each process, and as many micro-batches "
             f"(workers of the stages: {[*placement]}, stages: {stages}, processes: {size}, "
-            f"micro-batches of the schedule: {found.chunks}, of the mini-batch: {m}); give the "
+            f"micro-batches of the schedule: {schedule.chunks}, of the mini-batch: {m}); give the "
             "balance a number for each stage, start as many processes as the schedule has workers, "
             "or choose another schedule"
         )
-    return found
+    return schedule
 
 
 def _late(line: Sequence[Instruction]) -> Iterator[Instruction]:

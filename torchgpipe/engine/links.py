@@ -249,7 +249,7 @@ def fetched(
     return map_leaves(leaf, value), arriving
 
 
-# The post: what each stage of a step is sent, until it receives it.
+# The post: an inbox for each stage of a step, with what it is sent until it receives that.
 #
 # ::
 #

@@ -75,28 +75,28 @@ class Sums:
         sums, terms = [], []
         for tensor, grad in zip(tensors, grads):
             key = id(tensor)
-            found = self._sums.get(key)
+            total = self._sums.get(key)
             # One that was added as soon as it was there is the sum.
             # guard: sums instead of gradients
-            if grad is None or grad is found:
+            if grad is None or grad is total:
                 continue
             self.tensors[key] = tensor
-            if found is None:
+            if total is None:
                 # Detached, so that it can be seen whether the gradient's memory is still shared.
                 self._sums[key] = grad.detach()
                 continue
             # guard: sums of what is not ours
-            if key not in self._own and is_alone(found):
+            if key not in self._own and is_alone(total):
                 self._own.add(key)
             if key in self._own:
                 if grad.is_sparse:
-                    found += grad
+                    total += grad
                 else:
-                    sums.append(found)
+                    sums.append(total)
                     terms.append(grad)
             else:
                 # One by one, so that the memory of the two terms is free for the next sum.
-                self._sums[key] = found + grad
+                self._sums[key] = total + grad
                 if not self._sums[key].is_sparse:
                     self._own.add(key)
         if sums:
@@ -268,7 +268,7 @@ class Outcome(torch.autograd.Function):
 def copies_of_weights(stages: Stages) -> list[dict[Tensor, Tensor]]:
     """Copies, for each stage, of weights that are at home on the device of another one.
 
-    Autograd knows what they are copies of, so their gradients are handed over to that.
+    Autograd records the copying, so the backward that hands gradients over goes on to the weights.
     """
     made: dict[tuple[Tensor, torch.device], Tensor] = {}
     found: list[dict[Tensor, Tensor]] = []

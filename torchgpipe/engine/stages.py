@@ -90,9 +90,9 @@ class Stages:
     ) -> Description:
         """Describe the partitions, and a step as it was measured and predicted."""
         modes = words_of(settings.checkpoint, len(self.devices))
-        found = self.prediction
-        if found and not found.holds(settings.chunks, modes, schedule):
-            found = None
+        plan = self.prediction
+        if plan and not plan.holds(settings.chunks, modes, schedule):
+            plan = None
         each = enumerate(zip(self.partitions, self.devices, modes))
         parts = [
             part_of(j, *x, loss if j == len(modes) - 1 else None)
@@ -100,7 +100,7 @@ class Stages:
             if rank is None or len(x[0])
         ]
         title = "partition" if rank is None else "stage"
-        return Description.of(parts, settings.chunks, title, schedule, rank, self.figures, found)
+        return Description.of(parts, settings.chunks, title, schedule, rank, self.figures, plan)
 
 
 def stages_of(model: Any) -> Stages:

@@ -194,18 +194,18 @@ class Effects:
 
         Results are read after the whole region, so nodes that change their memory count, too.
         """
-        found: set[Node] = set()
+        reached: set[Node] = set()
         # guard: changes in place after a result
         stack = [x for result in results for x in (result, *self.changes(result)) if x in region]
         while stack:
             node = stack.pop()
-            if node in found:
+            if node in reached:
                 continue
-            found.add(node)
+            reached.add(node)
             # guard: changes in place before a node
             around = [*node.all_input_nodes, *self.before(node)]
-            stack += [x for x in around if x in region and x not in found]
-        return found
+            stack += [x for x in around if x in region and x not in reached]
+        return reached
 
     def in_order(self, nodes: Iterable[Node]) -> list[Node]:
         """Some nodes in the order of the graph."""

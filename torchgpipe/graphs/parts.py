@@ -98,14 +98,14 @@ def fix_strides(joint: Joint) -> Joint:
         shared = [y for y in shared if isinstance(y.meta["val"], Tensor)]
         origin = shared[0]
         with graph.inserting_after(origin):
-            found = graph.call_function(laid_out, (origin, origin.meta["val"].stride()))
-        found.meta = {**origin.meta}
-        joint.replace(origin, found)
-        found.update_arg(0, origin)
-        effects.memory[found] = effects.memory[origin]
-        certain.update([*shared, found])
+            copy = graph.call_function(laid_out, (origin, origin.meta["val"].stride()))
+        copy.meta = {**origin.meta}
+        joint.replace(origin, copy)
+        copy.update_arg(0, origin)
+        effects.memory[copy] = effects.memory[origin]
+        certain.update([*shared, copy])
         if origin in joint.backward:
-            joint.backward.add(found)
+            joint.backward.add(copy)
 
     for node in joint.calls:
         late = node in joint.backward

@@ -88,7 +88,7 @@ class Places:
         first: dict[int, int] = {}
         # Which places hold the same tensor.
         ties = [first.setdefault(id(x), len(first)) for x in tensors]
-        # Numbers of two types may be equal.
+        # Types, too, since 1, 1.0 and True are equal, and layers may compute otherwise with each.
         types = [[*map(type, x.values())] for x in self._tables]
         stores = [(*x, *map(type, x.values())) for x in self._stores if x]
         return (

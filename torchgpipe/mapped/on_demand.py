@@ -1,4 +1,4 @@
-"""Outputs on demand: other outputs than the loss are joined, or computed, when they are first read.
+"""Lazy outputs: other outputs than the loss are joined, or computed, when they are first read.
 
 Models of Hugging Face return their logits with the loss. The logits of all micro-batches take
 more memory than anything else, and most callers use the loss alone. So the wrapper returns an

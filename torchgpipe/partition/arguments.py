@@ -187,7 +187,7 @@ def checked_devices(devices: Iterable[Device] | None, partitions: int) -> list[t
         ValueError: this machine has no such device.
         IndexError: there are fewer devices than partitions.
     """
-    found: Sequence[Device] = accelerators() or [CPU] * partitions
+    chosen: Sequence[Device] = accelerators() or [CPU] * partitions
     if devices is not None:
         if isinstance(devices, str) or not has_entries(devices):
             raise TypeError(
@@ -195,14 +195,14 @@ def checked_devices(devices: Iterable[Device] | None, partitions: int) -> list[t
                 f"(devices: {devices!r}); for one device for all, pass [{str(devices)!r}] * "
                 f"{partitions}"
             )
-        found = list(devices)
-    if len(found) < partitions:
+        chosen = list(devices)
+    if len(chosen) < partitions:
         raise IndexError(
             "there must be a device for each partition "
-            f"(partitions: {partitions}, devices: {[str(device) for device in found]}); "
+            f"(partitions: {partitions}, devices: {[str(device) for device in chosen]}); "
             "use fewer partitions, or name a device several times"
         )
-    return [checked_device(device) for device in found[:partitions]]
+    return [checked_device(device) for device in chosen[:partitions]]
 
 
 def checked_device(device: Device) -> torch.device:
@@ -355,12 +355,12 @@ class Traps:
         """
         if len(rows) < 2 or rows[0] < 2 or "coupled" in self._known or not outputs:
             return
-        # Another number of rows tells whether the size follows it.
+        # If the last micro-batch has other rows, its output tells whether sizes follow the rows.
         told = rows[-1] != rows[0] and len(outputs) > 1
         pairs = [(rows[0], rows[0]), (rows[-1], rows[-1])][: len(outputs)]
         if not any([*shapes] == pairs for shapes in zip(*outputs)):
             return
-        # The output's size may come from one of the input, or of a parameter.
+        # Otherwise the size may be that of the input's features, or of a parameter, by chance.
         if not told and (
             any(rows[0] in x[1:] for x in inputs) or any(rows[0] in x.shape for x in parameters)
         ):

@@ -198,21 +198,21 @@ class Offloaded:
         self._is_over = True
         views, self._views = self._views, {}
         views.pop(0, None)
-        alive = [[x for x in [seen() for seen in found] if x] for found in views.values()]
+        alive = [[x for x in [seen() for seen in group] if x] for group in views.values()]
         may_leave = [
-            (found, size_of(found))
-            for found in filter(None, alive)
+            (group, size_of(group))
+            for group in filter(None, alive)
             # guard: what has changed by now
             # guard: what somebody else holds
-            if not (any(x.is_changed for x in found) or is_held(found))
+            if not (any(x.is_changed for x in group) or is_held(group))
         ]
         left = self._share * sum(size for _, size in may_leave)
         storages = []
         # What was saved first leaves, since backward needs it last.
-        for found, size in may_leave:
+        for group, size in may_leave:
             if size <= left:
                 left -= size
-                storages.append(sent(found, self._memory))
+                storages.append(sent(group, self._memory))
         if storages:
             # guard: out after the layers
             wait_for(self._memory.out, _event(self.stream))
@@ -236,8 +236,9 @@ class Offloaded:
         with use_stream(self.stream):
             for storage in self._storages:
                 storage.make_room(device)
-        # After what was in its memory, and what deterministic mode fills new memory with; and
-        # after the copy out, for which that stream has waited.
+        # The copies back wait for the compute stream: for what used the new memory before, for the
+        # values that deterministic mode fills it with, and for the copies out, which that stream
+        # has waited for.
         # guard: back after compute
         wait_for(back, _event(self.stream))
         self._copy("back", back, self._storages, Storage.to_device)

@@ -176,17 +176,17 @@ def updates(layers: Sequence[OncePerMiniBatch], m: int = 0) -> Iterator[None]:
     _open.update(own.items())
     try:
         yield
-        for layer, found in own.items() if m else ():
-            if not len(found.given) <= len(found.calls) <= found.m:
+        for layer, state in own.items() if m else ():
+            if not len(state.given) <= len(state.calls) <= state.m:
                 raise RuntimeError(
                     "a layer with state of the mini-batch must be called once in each micro-batch, "
                     f"and give one value then (layer: {type(layer).__name__}, micro-batches: "
-                    f"{found.m}, calls: {len(found.calls)}, values: {len(found.given)}); give a "
+                    f"{state.m}, calls: {len(state.calls)}, values: {len(state.given)}); give a "
                     "tuple, or leave the state to the layer that calls this one"
                 )
             if not _is_again(layer):
                 with torch.no_grad():
-                    layer.after_mini_batch(found.joined())
+                    layer.after_mini_batch(state.joined())
     finally:
         for layer in own:
             del _open[layer]

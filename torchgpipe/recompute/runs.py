@@ -105,7 +105,7 @@ class StoredInput:
     @uncompiled
     def look(self) -> None:
         """Take note of the layer that has just run, if it changed the input in place."""
-        # Not by the property, since each layer is watched.
+        # As the property does, without its call, which would take longer for each layer.
         if self._changed_by is None and self._versions != [*map(version_of, self._tensors)]:
             self._changed_by = current.name, current.kind
 
@@ -214,20 +214,20 @@ class Values(list[tuple[Any, int]]):
         """
         if not self:
             raise mismatch("a further value that is kept", "nothing more")
-        found, version = self.pop(0)
+        first, version = self.pop(0)
         if not isinstance(leaf, Tensor):
-            return found
-        if not isinstance(found, Tensor) or (found.shape, found.dtype) != (leaf.shape, leaf.dtype):
-            kept = described(found, None) if isinstance(found, Tensor) else type(found).__name__
+            return first
+        if not isinstance(first, Tensor) or (first.shape, first.dtype) != (leaf.shape, leaf.dtype):
+            kept = described(first, None) if isinstance(first, Tensor) else type(first).__name__
             raise mismatch(described(leaf, None), kept)
         # guard: versions of kept values
-        if version_of(found) != version:
-            raise modified(found, version, None)
+        if version_of(first) != version:
+            raise modified(first, version, None)
         if not leaf.requires_grad:
-            return found
+            return first
         # Operators save what they do for a tensor in the middle of a graph.
         with torch.enable_grad():
-            (again,) = Unpack.apply(get_phony(found.device, requires_grad=True), found)
+            (again,) = Unpack.apply(get_phony(first.device, requires_grad=True), first)
         return again
 
 

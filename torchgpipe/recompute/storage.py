@@ -151,7 +151,7 @@ def key_of(tensor: Tensor, device: torch.device) -> int:
         return 0
     try:
         storage = tensor.untyped_storage()
-        # A small view of a large storage would hold it.
+        # What is small stays. Not small views of what is large, which would hold all of it.
         # guard: small views of large storages
         return storage._cdata if storage.nbytes() >= LEAST else 0
     except (RuntimeError, NotImplementedError):

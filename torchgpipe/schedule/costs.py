@@ -43,8 +43,7 @@ class Costs:
         out: the time to copy this to the host. The copies of a worker are made one after the other.
         back: the time to copy it back; as long as ``out`` if None. Copies to the host and back do
             not slow each other down.
-        prefetch: the prefetch distance: how many instructions before its backward a cell comes
-            back.
+        prefetch: how many instructions before its backward a cell comes back (its distance).
     """
 
     F: Each = 1

@@ -135,10 +135,9 @@ def _tails(table: Table, edges: Sequence[tuple[Op, list[Op]]]) -> Chains:
 
 
 def _one_machine(jobs: Sequence[Job], share: float) -> float:
-    """Return the bound of a worker, from the heads, the times and the tails of its jobs.
+    """Return the bound by heads and tails: between them, a worker has to compute all of its jobs.
 
-    Between the first start and the last end of some jobs the worker has to compute all of them. For
-    each smallest head and smallest tail, the largest set of jobs gives the best bound.
+    For each smallest head and smallest tail, the largest set of jobs gives the best bound.
     """
     found: list[float] = []
     for (head, _, _), (_, _, tail) in product(jobs, jobs):

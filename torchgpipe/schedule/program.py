@@ -94,21 +94,21 @@ def needs(op: Op, ops: Container[tuple[int, str, int]], skips: Skips = ()) -> li
     """
     j, kind, i = op
     if kind == "F":
-        found = [(j - 1, "F", i)]
+        sources = [(j - 1, "F", i)]
     elif kind == "R":
-        found = [(j, "F", i)]
+        sources = [(j, "F", i)]
     elif kind == "W":
-        found = [(j, "I", i)]
+        sources = [(j, "I", i)]
     else:
-        found = [(j, "F", i), (j, "R", i), (j + 1, "B", i), (j + 1, "I", i)]
+        sources = [(j, "F", i), (j, "R", i), (j + 1, "B", i), (j + 1, "I", i)]
     if skips:
         if kind == "F":
-            found += [(k, "F", i) for k, target in skips if target == j]
+            sources += [(k, "F", i) for k, target in skips if target == j]
         elif kind in "BI":
-            found += [(k, half, i) for source, k in skips if source == j for half in "BI"]
+            sources += [(k, half, i) for source, k in skips if source == j for half in "BI"]
         # A skip to the next stage takes the way of the value.
-        found = list(dict.fromkeys(found))
-    return [Op(*x) for x in found if x in ops]
+        sources = list(dict.fromkeys(sources))
+    return [Op(*x) for x in sources if x in ops]
 
 
 def by_stage(skips: Skips) -> dict[int, list[tuple[int, int]]]:

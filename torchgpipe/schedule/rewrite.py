@@ -234,19 +234,19 @@ def overlapped(program: Program, kinds: Iterable[str], skips: Skips) -> Program:
     numbers = count()
     lines: list[tuple[Instruction, ...]] = []
     for line in program:
-        found: list[Instruction] = []
+        paired_line: list[Instruction] = []
         for x, number in zip(line, numbers):
-            last = found[-1] if found else None
+            last = paired_line[-1] if paired_line else None
             if (
                 isinstance(last, Op)
                 and isinstance(x, Op)
                 and frozenset((last.kind, x.kind)) in allowed
                 and order.join(number - 1, number)
             ):
-                found[-1] = Overlap(last, x)
+                paired_line[-1] = Overlap(last, x)
             else:
-                found.append(x)
-        lines.append(tuple(found))
+                paired_line.append(x)
+        lines.append(tuple(paired_line))
     return tuple(lines)
 
 

@@ -193,9 +193,9 @@ class Rehearsal:
 
         An R waits for its worker alone, which has done the F before.
         """
-        found = copied(self)
-        found.steps, found._waits, found._kinds = [], [], dict(self._kinds)
-        found._stops = {}
+        longer = copied(self)
+        longer.steps, longer._waits, longer._kinds = [], [], dict(self._kinds)
+        longer._stops = {}
         lines: list[list[Instruction]] = [[] for _ in self.program]
         number: dict[int, int] = {}
         #: For each step of this rehearsal, its index in the new one.
@@ -205,18 +205,18 @@ class Rehearsal:
                 if op.kind in "BI" and (op.stage, op.microbatch) in cells:
                     own = op._replace(kind="R")
                     if own.stage not in number:
-                        number[own.stage] = len(found._kinds)
-                        found._kinds[(("R", own.stage),)] = own
-                    found._waits.append((w, number[own.stage], ()))
-                    found.steps.append((w, own, [(op._replace(kind="F"), own)]))
+                        number[own.stage] = len(longer._kinds)
+                        longer._kinds[(("R", own.stage),)] = own
+                    longer._waits.append((w, number[own.stage], ()))
+                    longer.steps.append((w, own, [(op._replace(kind="F"), own)]))
                     lines[w].append(own)
                     edges = [*edges, (own, op)]
-            index.append(len(found.steps))
-            found._waits.append((w, kind, (*[(index[k], way) for k, way in waits],)))
-            found.steps.append((w, instruction, edges))
+            index.append(len(longer.steps))
+            longer._waits.append((w, kind, (*[(index[k], way) for k, way in waits],)))
+            longer.steps.append((w, instruction, edges))
             lines[w].append(instruction)
-        found.program = tuple(map(tuple, lines))
-        return found
+        longer.program = tuple(map(tuple, lines))
+        return longer
 
     def times(self, table: Table) -> tuple[list[float], list[float]]:
         """The start and the end of each step, if each starts as soon as it can."""
@@ -270,14 +270,14 @@ class Rehearsal:
         depth: list[int] = []
         last: list[int | None] = [None] * len(self.program)
         for k, (w, _, waits) in enumerate(self._waits):
-            begin, found = start[k], 0
+            begin, chain = start[k], 0
             before = last[w]
             if before is not None and start[before] == begin:
-                found = depth[before] + 1
+                chain = depth[before] + 1
             for source, _ in waits:
                 if start[source] == begin:
-                    found = max(found, depth[source] + 1)
-            depth.append(found)
+                    chain = max(chain, depth[source] + 1)
+            depth.append(chain)
             last[w] = k
         order = sorted(range(len(start)), key=lambda k: (start[k], depth[k], self._waits[k][0]))
         return [self.steps[k] for k in order]

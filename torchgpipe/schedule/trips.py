@@ -8,11 +8,10 @@
   out, back    0                      0               copies of cell 0, beside it
 
 The memory of a cell is free when the instruction after its forward is done, and is taken again
-before the one that it comes back in. So at least three lie between forward and backward, or
-nothing would be gained. That is the one rule of whoever sends cells away, and of the simulator.
-Where autograd orders backward, all micro-batches come before it, and so the last two stay:
-backward needs them at once, and while the second last computes, the one before it is still
-leaving.
+before the one that it comes back in. So at least three instructions lie between its forward and its
+backward, or nothing would be gained. Where autograd orders backward, all micro-batches come before
+it, and so the last two stay: backward needs them at once, and while the second last computes, the
+one before it is still leaving.
 """
 
 from __future__ import annotations
@@ -84,19 +83,17 @@ def leaving(m: int) -> range:
 
 
 class Stop(NamedTuple):
-    """The trips whose cells are copied, or waited for, around one instruction of a worker."""
+    """The trips around one instruction of a worker: copies that begin, or that it waits for."""
 
-    #: Their copies back begin before the instruction.
+    #: Copies back that begin before the instruction; those whose end it waits for; and copies out
+    #: that begin after the instruction, and are done after the next one.
     back: Sequence[Trip]
-    #: The instruction waits for the end of their copies back, since it is their backward.
     awaited: Sequence[Trip]
-    #: Their copies out begin after the instruction, and are done after the next one.
     out: Sequence[Trip]
 
 
-#: An instruction around which nothing is copied, as most are where few cells leave.
+#: Most instructions, where few cells leave.
 NOTHING = Stop((), (), ())
-
 #: The stops of each worker, by its number and the prefetch distances of the stages.
 Known = dict[tuple[int, tuple[int, ...]], list[Stop]]
 
@@ -114,9 +111,6 @@ def stops(
         numbers: the worker of each stage.
         prefetch: the prefetch distance of each stage.
         known: stops that were found for these instructions before; new ones are added.
-
-    Returns:
-        For each worker, a stop for each of its instructions.
     """
     found = []
     for k, line in enumerate(lines):
@@ -141,9 +135,7 @@ CopyTimes = dict[tuple[int, int], tuple[float, float]]
 
 
 class Tracks:
-    """The copies of all workers, to the host and back, in a simulation.
-
-    A worker has two tracks: one for copies out, one for copies back. Each makes one copy at a time.
+    """The copies of all workers in a simulation: of each, one at a time to the host, and one back.
 
     Args:
         lines: the stops of each worker.

@@ -205,16 +205,16 @@ def _without(span: Span, inner: Iterable[Span]) -> list[Span]:
 def _joined(spans: Sequence[Span]) -> list[Span]:
     """Make one span of neighbours on a stream that belong to one computation of a cell."""
     last: dict[object, int] = {}
-    found: list[Span] = []
+    joined: list[Span] = []
     for span in sorted(spans, key=lambda span: span.start):
         index = last.get(span.stream)
         is_joined = span.computes or span.kind in TRIPS
         if is_joined and index is not None:
-            before = found[index]
+            before = joined[index]
             if (before.kind, _cell(before)) == (span.kind, _cell(span)):
-                found[index] = replace(before, end=max(before.end, span.end))
+                joined[index] = replace(before, end=max(before.end, span.end))
                 continue
         if is_joined:
-            last[span.stream] = len(found)
-        found.append(span)
-    return found
+            last[span.stream] = len(joined)
+        joined.append(span)
+    return joined

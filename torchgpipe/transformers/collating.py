@@ -111,7 +111,7 @@ class Collator:
             self._is_cut = True
             return whole
         if whole and self._is_one_row and shapes_in(found) != shapes_in(whole):
-            # Some of them have a size of their own, as cumulated lengths.
+            # Only tensors of one row count: others, as cumulated lengths, have sizes of their own.
             places = [key for key, x in shapes_in(whole).items() if x[:1] == (1,)]
             if any(shapes_in(found)[key] != shapes_in(whole)[key] for key in places):
                 return self._in_one(examples, whole, "makes other rows of them")

@@ -131,7 +131,7 @@ class ModelCall:
         return found[0].replace(tensors).value
 
     def once(self, pipe: MappedGPipe, output: Any) -> Any:
-        """Compute all rows once, of what the children of the model have returned for them."""
+        """Compute the loss of all rows at once, of what the model's children have returned."""
         if self.by_rows is None:
             return output
         items = {} if self._items is None else {"num_items_in_batch": self._items}

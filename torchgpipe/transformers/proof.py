@@ -369,7 +369,7 @@ def verify(pipe: MappedGPipe, batch: Mapping[str, Any]) -> str:
 
 
 def compared(pipe: MappedGPipe) -> ValueError:
-    """The error for a loss in a loop that micro-batches do not make."""
+    """The error where the losses of micro-batches do not make that of the mini-batch."""
     return ValueError(
         "the loss of a mini-batch must follow from those of its micro-batches (model: "
         f"{type(base_of(pipe.module)).__name__}, which compares rows, or has several losses); "

@@ -132,7 +132,7 @@ class Pipelined(SpreadTrainer):
         #: The mini-batches of the optimizer step that are to come, and losses of those in front.
         self._batches: list[Any] = []
         self._losses: list[Tensor] = []
-        #: Mini-batches that cannot be cut, by identity, and those that are on their device.
+        #: Mini-batches that cannot be cut, by their identities; and mini-batches on their devices.
         self._collated: dict[int, Collated] = {}
         self._prepared: list[Prepared] = []
         self._joined_step: JoinedStep | None = None
