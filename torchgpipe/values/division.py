@@ -142,7 +142,7 @@ class FlatInput:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each of these leaves, by the path to it; of a list, its length."""
+        """The shape of each leaf that has rows, by the path to it; of a list, its length."""
         found = self.named(lambda x: rows_in(x) is not None)
         tensors = [(name, x.value if isinstance(x, Chunk) else x) for name, x in found.items()]
         return {name: tuple(getattr(x, "shape", (len(x),))) for name, x in tensors}
