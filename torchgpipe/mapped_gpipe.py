@@ -284,7 +284,7 @@ class MappedGPipe(Wrapper):
         if all(x.device.type == "cpu" for batch in batches for x in batch):
             mini_batch.map(Near(devices[0]).all_of)
         if m > 1:
-            given = CallersTensors(Arguments(args, kwargs)) if torch.is_grad_enabled() else None
+            given = CallersTensors(mini_batch.flat) if torch.is_grad_enabled() else None
             # A model may change its rows of an input in place. Others must not count as changed.
             mini_batch.map(partial(own_versions, {id(x) for x in mini_batch.whole}))
         output_device = self._output_device

@@ -131,9 +131,7 @@ def near(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Arguments on a device, marked as before."""
 
     def moved(x: Any) -> Any:
-        if isinstance(x, Chunks):
-            return Chunks([tree_map(moved, y) for y in x.values])
-        return x.map(moved) if isinstance(x, Chunk) else x.to(device)
+        return x.map(moved) if isinstance(x, Chunk | Chunks) else x.to(device)
 
     return {key: tree_map(moved, x) for key, x in batch.items()}
 

@@ -176,7 +176,7 @@ class Wrapped:
         if not any(isinstance(x, Chunks) for x in targets):
             return self._loss_of(self.output, targets)
         # The caller has divided the mini-batch.
-        each = zip(self.output, *[x.values for x in targets])
+        each = zip(self.output, *[x.value for x in targets])
         return sum(self._loss_of(output, rest) for output, *rest in each) / len(self.output)
 
     def _loss_of(self, output, targets):

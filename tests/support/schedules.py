@@ -13,7 +13,7 @@ from tests.support.size import SOAK
 from torchgpipe import GPipe, ScheduledLoss
 from torchgpipe.partition.split import Sequential
 from torchgpipe.skip import pop, skippable, stash
-from torchgpipe.values.division import division_of
+from torchgpipe.values.division import FlatInput
 from torchgpipe.values.microbatch import scatter
 
 #: For each kind of schedule with one stage per worker, and with two: names, the first for each run.
@@ -200,7 +200,7 @@ def reference(case, layers):
     batches = scatter(case.input, case.chunks)
     targets = targets_of(case)
     total = len(targets[0])
-    counts = division_of(case.input, case.chunks).rows or [total]
+    counts = FlatInput(case.input).division(case.chunks).rows or [total]
     starts = accumulate(counts, initial=0)
     found = []
     for batch, start, count in zip(batches, starts, counts):

@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.support.helpers import notes_of
 from tests.unit.test_scheduled import X, Y, layers, make, same
-from torchgpipe import GPipe, NoChunk, ScheduledLoss
+from torchgpipe import Chunks, GPipe, NoChunk, ScheduledLoss
 from torchgpipe.schedule import one_f_one_b
 
 
@@ -155,14 +155,35 @@ def test_one_micro_batch_gets_all_of_its_targets():
     assert seen == [[6, 4, 9]]
 
 
-@pytest.mark.parametrize("target", [list(range(6)), {"a": [[1.0]] * 6}])
-def test_targets_that_are_no_tensors(target):
+@pytest.mark.parametrize(
+    ("target", "path"),
+    [
+        (list(range(6)), "targets[0]"),
+        ({"a": [[1.0]] * 6}, "targets[0]['a']"),
+        ((Y, [*"abcdef"]), "targets[0][1]"),
+    ],
+)
+def test_targets_that_are_no_tensors(target, path):
     def loss(output, target):
         return output.mean()
 
-    with pytest.raises(ValueError, match="targets must be tensors"):
+    with pytest.raises(ValueError, match="targets must be tensors") as caught:
         make(loss)(X, target)
+    assert f"each row: {path}, rows: 6)" in str(caught.value)
     make(loss)(X, NoChunk(target)).backward()
+
+
+def test_lists_of_targets_where_the_caller_has_divided_the_input():
+    """The first target says how many rows there are, and so which lists have an entry for each."""
+    seen = []
+
+    def loss(output, target, boxes):
+        seen.append([len(target), [len(x) for x in boxes]])
+        return output.mean()
+
+    boxes = [torch.rand(k + 1) for k in range(6)]
+    make(loss, schedule="fill_drain")(Chunks(X.split(2)), Y, boxes)
+    assert seen == [[2, [1, 2]], [2, [3, 4]], [2, [5, 6]]]
 
 
 def test_gradient_of_the_target():

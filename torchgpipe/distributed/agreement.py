@@ -25,7 +25,7 @@ from torchgpipe.distributed.peers import Exchange, Peers, Routes, differing, dig
 from torchgpipe.engine.criterion import arguments_of
 from torchgpipe.engine.wrapper import MiniBatch, verify_call
 from torchgpipe.schedule.language import Schedule
-from torchgpipe.values.division import Division, divided, has_chunks, row_count
+from torchgpipe.values.division import Division, FlatInput, divided, row_count
 from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
@@ -92,11 +92,11 @@ class Reader:
             )
         else:
             mini_batch = MiniBatch(pipe, input)
-        rows = 0
-        if self._routes.is_first or self._routes.is_last:
-            rows = row_count(input)
-            if not rows and not self._routes.is_first:
-                rows = row_count(terms)
+        rows, targets = 0, FlatInput(terms if self._routes.is_last else None)
+        if mini_batch is not None:
+            rows = mini_batch.flat.rows
+        elif self._routes.is_last:
+            rows = row_count(input) or targets.rows
         arguments: Sequence[Any] | None = None
         arriving: Sequence[Any] = ()
         if self._routes.is_last and terms is not None:
@@ -108,7 +108,7 @@ class Reader:
                 )
             if mini_batch is not None:
                 arguments, arriving = self.arguments(terms, mini_batch.division)
-            elif rows and not has_chunks(terms):
+            elif rows and not targets.given:
                 division = Division(divided(rows, max(1, min(rows, pipe.chunks))))
                 arguments, arriving = self.arguments(terms, division)
         return StepInputs(mini_batch, arguments, arriving, rows)

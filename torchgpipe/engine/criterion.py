@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import groupby
@@ -18,12 +19,13 @@ from torchgpipe.ambient.notes import layer as current
 from torchgpipe.checks import verify_number
 from torchgpipe.devices.pool import StreamPool
 from torchgpipe.devices.streams import CPU
-from torchgpipe.engine.links import fetched
+from torchgpipe.engine.links import fetch
+from torchgpipe.partition.arguments import objects_in, verify_filled
 from torchgpipe.recompute.runs import is_recomputing
-from torchgpipe.values.division import Division, divided, leaves_in, rows_in, split
-from torchgpipe.values.marks import Chunks
+from torchgpipe.values.division import Division, FlatInput, divided
+from torchgpipe.values.marks import Chunks, tensors_in
 from torchgpipe.values.microbatch import Batch, joined
-from torchgpipe.values.structure import is_of_input, leaves_of, map_leaves, names, verify_filled
+from torchgpipe.values.structure import Arguments
 
 __all__: list[str] = []
 
@@ -285,91 +287,63 @@ def arguments_of(
     Raises:
         ValueError: the arguments have other rows than the input, or require a gradient.
     """
-    targets, more = value
-    each = [(f"targets[{k}]", x) for k, x in enumerate(targets)] + [*more.items()]
     m, rows = division.m, sum(division.sizes)
-    found: dict[str, tuple[int, Any]] = {}
-    for name, x in each:
-        for path, leaf in names(x, leaves_in(x, rows)):
-            path = _path(name, path)
-            for tensor in _tensors(leaf):
-                verify_filled(tensor, path, [device])
-                if tensor.requires_grad and torch.is_grad_enabled():
-                    raise ValueError(
-                        "targets must not require a gradient, since the loss hands over those of "
-                        f"its input and weights (argument: {path}, shape: {tuple(tensor.shape)}); "
-                        "pass target.detach(), or make it an input that the layers pass on"
-                    )
-            if isinstance(leaf, Chunks) and len(leaf) != m:
+    targets = FlatInput(Arguments(*value), rows or None)
+    for k, leaf in enumerate(targets.leaves):
+        for x in tensors_in(leaf):
+            if x.is_meta:
+                verify_filled(x, _path(targets.names[k]), [device])
+            if x.requires_grad and torch.is_grad_enabled():
                 raise ValueError(
-                    "targets that are divided must be as many as the micro-batches of the input "
-                    f"(argument: {path}, entries: {len(leaf)}, micro-batches: {m}); divide both in "
-                    "the same way"
+                    "targets must not require a gradient, since the loss hands over those of its "
+                    f"input and weights (argument: {_path(targets.names[k])}, shape: "
+                    f"{tuple(x.shape)}); pass target.detach(), or make it an input that the layers "
+                    "pass on"
                 )
-            if (count := rows_in(leaf)) is not None:
-                found[path] = count, leaf
-    if division.is_ready and found:
+        if isinstance(leaf, Chunks) and len(leaf) != m:
+            raise ValueError(
+                "targets that are divided must be as many as the micro-batches of the input "
+                f"(argument: {_path(targets.names[k])}, entries: {len(leaf)}, micro-batches: {m}); "
+                "divide both in the same way"
+            )
+    counts = targets.counts
+    if division.is_ready and counts:
         # The input does not say how many rows there are, so the first target does.
-        (path, (rows, _)), *_ = found.items()
+        rows = targets.rows
         if rows < m:
             raise ValueError(
                 "targets must have a row for each micro-batch that Chunks has made (argument: "
-                f"{path}, rows: {rows}, micro-batches: {m}); divide them, too, or pass "
-                "torchgpipe.NoChunk(value)"
+                f"{_path(next(iter(targets.shapes)))}, rows: {rows}, micro-batches: {m}); "
+                "divide them, too, or pass torchgpipe.NoChunk(value)"
             )
         division = division._replace(sizes=divided(rows, m))
-    for path, (count, leaf) in found.items() if m > 1 else ():
-        if count != rows:
-            shape = getattr(getattr(leaf, "value", leaf), "shape", (count,))
-            raise ValueError(
-                "targets must have as many rows as the input, since each micro-batch takes "
-                f"the same rows of all (argument: {path}, shape: {tuple(shape)}, rows: {rows}); "
-                "pass what every micro-batch shall get whole as torchgpipe.NoChunk(value), and "
-                "what has its rows in another dimension as torchgpipe.Chunk(tensor, dim=1)"
-            )
-    looked = each if rows and m > 1 else []
-    if unsplit := [path for name, one in looked for path in _unsplit(one, name, rows)]:
+    if m > 1 and any(n != rows for n in counts):
+        name, shape = next(x for x, n in zip(targets.shapes.items(), counts) if n != rows)
+        raise ValueError(
+            "targets must have as many rows as the input, since each micro-batch takes the same "
+            f"rows of all (argument: {_path(name)}, shape: {shape}, rows: {rows}); pass "
+            "what every micro-batch shall get whole as torchgpipe.NoChunk(value), and what has its "
+            "rows in another dimension as torchgpipe.Chunk(tensor, dim=1)"
+        )
+    objects = objects_in(targets) if rows and m > 1 else {}
+    if unsplit := [_path(name) for name, x in objects.items() if _has_entries(x, rows)]:
         raise ValueError(
             "targets must be tensors to be split into micro-batches "
             f"(lists or arrays with an entry for each row: {', '.join(unsplit)}, rows: {rows}); "
             "pass a tensor, what every micro-batch shall get whole as torchgpipe.NoChunk(value), "
             "or what is divided already as torchgpipe.Chunks(values)"
         )
-    value, events = fetched(pool, value, device)
-    if m == 1:
-        # One micro-batch gets all as it is.
-        return [map_leaves(_whole, value)], events
-    return [*split(value, division, rows)], events
+    events = fetch(pool, targets, device)
+    # One micro-batch gets all as it is.
+    return [targets.whole] if m == 1 else [*targets.split(division)], events
 
 
-def _unsplit(value: Any, path: str, rows: int) -> Iterator[str]:
-    """The paths of lists and arrays without tensors that have an entry for each row."""
-    if isinstance(value, Mapping):
-        for key, x in value.items():
-            yield from _unsplit(x, f"{path}[{key!r}]", rows)
-    elif not any(isinstance(x, Tensor) or is_of_input(x) for x in leaves_of(value, is_of_input)):
-        shape = (len(value),) if isinstance(value, list) else getattr(value, "shape", ())
-        if tuple(shape)[:1] == (rows,):
-            yield path
+def _has_entries(value: Any, rows: int) -> bool:
+    """Whether an object without tensors has an entry for each row."""
+    shape = (len(value),) if isinstance(value, list) else getattr(value, "shape", ())
+    return tuple(shape)[:1] == (rows,)
 
 
-def _path(name: str, path: str) -> str:
-    """The path to a leaf of an argument: its name alone, if it is the leaf."""
-    if path == "the value":
-        return name
-    return f"{name}{path}" if path.startswith("[") else f"{name}.{path}"
-
-
-def _tensors(leaf: Any) -> Iterator[Tensor]:
-    """The tensors of a leaf, which may be marked."""
-    value = leaf.values if isinstance(leaf, Chunks) else getattr(leaf, "value", leaf)
-    if is_of_input(leaf) or isinstance(leaf, list):
-        yield from (x for x in leaves_of(value) if isinstance(x, Tensor))
-    elif isinstance(leaf, Tensor):
-        yield leaf
-
-
-def _whole(leaf: Any) -> Any:
-    if isinstance(leaf, Chunks):
-        return leaf.values[0]
-    return leaf.value if is_of_input(leaf) else leaf
+def _path(name: str) -> str:
+    """The path to a leaf among the arguments of a step, as its caller knows it."""
+    return re.sub(r"^kwargs\['(\w+)'\]|^args", lambda found: found[1] or "targets", name)

@@ -31,8 +31,8 @@ from torchgpipe.engine.step import Step
 from torchgpipe.engine.step_plan import StepPlan
 from torchgpipe.schedule.program import Instruction, Overlap
 from torchgpipe.skip.tracker import Parcels
+from torchgpipe.values.division import FlatInput
 from torchgpipe.values.microbatch import VALUE, Batch
-from torchgpipe.values.structure import is_of_input, map_leaves
 
 __all__: list[str] = []
 
@@ -219,17 +219,15 @@ def _on_the_other_stream(line: Sequence[Instruction], groups: Sequence[int]) -> 
     return {group for group, is_other in other.items() if is_other} if other else None
 
 
-def fetched(
-    pool: StreamPool, value: Any, device: torch.device
-) -> tuple[Any, list[tuple[Tensor, Any]]]:
-    """Copy the tensors of a value to a device, on lanes.
+def fetch(pool: StreamPool, targets: FlatInput, device: torch.device) -> list[tuple[Tensor, Any]]:
+    """Copy the tensors of targets to a device, on lanes, and put the copies in their places.
 
     Returns:
-        The value, and the copies, each with an event that whoever uses it has to wait for.
+        The copies, each with an event that whoever uses it has to wait for.
     """
     arriving: list[tuple[Tensor, Any]] = []
 
-    def fetch(x: Any) -> Any:
+    def fetched(x: Any) -> Any:
         if not isinstance(x, Tensor) or x.device == device:
             return x
         # The last streams, since links take the first ones.
@@ -242,11 +240,8 @@ def fetched(
             arriving.append((found, event))
         return found
 
-    # Not a function that refers to itself, which only Python's collector would free.
-    def leaf(x: Any) -> Any:
-        return x.map(fetch) if is_of_input(x) else fetch(x)
-
-    return map_leaves(leaf, value), arriving
+    targets.map(fetched)
+    return arriving
 
 
 # The post: an inbox for each stage of a step, with what it is sent until it receives that.

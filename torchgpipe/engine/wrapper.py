@@ -17,7 +17,7 @@ from torchgpipe.ambient.modes import verify_no_tangents, verify_no_transform
 from torchgpipe.autograd.versions import unchanged
 from torchgpipe.batchnorm import deferred_batch_norms, deferred_updates
 from torchgpipe.engine.recorded import Holder
-from torchgpipe.partition.arguments import Traps, checked_chunks
+from torchgpipe.partition.arguments import Traps, checked_chunks, verify_filled
 from torchgpipe.partition.keeping import (
     Keeping,
     Keepings,
@@ -25,9 +25,9 @@ from torchgpipe.partition.keeping import (
     keepings_of,
 )
 from torchgpipe.recompute.once import begin, state_of, updated_in, updates, warn_of_changes
-from torchgpipe.values.division import division_of, split
-from torchgpipe.values.microbatch import VALUE, Batch, in_all, joined
-from torchgpipe.values.structure import verify_filled
+from torchgpipe.values.division import FlatInput
+from torchgpipe.values.marks import tensors_in
+from torchgpipe.values.microbatch import VALUE, Batch, joined
 
 __all__: list[str] = []
 
@@ -244,30 +244,30 @@ class MiniBatch:
         wrapper._begin()
         verify_no_transform()
         self.wrapper, self.loss = wrapper, loss
-        self.division = division = division_of(input, wrapper.chunks)
+        #: The input, as all checks read it.
+        self.flat = flat = FlatInput(input)
+        self.division = division = flat.division(wrapper.chunks)
         #: The micro-batches. A step replaces each by its output.
-        self.batches = batches = [Batch(part) for part in split(input, division)]
+        self.batches = batches = [Batch(leaves, flat.spec) for leaves in flat.parts(division)]
         self.m = division.m
-        #: The micro-batches to check: all, or one that stands for all.
-        different = batches if division.is_varied else batches[:1]
-        verify_call(wrapper, chain.from_iterable(different))
-        if not batches[0].atomic:
-            wrapper._traps.lists(input, self.m)
+        tensors = [x for leaf in flat.leaves for x in tensors_in(leaf)]
+        verify_call(wrapper, tensors)
+        wrapper._traps.lists(flat, self.m)
         if entrance := wrapper._entrance:
             device, what, name = entrance
-            for x in chain.from_iterable(different):
+            for x in tensors:
                 if x.device != device:
                     raise ValueError(
                         f"the input must be on the device of the first {what} (first {what}: "
                         f"{device}, input: {x.device}); pass input.to({name})"
                     )
         devices = wrapper._traced()[1]
-        for x in chain.from_iterable(different):
+        for x in tensors:
             verify_filled(x, "input", devices)
         if wrapper.training and torch.is_grad_enabled():
             wrapper._traps.idle(wrapper._width, division)
         #: The tensors that every micro-batch gets.
-        self.whole = in_all(batches)
+        self.whole = _in_all(batches)
         self._shapes = batches[0].shapes
 
     @property
@@ -279,7 +279,7 @@ class MiniBatch:
     def map(self, function: Callable[..., Iterable[Tensor]]) -> None:
         """Replace the tensors of each micro-batch by a function of them."""
         self.batches = [batch.map(function, [VALUE]) for batch in self.batches]
-        self.whole = in_all(self.batches)
+        self.whole = _in_all(self.batches)
 
     def compute(self, step: Callable[[], None]) -> None:
         """Compute the micro-batches: see :func:`compute`."""
@@ -299,3 +299,9 @@ class MiniBatch:
         found = joined(self.batches, self.division, blocks)
         self.warn_of_coupled(self.batches[0].shapes, self.batches[-1].shapes)
         return found
+
+
+def _in_all(batches: Sequence[Batch]) -> list[Tensor]:
+    """The tensors that are in all micro-batches, if there are several micro-batches."""
+    others = {id(tensor) for batch in batches[1:2] for tensor in batch}
+    return [tensor for tensor in batches[0] if id(tensor) in others]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.autograd.nodes import before_node
 from torchgpipe.autograd.versions import counter_of, version_of
 from torchgpipe.devices.streams import has_streams
-from torchgpipe.values.structure import Arguments, is_of_input, leaves_of
+from torchgpipe.values.division import FlatInput
+from torchgpipe.values.marks import tensors_in
+from torchgpipe.values.structure import leaves_of
 
 __all__: list[str] = []
 
@@ -41,22 +44,29 @@ class CallersTensors:
 
     Micro-batches are rows of them with versions of their own, so nothing else would notice that
     they have changed since.
+
+    Args:
+        given: the arguments of the call.
     """
 
-    def __init__(self, arguments: Arguments) -> None:
-        named = {**{f"args[{k}]": x for k, x in enumerate(arguments.args)}, **arguments.kwargs}
+    def __init__(self, given: FlatInput) -> None:
+        args, kwargs = given.spec.children
+        named = [f"args[{k}]" for k in range(len(args.children))] + [*kwargs.context]
+        counts = [x.count for x in (*args.children, *kwargs.children)]
+        owners = chain(*[[name] * count for name, count in zip(named, counts)])
         # Counters, since a graph must not keep what it does not need.
         self._found = [
             (name, counter_of(x), version_of(x))
-            for name, value in named.items()
-            for x in _tensors(value)
+            for name, leaf in zip(owners, given.leaves)
+            for x in tensors_in(leaf)
             if not x.requires_grad
         ]
 
     def watch(self, output: Any) -> None:
         """Have backward of an output :meth:`verify` them first."""
-        for x in _tensors(output):
-            before_node(x, self.verify)
+        for x in leaves_of(output):
+            if isinstance(x, Tensor):
+                before_node(x, self.verify)
 
     @uncompiled
     def verify(self, *_: object) -> None:
@@ -73,20 +83,6 @@ class CallersTensors:
                     f"expected version: {version}); change a clone of it, or change it after "
                     "backward"
                 )
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """The tensors of an argument, also those within marks."""
-    found: list[Tensor] = []
-
-    def note(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            found.append(x)
-        return x
-
-    for leaf in leaves_of(value, is_of_input):
-        leaf.map(note) if is_of_input(leaf) else note(leaf)
-    return found
 
 
 def own_versions(whole: set[int], *tensors: Tensor) -> list[Tensor]:

@@ -34,7 +34,7 @@ from torchgpipe.mapped.slice_refusals import (
     verify_padding,
     verify_part,
 )
-from torchgpipe.values.division import division_of, split
+from torchgpipe.values.division import FlatInput
 from torchgpipe.values.marks import Chunks, NoChunk
 from torchgpipe.values.structure import Arguments
 
@@ -157,10 +157,11 @@ class SlicedCall:
         #: The name of the argument that has the sequence.
         self.sequence = next((x for x in SEQUENCES if bound.get(x) is not None), "")
         self._cache = verified(model, bound, self.sequence)
-        division = division_of(bound, chunks)
+        flat = FlatInput(bound)
+        division = flat.division(chunks)
         #: Whether the caller has divided the rows, and gets the outputs as they are.
         self._is_ready = division.is_ready
-        parts = [*split(bound, division)]
+        parts = [*flat.split(division)]
         self._first = parts[0]
         #: How many tokens at the end of a row have no output: fused heads of TRL leave out the last
         #: one, whose label is in no row, if they get labels that are not shifted.

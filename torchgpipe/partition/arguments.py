@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -16,13 +16,13 @@ from torchgpipe.checks import has_entries, verify, verify_function, verify_kind,
 from torchgpipe.devices.streams import CPU, Device, accelerators, canonical_device
 from torchgpipe.values.division import (
     Division,
+    FlatInput,
     is_list_of_rows,
-    leaves_in,
-    row_count,
+    is_shape,
     rows_in,
     tensors_of_row,
 )
-from torchgpipe.values.structure import MISSING, Arguments, is_of_input, leaves_of, names
+from torchgpipe.values.structure import ATOMS, LEAF, MISSING, Arguments, InputMark, leaves_of, names
 
 __all__ = ["MISSING"]
 
@@ -227,6 +227,19 @@ def checked_device(device: Device) -> torch.device:
     return chosen
 
 
+def verify_filled(tensor: Tensor, name: str, devices: Iterable[torch.device]) -> None:
+    """Check that a tensor has values for devices other than the meta device.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if tensor.is_meta and not any(device.type == "meta" for device in devices):
+        raise ValueError(
+            f"{name} must have values, and a tensor on the meta device has none ({name}: meta, "
+            f"shape: {tuple(tensor.shape)}); make it on another device, as by device='cpu'"
+        )
+
+
 # Likely mistakes: calls that are allowed, but seldom meant. Each is a warning, once per wrapper.
 #
 # A warning may be wrong, since it is not known what a layer does with its input. So each message
@@ -272,16 +285,16 @@ class Traps:
             )
             self._known.add("sequence")
 
-    def lists(self, input: Any, micro_batches: int) -> None:
+    def lists(self, input: FlatInput, micro_batches: int) -> None:
         """Warn of lists and arrays with an entry for each row: most are not split."""
-        if micro_batches == 1:
+        if micro_batches == 1 or input.spec is LEAF:
             return
-        rows, is_leaf = row_count(input), leaves_in(input)
-        found = [path for path, length in lists(input, "", is_leaf) if length == rows > 0]
-        if found and "lists" not in self._known:
+        rows = input.rows
+        looked = {} if not rows or "lists" in self._known else objects_in(input)
+        if whole := [name for name, x in looked.items() if _entries(x) == rows]:
             warn(
                 f"{self._wrapper} splits tensors, and gives lists and arrays whole to every "
-                f"micro-batch (input: {', '.join(found)}, entries: {rows}, micro-batches: "
+                f"micro-batch (input: {', '.join(whole)}, entries: {rows}, micro-batches: "
                 f"{micro_batches}); pass a tensor to have it split, such as the indices of the "
                 "entries, what is divided already as torchgpipe.Chunks(values), and what every "
                 "micro-batch shall get whole as torchgpipe.NoChunk(value)"
@@ -289,18 +302,17 @@ class Traps:
             )
             self._known.add("lists")
         # With other numbers of rows the tensors in such a list would be split.
-        leaves = dict(names(input, is_leaf))
+        lists = input.named(is_list_of_rows)
         sizes = {
-            name: {len(x) for entry in leaf for x in tensors_of_row(entry)}
-            for name, leaf in leaves.items()
-            if is_list_of_rows(leaf)
+            name: {len(x) for entry in entries for x in tensors_of_row(entry)}
+            for name, entries in lists.items()
         }
         common = {rows}
-        if sizes and not any(rows_in(x) for x in leaves.values() if type(x) is not list):
+        if sizes and not any(rows_in(x) for x in input.leaves if type(x) is not list):
             # Nobody passes mappings to have all tensors in them split.
-            mapped = any(isinstance(x, Mapping) for name in sizes for x in leaves[name])
+            mapped = any(isinstance(x, Mapping) for entries in lists.values() for x in entries)
             common = set() if mapped else set.union(*sizes.values())
-        either = [name for name, found in sizes.items() if len(common) == 1 and found == common]
+        either = [name for name, own in sizes.items() if len(common) == 1 and own == common]
         if either and "either" not in self._known:
             warn(
                 f"{self._wrapper} splits a list with an entry for each row as a list, and not the "
@@ -385,48 +397,37 @@ def _sequence_first(module: nn.Module, path: str = "") -> Iterator[str]:
         yield from _sequence_first(child, f"{path}.{name}" if path else name)
 
 
-def lists(value: Any, path: str, is_leaf: Callable[[Any], bool]) -> Iterator[tuple[str, int]]:
-    """The lists and arrays without tensors in a value: the path and the length of each.
+def objects_in(input: FlatInput) -> dict[str, Any]:
+    """The objects that go whole without a mark, by paths; a list or tuple without tensors is one.
 
-    Those in leaves, such as a list with a mapping of tensors for each row, come with their rows.
+    Without any, if there are fewer numbers and texts than rows, and nothing else.
     """
-    if is_leaf(value):
-        return
-    if isinstance(value, Arguments):
-        # The arguments of a call are no list, however many they are.
-        entries = [(f"args[{k}]", x) for k, x in enumerate(value.args)]
-        entries.append(("kwargs", value.kwargs))
-    elif isinstance(value, Mapping):
-        entries = [(f"{path}[{key!r}]", x) for key, x in value.items()]
-    elif isinstance(value, list | tuple) and _is_container(value):
-        entries = [(f"{path}[{k}]", x) for k, x in enumerate(value)]
-    else:
-        entries = []
-        length = _length(value) if _is_list(value) else None
-        if length is not None:
-            yield path, length
-    for name, entry in entries:
-        yield from lists(entry, name, is_leaf)
+    others = [x for x in input.leaves if not isinstance(x, InputMark | Tensor | list)]
+    if len(others) < input.rows and ATOMS.issuperset(map(type, others)):
+        return {}
+    # The arguments of a call are no tuple, however many they are.
+    args = input.value.args if isinstance(input.value, Arguments) else None
+
+    def is_leaf(x: Any) -> bool:
+        if type(x) not in (list, tuple) or x is args or input.is_leaf(x):
+            return input.is_leaf(x)
+        return not any(isinstance(leaf, InputMark | Tensor) for leaf in leaves_of(x))
+
+    found = names(input.value, is_leaf)
+    return {name: x for name, x in found if not (isinstance(x, Tensor) or input.is_leaf(x))}
 
 
-def _is_container(value: Any) -> bool:
-    """Whether there are tensors, or marked values, in a list or tuple."""
-    return any(isinstance(x, Tensor) or is_of_input(x) for x in leaves_of(value))
+def _entries(value: Any) -> int | None:
+    """The number of entries of an object without tensors, which may be rows.
 
-
-def _is_list(value: Any) -> bool:
-    """Whether the entries of a value may be rows: no text, set or shape has such entries."""
+    None for text, sets, shapes and modules, and for what has only None in it.
+    """
     if isinstance(value, tuple | list):
-        # Named tuples have fields, and a few integers are a shape.
-        is_shape = len(value) < 4 and all(isinstance(x, int) for x in value)
-        return type(value) in (tuple, list) and not is_shape and any(x is not None for x in value)
-    return not (
-        is_of_input(value) or isinstance(value, Tensor | nn.Module | str | bytes | set | frozenset)
-    )
-
-
-def _length(value: Any) -> int | None:
-    # Most objects have no length, and arrays without a dimension have one that raises.
-    with suppress(Exception):
-        return len(value)
+        # Named tuples have fields.
+        is_list = type(value) in (tuple, list) and any(x is not None for x in value)
+        return len(value) if is_list and not is_shape(value) else None
+    if not isinstance(value, nn.Module | Mapping | str | bytes | set | frozenset):
+        # Most objects have no length, and arrays without a dimension have one that raises.
+        with suppress(Exception):
+            return len(value)
     return None

@@ -16,7 +16,7 @@ from torchgpipe.checks import has_entries, is_number, listed, shown, verify_kind
 from torchgpipe.devices.recorder import memory_total
 from torchgpipe.devices.streams import CPU, Device, accelerators
 from torchgpipe.partition.arguments import checked_device, checked_devices, positive_int
-from torchgpipe.values.division import divided, has_chunks, row_count
+from torchgpipe.values.division import FlatInput, divided, row_count
 from torchgpipe.values.marks import NoChunk
 from torchgpipe.values.microbatch import Batch, scatter
 from torchgpipe.values.structure import Arguments, Spec, arguments, flatten_tree
@@ -239,7 +239,7 @@ class Loss(nn.Module):
 
 def input_of(sample: Any) -> Any:
     """Return a sample as the input of a first layer, as a call of the model would make it."""
-    if has_chunks(sample):
+    if FlatInput(sample).given:
         raise ValueError(
             "a sample has rows, which are divided in several ways and measured, so it must not be "
             f"divided already (sample: {type(sample).__name__} with Chunks); pass a mini-batch "

@@ -48,9 +48,9 @@ from torchgpipe.planner.given import (
 )
 from torchgpipe.planner.memory import Footprint, weights_of
 from torchgpipe.schedule.trips import leaving
-from torchgpipe.values.marks import Chunk, Chunks, NoChunk
+from torchgpipe.values.division import FlatInput
 from torchgpipe.values.microbatch import Batch
-from torchgpipe.values.structure import Arguments, is_of_input, map_leaves
+from torchgpipe.values.structure import Arguments
 
 __all__: list[str] = []
 
@@ -190,7 +190,7 @@ def _arguments_of(model: nn.Module, sample: Any) -> Arguments:
             "the arguments of a call with as many rows as a micro-batch"
         )
     # One micro-batch, which nobody divides.
-    batch = Batch(map_leaves(_first, arguments_of(sample), is_of_input))
+    batch = Batch(FlatInput(arguments_of(sample)).whole)
     absent = next((name for name, x in model.named_parameters() if x.is_meta), None)
     if absent is not None:
         raise ValueError(
@@ -201,13 +201,6 @@ def _arguments_of(model: nn.Module, sample: Any) -> Arguments:
     near = [x.to(home) if x.device.type == "cpu" else x for x in batch]
     args, kwargs = batch.replace(near).value
     return Arguments(args, without_cache(kwargs) if takes_cache(model) else kwargs)
-
-
-def _first(mark: Any) -> Any:
-    """The value that the first micro-batch gets, where it may be marked."""
-    if isinstance(mark, Chunks):
-        return mark.values[0]
-    return mark.value if isinstance(mark, NoChunk | Chunk) else mark
 
 
 def _home(model: nn.Module) -> torch.device:

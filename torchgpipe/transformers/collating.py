@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torchgpipe.ambient.notes import warn
 from torchgpipe.autograd.versions import version_of
 from torchgpipe.mapped.hugging_face import IGNORED
-from torchgpipe.values.division import divided, division_of, has_chunks, row_count, split
+from torchgpipe.values.division import FlatInput, divided
 
 __all__: list[str] = []
 
@@ -74,9 +74,10 @@ class Collator:
         if not isinstance(found, Mapping):
             return found
         batch = {**found}
-        if has_chunks(batch):
+        flat = FlatInput(batch)
+        if flat.given:
             # The collator has made them itself.
-            return as_one_batch([*split(batch, division_of(batch, 1))], False)
+            return as_one_batch([*flat.split(flat.division(1))], False)
         if has_rows(batch, len(examples)):
             self._is_cut = True
             return found
@@ -134,11 +135,12 @@ def has_rows(batch: dict[str, Any], count: int) -> bool:
     """Whether a mini-batch of some examples can be cut by rows."""
     if "input_ids" in batch and any(word in key for key in batch for word in BESIDE_TEXT):
         return False
+    flat = FlatInput(batch)
     try:
-        division_of(batch, max(2, count))
+        flat.division(max(2, count))
     except (TypeError, ValueError):
         return False
-    return count == 1 or row_count(batch) > 1
+    return count == 1 or flat.rows > 1
 
 
 def has_other_order(batch: Mapping[str, Any], whole: Mapping[str, Any]) -> bool:

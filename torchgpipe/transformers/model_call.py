@@ -18,7 +18,7 @@ from torchgpipe.transformers.children import recorded, repeated
 from torchgpipe.transformers.collating import as_one_batch, in_one
 from torchgpipe.transformers.counting import counts_by, shares_of, told, whole
 from torchgpipe.transformers.proof import ONCE, compared, rows_in, run, weighing_of
-from torchgpipe.values.division import Division, division_of, row_count, split
+from torchgpipe.values.division import Division, FlatInput, row_count
 from torchgpipe.values.marks import Chunks
 from torchgpipe.values.microbatch import Batch, joined
 from torchgpipe.values.structure import map_leaves
@@ -63,7 +63,7 @@ class ModelCall:
             self.division = Division(sizes)
         else:
             self.kwargs = self._own
-            self.division = division_of((self.args, self.kwargs), chunks)
+            self.division = FlatInput((self.args, self.kwargs)).division(chunks)
             sizes = self.division.sizes
         model, weighing = pipe.module, weighing_of(pipe)
         if self._strict is not None and self.division.m > 1:
@@ -97,7 +97,8 @@ class ModelCall:
         """The arguments of the first micro-batch, by name, before the mini-batch is divided."""
         args, kwargs = self.args, self._given[0] if self._given else self.kwargs
         if not self._given:
-            args, kwargs = next(split((args, kwargs), division_of((args, kwargs), chunks)))
+            flat = FlatInput((args, kwargs))
+            args, kwargs = next(flat.split(flat.division(chunks)))
         return {**dict(zip(signature(model.forward).parameters, args)), **kwargs}
 
     @property
@@ -109,7 +110,7 @@ class ModelCall:
         """The arguments of each micro-batch."""
         if self._given:
             return ((self.args, part) for part in self._given)
-        return split((self.args, self.kwargs), self.division)
+        return FlatInput((self.args, self.kwargs)).split(self.division)
 
     def joined(self, outputs: Sequence[Any]) -> Any:
         """Join the outputs of all micro-batches; losses now, and others when one is read."""
@@ -136,7 +137,7 @@ class ModelCall:
             return output
         items = {} if self._items is None else {"num_items_in_batch": self._items}
         whole = Division([sum(self.division.sizes)])
-        ((args, kwargs),) = split((self.args, {**self._own, **items}), whole)
+        ((args, kwargs),) = FlatInput((self.args, {**self._own, **items})).split(whole)
         return repeated(pipe, args, kwargs, output[1])
 
     def finished(self, output: Any) -> Any:

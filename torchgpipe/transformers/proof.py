@@ -19,7 +19,7 @@ from torchgpipe.mapped_gpipe import MappedGPipe
 from torchgpipe.transformers.children import ByRows, recorded, repeated, rows_of_calls
 from torchgpipe.transformers.collating import KEY, random_state, restore_random_state
 from torchgpipe.transformers.counting import WAYS, counts_by, shares_of, usual_way, whole
-from torchgpipe.values.division import Division, row_count, split
+from torchgpipe.values.division import Division, FlatInput, row_count
 from torchgpipe.values.marks import Chunks
 from torchgpipe.values.microbatch import Batch, joined
 
@@ -114,8 +114,8 @@ class Weighing:
             if is_open and not differ[k]:
                 return
             sizes = [size for size in (k, 2, rows - 2 - k) if size]
-            both = [*split((args, kwargs), Division(sizes))][k > 0]
-            pairs = [both, *split(both, Division([1, 1]))]
+            both = [*FlatInput((args, kwargs)).split(Division(sizes))][k > 0]
+            pairs = [both, *FlatInput(both).split(Division([1, 1]))]
         else:
             pairs = [(args, {**part}) for part in given]
             pairs[0][1].pop(KEY, None)

@@ -10,15 +10,19 @@ and values marked by :class:`~torchgpipe.NoChunk` go whole into every micro-batc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from torchgpipe import _torch
-from torchgpipe.values.marks import Chunk, Chunks, NoChunk, is_marked
+from torchgpipe.values.marks import Chunk, Chunks, NoChunk, is_mark, is_marked
 from torchgpipe.values.structure import (
+    ATOMS,
+    InputMark,
+    IsLeaf,
     flatten_tree,
     is_dense,
     is_of_input,
@@ -76,121 +80,223 @@ def divided(rows: int, m: int) -> list[int]:
     return [size + (i < larger) for i in range(m)]
 
 
-def division_of(value: Any, chunks: int) -> Division:
-    """Decide how to divide a mini-batch.
+# An input, flattened once.
+
+
+def rows_in(leaf: Any) -> int | None:
+    """The number of rows that a leaf has; None if it is not divided by rows."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape[0] if leaf.dim() and is_dense(leaf) else None
+    if isinstance(leaf, Chunk):
+        return int(leaf.value.shape[leaf.dim])
+    return len(leaf) if type(leaf) is list else None
+
+
+class FlatInput:
+    """The input of a wrapped model, or the targets of a loss, flattened once.
+
+    What checks an input, and what divides it, reads the leaves: tensors, marks, lists with an entry
+    for each row, and other objects, in order. Their types say how they are divided.
 
     Args:
         value: a nested structure of tensors of shapes ``(rows, ...)`` with the same ``rows``,
             marked values and other objects.
-        chunks: the number of micro-batches to make, at least 1, where the caller has divided
-            nothing.
-
-    Returns:
-        ``min(rows, chunks)`` micro-batches, but one if the mini-batch is empty; or as many as the
-        caller has made. Sizes differ by at most one row, the larger ones first.
+        rows: the number of rows, where it is known; by default, leaves tell it.
 
     Raises:
-        TypeError: the value holds tensors in something that is no known container, or has a
-            :class:`~torchgpipe.PerMicroBatch` mark.
-        ValueError: there is no tensor to divide, tensors differ in their number of rows, or several
-            :class:`Chunks` differ in length.
+        TypeError: the value has a :class:`~torchgpipe.PerMicroBatch` mark.
     """
-    if not isinstance(value, Tensor) and any(map(is_marked, leaves_of(value, is_marked))):
-        raise TypeError(
-            "PerMicroBatch marks outputs, so it belongs in what layers return "
-            f"(input: {type(value).__name__}); pass the value itself, or "
-            "torchgpipe.NoChunk(value) if every micro-batch shall get all of it"
-        )
-    divisible, given, sparse = _looked_at(value)
-    if sparse and max(chunks, *given.values(), 1) > 1:
-        raise ValueError(
-            "only dense tensors can be split into micro-batches "
-            f"({'; '.join(sparse)}); pass a dense one, divide it yourself, as torchgpipe.Chunks("
-            "[first, second]), mark it by torchgpipe.NoChunk, or set chunks=1"
-        )
-    if len({*given.values()}) > 1:
-        raise ValueError(
-            "all Chunks of a call must have the same length, the number of micro-batches "
-            f"(lengths: {given}); pass None for a micro-batch that has no value"
-        )
-    if len({*map(rows_in, divisible.values())}) > 1:
-        shapes = {
-            name: tuple(getattr(getattr(x, "value", x), "shape", (rows_in(x),)))
-            for name, x in divisible.items()
-        }
-        raise ValueError(
-            "all input tensors must have the same size in dimension 0, since each micro-batch "
-            f"takes the same rows of all (shapes: {shapes}); "
-            "expand the smaller ones, or pass what every micro-batch shall get whole as "
-            "torchgpipe.NoChunk(tensor), what has its rows in another dimension as "
-            "torchgpipe.Chunk(tensor, dim=1), and what is divided already as "
-            "torchgpipe.Chunks([first, second])"
-        )
-    if not divisible and not given and chunks > 1:
-        raise ValueError(
-            "there must be an input tensor to split into micro-batches along dimension 0 "
-            f"(tensors with a dimension and without NoChunk: 0, chunks: {chunks}); give it one "
-            "with unsqueeze(0), or set chunks=1"
-        )
-    rows = next(map(rows_in, divisible.values()), None) or 0
-    m = next(iter(given.values()), max(1, min(rows, chunks)))
-    if given and divisible and rows < m:
-        raise ValueError(
-            "what is not marked must have a row for each micro-batch that Chunks has made "
-            f"(rows: {rows}, micro-batches: {m}); divide it, too, or pass torchgpipe.NoChunk(value)"
-        )
-    found = [type(x) is list for x in divisible.values()]
-    return Division(divided(rows, m), bool(given), any(found), bool(found) and all(found))
+
+    def __init__(self, value: Any, rows: int | None = None) -> None:
+        self.value = value
+        self.is_leaf: IsLeaf = is_of_input
+        self.leaves, self.spec = flatten_tree(value, lambda x: is_mark(x) or is_flat(x))
+        if any(map(is_marked, self.leaves)):
+            raise TypeError(
+                "PerMicroBatch marks outputs, so it belongs in what layers return "
+                f"(input: {type(value).__name__}); pass the value itself, or "
+                "torchgpipe.NoChunk(value) if every micro-batch shall get all of it"
+            )
+        if any(type(x) is list for x in self.leaves):
+            self.is_leaf = _leaf_test(self.leaves, rows)
+            self.leaves, self.spec = flatten_tree(value, self.is_leaf)
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The path to each leaf, for messages."""
+        return [name for name, _ in names(self.value, self.is_leaf)]
+
+    def named(self, test: Callable[[Any], bool]) -> dict[str, Any]:
+        """The leaves for which a test holds, by the paths to them."""
+        return {self.names[k]: x for k, x in enumerate(self.leaves) if test(x)}
+
+    @property
+    def counts(self) -> list[int]:
+        """The number of rows of each leaf that has rows."""
+        return [n for x in self.leaves if (n := rows_in(x)) is not None]
+
+    @property
+    def rows(self) -> int:
+        """The number of rows; 0 if nothing has rows."""
+        return next(iter(self.counts), 0)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each leaf that has rows, by the path to it; of a list, its length."""
+        found = self.named(lambda x: rows_in(x) is not None)
+        tensors = [(name, x.value if isinstance(x, Chunk) else x) for name, x in found.items()]
+        return {name: tuple(getattr(x, "shape", (len(x),))) for name, x in tensors}
+
+    @property
+    def given(self) -> list[int]:
+        """The length of each :class:`~torchgpipe.Chunks`, by which the caller has divided."""
+        return [len(x) for x in self.leaves if isinstance(x, Chunks)]
+
+    def division(self, chunks: int) -> Division:
+        """Decide how to divide a mini-batch.
+
+        Returns:
+            ``min(rows, chunks)`` micro-batches, but one if the mini-batch is empty; or as many as
+            the caller has made. Sizes differ by at most one row, the larger ones first.
+
+        Raises:
+            TypeError: the value holds tensors in something that is no known container.
+            ValueError: there is no tensor to divide, tensors differ in their number of rows, or
+                several :class:`Chunks` differ in length.
+        """
+        for x in self.leaves:
+            if type(x) not in ATOMS and not isinstance(x, InputMark | Tensor | list):
+                verify_leaf(x)
+        counts, lengths = self.counts, {*self.given}
+        rows = next(iter(counts), 0)
+        sparse = self.named(lambda x: isinstance(x, Tensor) and x.dim() > 0 and not is_dense(x))
+        if sparse and max(chunks, *lengths, 1) > 1:
+            layouts = [
+                f"input: {name}, layout: {'nested' if x.is_nested else x.layout}"
+                for name, x in sparse.items()
+            ]
+            raise ValueError(
+                "only dense tensors can be split into micro-batches "
+                f"({'; '.join(layouts)}); pass a dense one, divide it yourself, as "
+                "torchgpipe.Chunks([first, second]), mark it by torchgpipe.NoChunk, or set chunks=1"
+            )
+        if len(lengths) > 1:
+            named = self.named(lambda x: isinstance(x, Chunks))
+            given = {name: len(x) for name, x in named.items()}
+            raise ValueError(
+                "all Chunks of a call must have the same length, the number of micro-batches "
+                f"(lengths: {given}); pass None for a micro-batch that has no value"
+            )
+        if len({*counts}) > 1:
+            raise ValueError(
+                "all input tensors must have the same size in dimension 0, since each micro-batch "
+                f"takes the same rows of all (shapes: {self.shapes}); "
+                "expand the smaller ones, or pass what every micro-batch shall get whole as "
+                "torchgpipe.NoChunk(tensor), what has its rows in another dimension as "
+                "torchgpipe.Chunk(tensor, dim=1), and what is divided already as "
+                "torchgpipe.Chunks([first, second])"
+            )
+        if not counts and not lengths and chunks > 1:
+            raise ValueError(
+                "there must be an input tensor to split into micro-batches along dimension 0 "
+                f"(tensors with a dimension and without NoChunk: 0, chunks: {chunks}); give it one "
+                "with unsqueeze(0), or set chunks=1"
+            )
+        m = next(iter(lengths), max(1, min(rows, chunks)))
+        if lengths and counts and rows < m:
+            raise ValueError(
+                "what is not marked must have a row for each micro-batch that Chunks has made "
+                f"(rows: {rows}, micro-batches: {m}); divide it, too, or pass "
+                "torchgpipe.NoChunk(value)"
+            )
+        lists = sum(type(x) is list for x in self.leaves)
+        return Division(divided(rows, m), bool(lengths), lists > 0, 0 < lists == len(counts))
+
+    def parts(self, division: Division) -> Iterator[list[Any]]:
+        """Generate what each micro-batch has in place of the leaves."""
+        spans = [*zip(accumulate(division.sizes, initial=0), division.sizes)]
+        aliases: dict[int, Tensor] = {}
+
+        def alias(x: Any) -> Any:
+            # The derivative of narrow() is a new tensor, so autograd adds the gradients of all
+            # micro-batches on the caller's stream and in its memory, as it does for rows. Without
+            # narrow() it would add on the stream of whichever gradient comes first.
+            if not (isinstance(x, Tensor) and x.requires_grad and is_dense(x)):
+                return x
+            if id(x) not in aliases:
+                aliases[id(x)] = x.unsqueeze(0).narrow(0, 0, 1).squeeze(0)
+            return aliases[id(x)]
+
+        def parts_of(leaf: Any) -> Any:
+            if isinstance(leaf, Chunks):
+                return leaf.value
+            if type(leaf) is list:
+                return [leaf[start : start + size] for start, size in spans]
+            if rows_in(leaf) is None:
+                whole = leaf.value if isinstance(leaf, NoChunk) else leaf
+                return [map_leaves(alias, whole)] * division.m
+            tensor, dim = (leaf.value, leaf.dim) if isinstance(leaf, Chunk) else (leaf, 0)
+            # narrow() and not split(), since autograd forbids to change a view of split() in place.
+            rows = [tensor.narrow(dim, start, size) for start, size in spans]
+            # Detached where no gradient is needed: torch.compile would compile a graph per base of
+            # a view.
+            dual = _torch.forward_level() >= 0
+            return [x if x.requires_grad or dual else x.detach() for x in rows]
+
+        # A tensor that occurs several times stays one object.
+        found = {id(x): parts_of(x) for x in self.leaves}
+        for i in range(division.m):
+            yield [found[id(x)][i] for x in self.leaves]
+
+    def split(self, division: Division) -> Iterator[Any]:
+        """Generate the value of each micro-batch."""
+        return map(self.spec.unflatten, self.parts(division))
+
+    @property
+    def whole(self) -> Any:
+        """The value without marks, as one micro-batch gets it."""
+        parts = [x.value[0] if isinstance(x, Chunks) else x for x in self.leaves]
+        return self.spec.unflatten([x.value if is_of_input(x) else x for x in parts])
+
+    def map(self, function: Callable[[Any], Any]) -> None:
+        """Put a function of each tensor, and of each other object, in its place."""
+        self.leaves = [
+            x.map(function) if is_of_input(x) else map_leaves(function, x) for x in self.leaves
+        ]
 
 
-def _looked_at(value: Any) -> tuple[dict[str, Any], dict[str, int], list[str]]:
-    """Inspect the leaves of a mini-batch.
-
-    Returns:
-        The leaves that have rows; the length of each :class:`Chunks`; messages about sparse and
-        nested tensors, which cannot be split.
-    """
-    divisible, given, sparse = {}, {}, []
-    for name, leaf in names(value, leaves_in(value)):
-        if isinstance(leaf, Chunks):
-            given[name] = len(leaf)
-        elif isinstance(leaf, Tensor) and leaf.dim() and not is_dense(leaf):
-            sparse.append(f"input: {name}, layout: {'nested' if leaf.is_nested else leaf.layout}")
-        elif rows_in(leaf) is not None:
-            divisible[name] = leaf
-        elif not isinstance(leaf, NoChunk | Tensor):
-            verify_leaf(leaf)
-    return divisible, given, sparse
+def row_count(value: Any) -> int:
+    """The number of rows of a value; 0 if it has none."""
+    return FlatInput(value).rows
 
 
-def leaves_in(value: Any, rows: int | None = None) -> Callable[[Any], bool]:
+# Lists with an entry for each row.
+
+
+def _leaf_test(found: Sequence[Any], rows: int | None) -> IsLeaf:
     """Make a predicate that tells leaves from containers: marks, and lists with an entry per row.
 
     Args:
-        value: the value.
-        rows: the number of its rows; by default taken from the leaves that are not lists. If there
-            are none, two lists or more of one length have an entry for each row, unless all are
+        found: the leaves, if all flat lists are leaves.
+        rows: the number of rows; by default taken from the leaves that are not lists. If there are
+            none, two lists or more of one length have an entry for each row, unless all are
             tensors with the same size in dimension 0. Any other list is a container then.
     """
-    if isinstance(value, Tensor):
-        return is_of_input
-    found = leaves_of(value, lambda x: is_of_input(x) or is_flat(x))
-    lengths = {len(x) for x in found if is_list_of_rows(x)}
+    listed, is_list = [x for x in found if type(x) is list], is_list_of_rows
+    lengths = {len(x) for x in listed if is_list(x)}
     if not lengths:
         return is_of_input
-    is_list = is_list_of_rows
+    rows = rows or next((n for x in found if type(x) is not list and (n := rows_in(x))), None)
     if rows is None:
-        rows = next((rows_in(x) for x in found if type(x) is not list and rows_in(x)), None)
-    if rows is None:
-        (length, *others), listed = lengths, [x for x in found if is_flat(x)]
+        length, *others = lengths
         entries = [entry for x in listed if len(x) == length for entry in x]
         sizes = {rows_in(x) if isinstance(x, Tensor) else -1 for x in entries} - {None}
         if not others and len(entries) > length and (-1 in sizes or len(sizes) > 1):
             rows, is_list = length, is_flat
         else:
             # A container beside the list may have a tensor.
-            tensors = leaves_of([x for x in listed if not is_list_of_rows(x)], is_of_input)
-            rows = next(filter(None, map(rows_in, tensors)), 0)
+            inner = leaves_of([x for x in listed if not is_list_of_rows(x)], is_of_input)
+            rows = next((n for x in inner if (n := rows_in(x))), 0)
     return lambda x: is_of_input(x) or (is_list(x) and len(x) == rows)
 
 
@@ -199,16 +305,20 @@ def is_flat(value: Any) -> bool:
 
     A list with marks is none, since they divide what is in it, nor is a shape, a few integers.
     """
-    return (
-        type(value) is list
-        and not any(map(is_of_input, leaves_of(value, is_of_input)))
-        and not (len(value) < 4 and all(isinstance(x, int) for x in value))
-        and all(
-            isinstance(x, Tensor | Mapping)
-            or not any(isinstance(leaf, Tensor) for leaf in leaves_of(x))
-            for x in value
-        )
-    )
+    if type(value) is not list or is_shape(value):
+        return False
+    for x in value:
+        if not isinstance(x, Tensor) and type(x) not in ATOMS:
+            leaves = leaves_of(x, is_mark)
+            others = () if isinstance(x, Mapping) else leaves
+            if any(map(is_mark, leaves)) or any(isinstance(leaf, Tensor) for leaf in others):
+                return False
+    return True
+
+
+def is_shape(value: Sequence[Any]) -> bool:
+    """Whether a list or tuple is a few integers, or empty."""
+    return len(value) < 4 and all(isinstance(x, int) for x in value)
 
 
 def is_list_of_rows(value: Any) -> bool:
@@ -223,76 +333,3 @@ def tensors_of_row(entry: Any) -> list[Tensor]:
     """The tensors of one entry of such a list."""
     values = entry.values() if isinstance(entry, Mapping) else [entry]
     return [x for x in values if isinstance(x, Tensor) and x.dim() > 0]
-
-
-def rows_in(leaf: Any) -> int | None:
-    """The number of rows that a leaf has; None if it is not divided by rows."""
-    if isinstance(leaf, Tensor):
-        return leaf.shape[0] if leaf.dim() else None
-    if isinstance(leaf, Chunk):
-        return leaf.value.shape[leaf.dim]
-    return len(leaf) if type(leaf) is list else None
-
-
-def has_chunks(value: Any) -> bool:
-    """Whether a value contains a :class:`Chunks` mark."""
-    return any(isinstance(x, Chunks) for x in leaves_of(value, is_of_input))
-
-
-def row_count(value: Any) -> int:
-    """The number of rows of a value; 0 if it has none."""
-    found = (rows_in(leaf) for _, leaf in names(value, leaves_in(value)))
-    return next((rows for rows in found if rows is not None), 0)
-
-
-def split(value: Any, division: Division, rows: int | None = None) -> Iterator[Any]:
-    """Generate the value of each micro-batch."""
-    sizes = division.sizes
-    starts = [*accumulate(sizes, initial=0)]
-    if isinstance(value, Tensor) and value.dim() and is_dense(value):
-        # No container to look into.
-        yield from (_rows(value, 0, start, size) for start, size in zip(starts, sizes))
-        return
-    leaves, spec = flatten_tree(value, leaves_in(value, rows))
-    aliases: dict[int, Tensor] = {}
-
-    def alias(x: Any) -> Any:
-        # The derivative of narrow() is a new tensor, so autograd adds the gradients of all
-        # micro-batches on the caller's stream and in its memory, as it does for rows. Without
-        # narrow() it would add on the stream of whichever gradient comes first.
-        if not (isinstance(x, Tensor) and x.requires_grad and is_dense(x)):
-            return x
-        if id(x) not in aliases:
-            aliases[id(x)] = x.unsqueeze(0).narrow(0, 0, 1).squeeze(0)
-        return aliases[id(x)]
-
-    def part(leaf: Any, i: int) -> Any:
-        # narrow() and not split(), since autograd forbids to change a view of split() in place.
-        if isinstance(leaf, Chunks):
-            return leaf.values[i]
-        if isinstance(leaf, list):
-            return leaf[starts[i] : starts[i + 1]]
-        tensor, dim = (leaf.value, leaf.dim) if isinstance(leaf, Chunk) else (leaf, 0)
-        return _rows(tensor, dim, starts[i], sizes[i])
-
-    # A tensor that occurs several times stays one object.
-    own = {id(x): x for x in leaves if _is_divided(x)}
-    whole = [
-        x if id(x) in own else map_leaves(alias, x.value if isinstance(x, NoChunk) else x)
-        for x in leaves
-    ]
-    for i in range(division.m):
-        parts = {key: part(x, i) for key, x in own.items()}
-        yield spec.unflatten([parts.get(id(x), other) for x, other in zip(leaves, whole)])
-
-
-def _is_divided(leaf: Any) -> bool:
-    if isinstance(leaf, Tensor):
-        return leaf.dim() > 0 and is_dense(leaf)
-    return isinstance(leaf, Chunk | Chunks) or type(leaf) is list
-
-
-def _rows(tensor: Tensor, dim: int, start: int, size: int) -> Tensor:
-    # Detached where no gradient is needed: torch.compile would compile a graph per base of a view.
-    rows = tensor.narrow(dim, start, size)
-    return rows if rows.requires_grad or _torch.forward_level() >= 0 else rows.detach()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -22,17 +22,7 @@ class NoChunk(InputMark):
         value: a tensor, or a nested structure of tensors. Layers must not change it in place.
     """
 
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def map(self, function: Callable[[Any], Any]) -> NoChunk:
-        """Apply a function to each leaf; return the results under the same mark."""
-        return NoChunk(map_leaves(function, self.value))
-
-    def __repr__(self) -> str:
-        return f"NoChunk({self.value!r})"
+    __slots__ = ()
 
 
 class Chunk(InputMark):
@@ -50,7 +40,7 @@ class Chunk(InputMark):
         ValueError: the tensor has no such dimension, or is sparse or nested.
     """
 
-    __slots__ = ("dim", "value")
+    __slots__ = ("dim",)
 
     def __init__(self, value: Tensor, dim: int) -> None:
         if not isinstance(value, Tensor) or isinstance(dim, bool) or not isinstance(dim, int):
@@ -70,12 +60,8 @@ class Chunk(InputMark):
                 f"the dimension of rows must be one of the tensor's (dim: {dim}, shape: "
                 f"{tuple(value.shape)}); count from 0, or from -1 backwards"
             )
-        self.value = value
+        super().__init__(value)
         self.dim = dim % value.dim()
-
-    def map(self, function: Callable[[Any], Any]) -> Chunk:
-        """Apply a function to the tensor; return the result under the same mark."""
-        return Chunk(function(self.value), self.dim)
 
     def __repr__(self) -> str:
         return f"Chunk({self.value!r}, dim={self.dim})"
@@ -97,7 +83,7 @@ class Chunks(InputMark):
         ValueError: there is no entry.
     """
 
-    __slots__ = ("values",)
+    __slots__ = ()
 
     def __init__(self, values: Iterable[Any]) -> None:
         refused = (Tensor, Mapping, str, bytes, set, frozenset)
@@ -107,13 +93,13 @@ class Chunks(InputMark):
                 f"{type(values).__name__}); pass such as Chunks(tensor.split(4)), or "
                 "Chunks.of(batches) for a list of dictionaries"
             )
-        self.values = [*values]
-        if not self.values:
+        super().__init__([*values])
+        if not self.value:
             raise ValueError(
                 "Chunks must have an entry for each micro-batch (entries: 0); skip the step where "
                 "there is none"
             )
-        marks = [type(x).__name__ for x in leaves_of(self.values, is_mark) if is_mark(x)]
+        marks = [type(x).__name__ for x in leaves_of(self.value, is_mark) if is_mark(x)]
         if marks:
             raise TypeError(
                 "marks must not be within Chunks, whose entries go to one micro-batch each "
@@ -153,15 +139,8 @@ class Chunks(InputMark):
             )
         return {key: cls([x[key] for x in found]) for key in found[0]}
 
-    def map(self, function: Callable[[Any], Any]) -> Chunks:
-        """Apply a function to each leaf; return the results under the same mark."""
-        return Chunks([map_leaves(function, x) for x in self.values])
-
     def __len__(self) -> int:
-        return len(self.values)
-
-    def __repr__(self) -> str:
-        return f"Chunks({self.values!r})"
+        return len(self.value)
 
 
 class PerMicroBatch(NamedTuple):
@@ -177,6 +156,13 @@ class PerMicroBatch(NamedTuple):
 
     # A named tuple, since PyTorch knows these as containers.
     value: Any
+
+
+def tensors_in(leaf: Any) -> list[Tensor]:
+    """The tensors of a leaf of an input: itself, or those that it marks, or that are in a list."""
+    value = leaf.value if is_of_input(leaf) else leaf
+    found = [value] if isinstance(value, Tensor) else leaves_of(value)
+    return [x for x in found if isinstance(x, Tensor)]
 
 
 def is_mark(value: Any) -> bool:

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from torchgpipe import _torch
 from torchgpipe.devices.streams import device_types
-from torchgpipe.values.division import Division, division_of, is_list_of_rows, rows_in, split
-from torchgpipe.values.marks import is_marked, unmarked
+from torchgpipe.values.division import Division, FlatInput, is_list_of_rows, rows_in
+from torchgpipe.values.marks import is_marked, tensors_in, unmarked
 from torchgpipe.values.order import verify_rows
 from torchgpipe.values.structure import (
-    ALONE,
     Arguments,
+    Spec,
     Structure,
     Tensors,
     equal,
@@ -51,7 +51,8 @@ class Batch:
     skip is flattened after the layers that stash it have run, and unflattened when it is popped.
 
     Args:
-        value: the input or output of a layer: any nested structure.
+        value: the input or output of a layer: any nested structure; or its leaves.
+        spec: the containers of the value, where its leaves are given.
 
     Raises:
         TypeError: the value holds tensors in something that is no known container.
@@ -59,8 +60,8 @@ class Batch:
 
     __slots__ = ("_single", "parts", "shared", "structures")
 
-    def __init__(self, value: Any) -> None:
-        tensors, structure = flatten(value)
+    def __init__(self, value: Any, spec: Spec | None = None) -> None:
+        tensors, structure = flatten(value, spec)
         #: The tensors of the value, and of each skip.
         self.parts: dict[Any, Tensors] = {VALUE: tensors}
         #: The structures that these tensors are in.
@@ -82,11 +83,6 @@ class Batch:
         batch.parts, batch.structures, batch.shared = dict(parts), dict(structures), shared
         batch._single = len(parts) == len(batch.parts[VALUE]) == 1
         return batch
-
-    @property
-    def atomic(self) -> bool:
-        """Whether the value is a single tensor."""
-        return self.structures[VALUE] is ALONE
 
     @property
     def value(self) -> Any:
@@ -235,15 +231,8 @@ def _address(tensor: Tensor) -> int:
 
 def scatter(input: Any, chunks: int) -> list[Batch]:
     """Divide a mini-batch into micro-batches: see :mod:`torchgpipe.values.division`."""
-    return [Batch(part) for part in split(input, division_of(input, chunks))]
-
-
-def in_all(batches: Sequence[Batch]) -> list[Tensor]:
-    """The tensors that are in all micro-batches, if there are several micro-batches."""
-    if len(batches) < 2:
-        return []
-    others = {id(tensor) for tensor in batches[1]}
-    return [tensor for tensor in batches[0] if id(tensor) in others]
+    flat = FlatInput(input)
+    return [Batch(leaves, flat.spec) for leaves in flat.parts(flat.division(chunks))]
 
 
 def gather(outputs: Sequence[Batch], rows: Sequence[int] = (), blocks: Container[int] = ()) -> Any:
@@ -293,12 +282,13 @@ def joined(outputs: Sequence[Batch], division: Division, blocks: Container[int] 
     if division.is_ready:
         return [unmarked(x.value) for x in outputs]
     sizes = division.rows if division.is_listed else []
-    found = [dict(names(x.value, is_list_of_rows)) for x in outputs[: len(sizes)]]
-    for name in chain(*found[:1]):
-        leaves = [(x.get(name, ()), n) for x, n in zip(found, sizes)]
-        by_row = all(is_list_of_rows(leaf) and len(leaf) == n for leaf, n in leaves)
+    found = [leaves_of(x.value, is_list_of_rows) for x in outputs[: len(sizes)]]
+    for k, leaves in enumerate(zip(*found)):
+        pairs = [*zip(leaves, sizes)]
+        by_row = all(is_list_of_rows(leaf) and len(leaf) == n for leaf, n in pairs)
         # Tensors that have all rows are features, by level.
-        if by_row and not all(rows_in(x) == n for leaf, n in leaves for x in leaf):
+        if by_row and any(rows_in(x) != n for leaf, n in pairs for x in leaf):
+            name, _ = [*names(outputs[0].value, is_list_of_rows)][k]
             raise ValueError(
                 "a list with an entry for each row is not joined, but the tensors in it (output: "
                 f"{name}, entries: {sizes[0]}, rows: {sizes}); pass the lists of the input as "
@@ -313,14 +303,8 @@ def _marked(batch: Batch) -> set[int] | None:
     leaves = [] if is_plain else leaves_of(batch.value, is_marked)
     if not any(map(is_marked, leaves)):
         return None
-    found: set[int] = set()
-    count = 0
-    for leaf in leaves:
-        here = sum(isinstance(x, Tensor) for x in leaves_of(leaf))
-        if is_marked(leaf):
-            found.update(range(count, count + here))
-        count += here
-    return found
+    within = [is_marked(x) for x in leaves for _ in tensors_in(x)]
+    return {k for k, marked in enumerate(within) if marked}
 
 
 def _name(first: Batch, k: int) -> str:

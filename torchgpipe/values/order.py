@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from math import prod
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,8 +26,6 @@ from torchgpipe._torch.dynamo import is_compiled
 from torchgpipe.values.structure import Tensors, is_dense
 
 __all__: list[str] = []
-
-NOTHING: AbstractContextManager[None] = nullcontext()
 
 #: Knowledge of a tensor: it depends on the micro-batch, has its rows, or has them in blocks.
 DEPENDS, HAS_ROWS, IN_BLOCKS = 1, 2, 3
@@ -74,15 +71,13 @@ class Order:
 
         It watches the second micro-batch if needed.
         """
-        if self._grows is None or self.known:
-            return NOTHING
         entering = self._before.blocks if self._before is not None else ()
-        rows = rows_of(given)
+        rows, grows = rows_of(given), self._grows or (self._grows is False and entering)
         # Compiled layers would be compiled again because of the mode.
-        if rows and (self._grows or entering) and not any(map(is_compiled, self._layers.modules())):
-            self._watch = BlockWatch(rows, given, entering)
-            return self._watch
-        return NOTHING
+        if self.known or not (rows and grows) or any(map(is_compiled, self._layers.modules())):
+            return nullcontext()
+        self._watch = BlockWatch(rows, given, entering)
+        return self._watch
 
     def end(self, given: Tensors, returned: Tensors) -> None:
         """Look at what the call has returned.
@@ -167,7 +162,7 @@ class BlockWatch(TorchFunctionMode):
         if name == "stack":
             # Rows are in dimension 1 now.
             return IN_BLOCKS if kind == HAS_ROWS and several else DEPENDS
-        if name in RESHAPING and size != before and size in _products(source.shape):
+        if name in RESHAPING and size > before > 0 and size % before == 0:
             # Rows in dimension 1, as where the sequence comes first, end up block by block.
             second = source.dim() > 1 and source.shape[1] % rows == 0 and before % rows != 0
             return IN_BLOCKS if second else kind
@@ -195,18 +190,9 @@ def _name(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     return name
 
 
-def _products(shape: Iterable[int]) -> list[int]:
-    """The sizes that dimension 0 can get by merging it with the dimensions after it."""
-    sizes = [*shape]
-    return [prod(sizes[:k]) for k in range(2, len(sizes) + 1)]
-
-
 def rows_of(tensors: Iterable[Tensor]) -> int:
     """The size of dimension 0 of the first tensor that has rows; 0 if none has."""
-    for x in tensors:
-        if is_dense(x) and x.dim() and (rows := x.shape[0]):
-            return rows
-    return 0
+    return next((rows for x in _tensors(tensors) if (rows := x.shape[0])), 0)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -8,6 +8,7 @@ its tensors alone, and puts the value together again before a layer is called wi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -106,7 +107,19 @@ def _filled(spec: Spec, rest: list[Any]) -> Any:
 class InputMark:
     """The base of marks, which a caller puts around values in the input of a wrapped model."""
 
-    __slots__ = ()
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def map(self, function: Callable[[Any], Any]) -> InputMark:
+        """Apply a function to each leaf; return the results under the same mark."""
+        found = copy(self)
+        found.value = map_leaves(function, self.value)
+        return found
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.value!r})"
 
 
 def is_of_input(leaf: Any) -> bool:
@@ -206,22 +219,32 @@ ALONE = Structure(None, {})
 TUPLE = Structure(None, {})
 
 
-def flatten(value: Any) -> tuple[Tensors, Structure]:
+def flatten(value: Any, spec: Spec | None = None) -> tuple[Tensors, Structure]:
     """Take a value apart into its tensors, in order, and its structure.
+
+    Args:
+        value: the value; or its leaves, in a list.
+        spec: the containers of the value, where its leaves are given.
 
     Raises:
         TypeError: the value holds tensors in something that is no known container.
     """
-    if isinstance(value, Tensor):
-        return (value,), ALONE
-    if type(value) is tuple and value and all(isinstance(x, Tensor) for x in value):
-        return value, TUPLE
-    leaves, spec = flatten_tree(value)
-    others = {k: leaf for k, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
+    if spec is LEAF:
+        (value,), spec = value, None
+    if spec is None:
+        if isinstance(value, Tensor):
+            return (value,), ALONE
+        if type(value) is tuple and value and all(isinstance(x, Tensor) for x in value):
+            return value, TUPLE
+        value, spec = flatten_tree(value)
+    elif spec.kind is tuple or not all(isinstance(x, Tensor) or type(x) in ATOMS for x in value):
+        # A tuple of nothing but tensors, most likely, or leaves that are containers.
+        return flatten(spec.unflatten(value))
+    others = {k: leaf for k, leaf in enumerate(value) if not isinstance(leaf, Tensor)}
     for leaf in others.values():
         if type(leaf) not in ATOMS:
             verify_leaf(leaf)
-    return tuple([leaf for leaf in leaves if isinstance(leaf, Tensor)]), Structure(spec, others)
+    return tuple([leaf for leaf in value if isinstance(leaf, Tensor)]), Structure(spec, others)
 
 
 def names(value: Any, is_leaf: Callable[[Any], bool] = is_of_input) -> Iterator[tuple[str, Any]]:
@@ -244,19 +267,6 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_nested
 
 
-def verify_filled(tensor: Tensor, name: str, devices: Iterable[torch.device]) -> None:
-    """Check that a tensor has values for devices other than the meta device.
-
-    Raises:
-        ValueError: it has none.
-    """
-    if tensor.is_meta and not any(device.type == "meta" for device in devices):
-        raise ValueError(
-            f"{name} must have values, and a tensor on the meta device has none ({name}: meta, "
-            f"shape: {tuple(tensor.shape)}); make it on another device, as by device='cpu'"
-        )
-
-
 def verify_leaf(leaf: Any) -> None:
     """Check that a leaf that is no tensor holds no tensors.
 
@@ -268,8 +278,7 @@ def verify_leaf(leaf: Any) -> None:
         raise TypeError(
             f"{name} says what micro-batches get of a value, so it belongs in the input of the "
             "wrapped model, and not within another mark "
-            f"({name} of: {type(getattr(leaf, 'value', None)).__name__}); have layers return the "
-            "value itself"
+            f"({name} of: {type(leaf.value).__name__}); have layers return the value itself"
         )
     if _holds_tensors(leaf, set()):
         remedy = (

@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.support import helpers
 from tests.support.helpers import wrap
+from tests.support.structures import Point, Registered
 from torchgpipe import Chunks, GPipe, NoChunk
 
 
@@ -132,6 +133,13 @@ class Options(NamedTuple):
 )
 def test_what_is_no_list_of_rows(value):
     assert messages(lambda: wrap([First()], chunks=2)(X, value)) == []
+
+
+def test_lists_within_any_container_are_named():
+    entries = [*"abcd"]
+    for value, path in ((Point(X, entries), ".y"), (Registered(X, entries), ".mask")):
+        (found,) = messages(lambda value=value: wrap([First()], chunks=2)(X, value))
+        assert f"(input: args[1]{path}, entries: 4, micro-batches: 2)" in found
 
 
 @pytest.mark.parametrize(

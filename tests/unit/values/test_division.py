@@ -9,16 +9,19 @@ from hypothesis import strategies as st
 from torch.nested import nested_tensor
 from torch.utils._pytree import tree_structure
 
+from tests.support.structures import Point
 from torchgpipe import Chunk, Chunks, NoChunk
-from torchgpipe.values.division import Division, division_of, row_count, split
-from torchgpipe.values.microbatch import scatter
+from torchgpipe.values import division as division_of_values
+from torchgpipe.values.division import Division, FlatInput, row_count
+from torchgpipe.values.microbatch import Batch, scatter
 
 X, Y = torch.arange(4.0), torch.arange(8.0).view(4, 2)
 IMAGES = [torch.rand(3, k + 1) for k in range(4)]
 
 
 def parts(value, chunks):
-    return [*split(value, division_of(value, chunks))]
+    flat = FlatInput(value)
+    return [*flat.split(flat.division(chunks))]
 
 
 def test_one_tensor_in_two_places_stays_one_after_a_split():
@@ -34,6 +37,72 @@ def test_rows_of_any_dimension_come_back_in_order(rows, chunks, dim):
     found = parts((torch.zeros(rows), Chunk(value, dim)), chunks)
     assert torch.equal(torch.cat([x for _, x in found], dim), value)
     assert len(found) == min(rows, chunks)
+
+
+#: What an input may have in it beside a tensor with six rows; of lists, fewer than there are rows.
+LEAVES = st.sampled_from(
+    [
+        *(lambda: torch.rand(6), lambda: torch.rand(6, 2), lambda: torch.tensor(2.0)),
+        *(lambda: Chunk(torch.rand(2, 6), 1), lambda: NoChunk(torch.rand(3)), lambda: "text"),
+        *(lambda: NoChunk([torch.rand(2), None]), lambda: None, lambda: 3, lambda: torch.float16),
+    ]
+).map(lambda make: make())
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.sampled_from("abc"), inner)
+        | st.tuples(inner, inner).map(lambda pair: Point(*pair))
+    ),
+    max_leaves=8,
+)
+
+
+def rows_of(value, start, size):
+    """The rows of a micro-batch, one leaf after another."""
+    if isinstance(value, NoChunk):
+        return value.value
+    if isinstance(value, Chunk):
+        return value.value.narrow(value.dim, start, size)
+    if isinstance(value, torch.Tensor):
+        return value[start : start + size] if value.dim() else value
+    if isinstance(value, dict):
+        return {key: rows_of(x, start, size) for key, x in value.items()}
+    if isinstance(value, Point):
+        return Point(*[rows_of(x, start, size) for x in value])
+    if isinstance(value, list | tuple):
+        return type(value)([rows_of(x, start, size) for x in value])
+    return value
+
+
+@given(VALUES, st.integers(1, 7))
+def test_micro_batches_have_the_rows_of_each_leaf(value, chunks):
+    value = (torch.rand(6), value)
+    flat = FlatInput(value)
+    assert len(flat.names) == len(flat.leaves)
+    division = flat.division(chunks)
+    starts = [sum(division.sizes[:i]) for i in range(division.m)]
+    by_leaves = [Batch(leaves, flat.spec) for leaves in flat.parts(division)]
+    for i, (found, batch) in enumerate(zip(flat.split(division), by_leaves, strict=True)):
+        expected = Batch(rows_of(value, starts[i], division.sizes[i]))
+        for same in (Batch(found), batch):
+            assert same.structures[None].equals(expected.structures[None])
+            assert all(map(torch.equal, same.parts[None], expected.parts[None]))
+
+
+def test_an_input_is_flattened_once(monkeypatch):
+    walks = []
+    flattened = division_of_values.flatten_tree
+    monkeypatch.setattr(
+        division_of_values,
+        "flatten_tree",
+        lambda value, test: walks.append(value) or flattened(value, test),
+    )
+    for value, count in ((X, 1), ({"x": X, "y": (Y, None, 3)}, 1), ({"x": X, "y": ["a"]}, 2)):
+        walks.clear()
+        assert len(scatter(value, 2)) == 2
+        assert len(walks) == count
 
 
 @pytest.mark.parametrize(
@@ -63,7 +132,7 @@ def test_list_with_an_entry_for_each_row_is_split_as_a_list(value):
 )
 def test_two_lists_of_one_length_tell_the_rows(other):
     value = {"images": IMAGES, "more": (other, [8, 8], {"scale": 2.0})}
-    sizes = division_of(value, 3)
+    sizes = FlatInput(value).division(3)
     assert (sizes.sizes, sizes.is_varied, sizes.is_listed) == ([2, 1, 1], True, True)
     found = parts(value, 3)
     assert [x["images"] for x in found] == [IMAGES[:2], IMAGES[2:3], IMAGES[3:]]
@@ -94,14 +163,14 @@ def test_marks_say_that_mappings_in_a_list_are_no_rows():
 
 def test_the_caller_divides():
     value = {"x": Chunks([X, None, 3]), "y": Chunks([[X], [Y], []])}
-    assert division_of(value, 8) == Division([0, 0, 0], True)
-    assert division_of(value, 8).is_ready
+    assert FlatInput(value).division(8) == Division([0, 0, 0], True)
+    assert FlatInput(value).division(8).is_ready
     assert [part["x"] for part in parts(value, 1)] == [X, None, 3]
     assert [len(part["y"]) for part in parts(value, 1)] == [1, 1, 0]
 
 
 def test_the_caller_divides_something():
-    division = division_of((Chunks(["a", "b", "c"]), X), 1)
+    division = FlatInput((Chunks(["a", "b", "c"]), X)).division(1)
     assert (division.sizes, division.is_given, division.is_ready) == ([2, 1, 1], True, False)
     assert [x.tolist() for _, x in parts((Chunks(["a", "b", "c"]), X), 1)] == [[0, 1], [2], [3]]
 
@@ -120,7 +189,7 @@ def test_the_caller_divides_something():
 )
 def test_what_cannot_be_divided(value, text):
     with pytest.raises(ValueError, match=text):
-        division_of(value, 2)
+        FlatInput(value).division(2)
 
 
 def test_marks_within_marks():

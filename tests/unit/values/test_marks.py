@@ -41,7 +41,7 @@ def test_no_micro_batch():
 
 def test_chunks_of_keyword_arguments():
     found = Chunks.of([{"x": X, "n": 1}, {"n": 2, "x": None}])
-    assert {key: x.values for key, x in found.items()} == {"x": [X, None], "n": [1, 2]}
+    assert {key: x.value for key, x in found.items()} == {"x": [X, None], "n": [1, 2]}
 
 
 def test_keyword_arguments_that_differ():

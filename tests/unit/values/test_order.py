@@ -20,6 +20,7 @@ IN_BLOCKS = {
     "cat of chunks": lambda x: torch.cat(torch.cat([x, x]).chunk(2)),
     "columns of a cat": lambda x: torch.cat([x, x.flip(1)]).unsqueeze(1)[:, 0],
     "cat of parts": lambda x: torch.cat(torch.stack([x, -x], 1).unbind(1)),
+    "halves of rows of a cat": lambda x: torch.cat([x, -x]).view(-1, 2).repeat(1, 2),
     "cat of several for each": lambda x: torch.cat([x.repeat_interleave(2, 0)] * 2),
 }
 
