@@ -1,4 +1,4 @@
-"""The figures of a Trainer's step: how long devices are idle, and their memory."""
+"""The figures of a Trainer's step: how long devices are idle, their memory, and a timeline."""
 
 from __future__ import annotations
 
