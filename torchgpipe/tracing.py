@@ -125,8 +125,11 @@ class Watch:
         # modules compiled anew.
         is_eager = getattr(model, "stages", "eager") == "eager"
         if is_eager and not any(is_compiled(x) for y, _ in self._layers for x in y.modules()):
-            self._strays, self._waits = Strays(self._layers, recorder), Waits(recorder)
+            self._waits = Waits(recorder)
             recording.within = self._waits.within
+            # Beside threads of a map, what is between the times of a layer may be another one's.
+            if getattr(model, "threads", 1) == 1:
+                self._strays = Strays(self._layers, recorder)
 
     def stop(self) -> None:
         """Leave the model alone."""
