@@ -110,7 +110,7 @@ def test_four_devices_of_the_quickstart(devices, monkeypatch, capsys):
 
 
 def test_plan_without_a_gpu(devices, monkeypatch, capsys):
-    """What the page has for virtual accelerators runs after its first imports."""
+    """The page's block for virtual accelerators runs after its first imports."""
     monkeypatch.setattr("torchgpipe.testing.load", lambda number: devices[:number])
     text = (DOCS / "choose.rst").read_text("utf-8")
     first = re.search(r"code-block:: python\n\n((?:   .*\n|\n)+)", text)[1]
