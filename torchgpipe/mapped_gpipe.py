@@ -79,7 +79,7 @@ class MappedGPipe(Wrapper):
         devices: for ``"auto"``: the devices, by default all accelerators.
         memory: for ``"auto"``: the bytes that a device may use, as ``{0: "10GiB", 1: 8e9}``.
 
-    The first four may be changed between steps. Errors say what to pass instead.
+    ``chunks`` to ``slices`` may be changed between steps. Errors say what to pass instead.
     """
 
     _own = (

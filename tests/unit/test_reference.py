@@ -48,6 +48,15 @@ def test_all_pages_are_in_the_site():
     assert max(groups) <= 7
 
 
+def test_the_guide_has_28_pages_and_45_000_words():
+    index = (DOCS / "index.rst").read_text("utf-8")
+    guide = index.partition(":caption: Developers")[0].partition("toctree::")[2]
+    pages = {*re.findall(r"^   ([a-z_]+)$", guide, re.MULTILINE)} - {"genindex"}
+    assert len(pages) <= 27
+    texts = [index, *((DOCS / f"{page}.rst").read_text("utf-8") for page in pages)]
+    assert sum(len(text.split()) for text in texts) <= 45_000
+
+
 def test_examples_are_in_the_site():
     text = (DOCS / "index.rst").read_text("utf-8")
     shown = set(re.findall(r"<\.\./examples/(\w+)\.py>`_", text))

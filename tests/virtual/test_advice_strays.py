@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from tests.support.planning import Timed
 from tests.support.size import some
-from torchgpipe import GPipe, ScheduledLoss, trace
+from torchgpipe import GPipe, MappedGPipe, ScheduledLoss, trace
 from torchgpipe.devices.streams import has_streams
 from torchgpipe.engine import workers
 from torchgpipe.testing import observe
@@ -78,3 +78,25 @@ def test_a_host_that_is_late(devices):
     assert advice is None or "copies" not in advice.reason
     advice = traced(devices, "1f1b", {6: 2}, host=0.02).advice
     assert advice.reason.startswith("virtual:3 and virtual:2 wait")
+
+
+class Asking(nn.Linear):
+    """Layer that makes the host wait for its device."""
+
+    def forward(self, input):
+        output = super().forward(input)
+        output.sum().item()
+        return output
+
+
+def test_threads_of_a_map_do_not_copy(devices):
+    """Between the times of a layer, other threads issue work to other devices."""
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)], Asking(64, 64))
+    places = {str(k): device for k, device in enumerate(devices[:4])}
+    pipe = MappedGPipe(model, places, chunks=8, checkpoint="never", threads=4)
+    x = torch.rand(64, 64)
+    with observe(costs={"addmm": 1.0, "mm": 1.0}):
+        for _ in range(3):
+            with trace(pipe) as timeline:
+                pipe(x).sum().backward()
+            assert timeline.advice is None or "cop" not in timeline.advice.reason

@@ -109,6 +109,22 @@ def test_four_devices_of_the_quickstart(devices, monkeypatch, capsys):
     assert len(rows) == 4
 
 
+def test_plan_without_a_gpu(devices, monkeypatch, capsys):
+    """The page's block for virtual accelerators runs after its first imports."""
+    monkeypatch.setattr("torchgpipe.testing.load", lambda number: devices[:number])
+    text = (DOCS / "choose.rst").read_text("utf-8")
+    first = re.search(r"code-block:: python\n\n((?:   .*\n|\n)+)", text)[1]
+    names = {}
+    exec(dedent(first).partition("plans =")[0], names)
+    exec(
+        dedent(re.search(r"   from torchgpipe.testing import load.*\n(?:   .*\n|\n)+", text)[0]),
+        names,
+    )
+    shown = capsys.readouterr().out
+    assert len(re.findall(r"^virtual:\d  [.F]", shown, re.MULTILINE)) == 4
+    assert "planned" in shown
+
+
 def test_debugging(run, devices, monkeypatch, capsys):
     monkeypatch.setattr("torchgpipe.testing.load", lambda number: devices[:number])
     page = DOCS / "debugging.rst"

@@ -1,4 +1,4 @@
-"""The figures of a Trainer's step: how long devices are idle, and their memory."""
+"""The figures of a Trainer's step: how long devices are idle, their memory, and a timeline."""
 
 from __future__ import annotations
 
@@ -122,13 +122,14 @@ class PipelineCallback(TrainerCallback):
         self._tracing.close()
         if self._step is not None and step >= self._step and model and self.timeline is None:
             # The trace ends first.
-            self._tracing.callback(self._say)
+            self._tracing.callback(self._say, step)
             self.timeline = self._tracing.enter_context(trace(model))
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """End the trace of a step, and say its timeline."""
         self._tracing.close()
 
-    def _say(self) -> None:
+    def _say(self, step: int) -> None:
         if self.timeline is not None:
-            logger.warning(str(self.timeline))
+            # A bar of progress may stand in the line.
+            logger.warning(f"optimizer step {step}:\n{self.timeline}")

@@ -192,7 +192,7 @@ def test_a_step_is_traced(tmp_path, monkeypatch):
     trainer.train()
     assert trainer.state.global_step > 2
     # The first line is of the first step.
-    assert said[1:] == [str(look.timeline)]
+    assert said[1:] == [f"optimizer step 2:\n{look.timeline}"]
     cells = {(x.kind, x.microbatch) for x in look.timeline.step().spans if x.kind in "FB"}
     assert cells == {(kind, k) for kind in "FB" for k in range(4)}
     # Nothing is traced any more.
