@@ -102,7 +102,7 @@ class Joint:
         self.kept = {*other([*self.kept])}
 
 
-def tensors_of(node: Node) -> list[Tensor]:
+def fakes_of(node: Node) -> list[Tensor]:
     """The tensors that a node computes, as fake tensors, which have no data."""
     value = node.meta.get("val")
     found = value if isinstance(value, tuple | list) else [value]
@@ -129,7 +129,7 @@ class Effects:
     def __init__(self, nodes: Iterable[Node]) -> None:
         self.position = {node: k for k, node in enumerate(nodes)}
         #: The memory that the value of each node is in.
-        self.memory = {node: frozenset(map(storage_of, tensors_of(node))) for node in self.position}
+        self.memory = {node: frozenset(map(storage_of, fakes_of(node))) for node in self.position}
         #: The nodes that write to memory, in order.
         self.writers: dict[int, list[Node]] = {}
         self.written: dict[Node, Storages] = {}
@@ -202,12 +202,12 @@ class Effects:
 
 def has_statistics(node: Node) -> bool:
     """Whether a node is a norm that takes running statistics."""
-    return any(name in STATISTICS for name, _ in arguments_of(node))
+    return any(name in STATISTICS for name, _ in operator_arguments(node))
 
 
 def is_random(node: Node) -> bool:
     """Whether a node draws random numbers; attention with a dropout of 0 does not."""
-    chances = [value for name, value in arguments_of(node) if name in ("dropout_p", "p")]
+    chances = [value for name, value in operator_arguments(node) if name in ("dropout_p", "p")]
     tags: Sequence[Any] = getattr(node.target, "tags", ())
     without = bool(chances) and all(x == 0 for x in chances)
     return torch.Tag.nondeterministic_seeded in tags and not without
@@ -227,7 +227,7 @@ def is_view(node: Node) -> bool:
     return schema.returns[0].alias_info is not None
 
 
-def arguments_of(node: Node) -> list[tuple[str, Any]]:
+def operator_arguments(node: Node) -> list[tuple[str, Any]]:
     """The arguments of an operator by name, without those that are at their default."""
     schema = schema_of(node.target)
     if schema is None:
@@ -242,7 +242,7 @@ def _written(node: Node) -> list[Node]:
     if schema is None:
         return []
     infos = {x.name: x.alias_info for x in schema.arguments}
-    declared = [x for name, x in arguments_of(node) if infos[name] and infos[name].is_write]
+    declared = [x for name, x in operator_arguments(node) if infos[name] and infos[name].is_write]
     found = [x for x in leaves_of(declared) if isinstance(x, Node)]
     return found if _is_backward(node) else [*found, *_statistics(node)]
 
@@ -252,7 +252,7 @@ def _statistics(node: Node) -> list[Node]:
 
     Its forward writes them, and its backward does not read them.
     """
-    found = dict(arguments_of(node))
+    found = dict(operator_arguments(node))
     trains = found.get("training", found.get("train", found.get("use_input_stats", True)))
     return [found[name] for name in STATISTICS if trains and isinstance(found.get(name), Node)]
 
@@ -267,7 +267,7 @@ def is_item(node: Node) -> bool:
     return node.target is operator.getitem
 
 
-def bytes_of(tensors: Iterable[Tensor]) -> int:
+def fake_bytes(tensors: Iterable[Tensor]) -> int:
     """The memory of some fake tensors, each storage once, in bytes."""
     found = {storage_of(x): x.untyped_storage().nbytes() for x in tensors}
     return sum(found.values())

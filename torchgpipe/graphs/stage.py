@@ -22,7 +22,7 @@ from torchgpipe.engine.computation import Forward
 from torchgpipe.engine.criterion import Criterion
 from torchgpipe.engine.loop import Executor
 from torchgpipe.graphs.gate import gate
-from torchgpipe.graphs.joint import bytes_of, tensors_of
+from torchgpipe.graphs.joint import fake_bytes, fakes_of
 from torchgpipe.graphs.listing import listing
 from torchgpipe.graphs.overlap import cost
 from torchgpipe.graphs.parts import Maker, Parts
@@ -296,7 +296,7 @@ def costs_of(traced: Sequence[Traced]) -> Costs:
         # Copies of buffers that R changes, too.
         checkpoint=[
             x.bytes_of(x.kept)
-            + bytes_of(y for k in x.changed_again for y in tensors_of(x.joint.state[k]))
+            + fake_bytes(y for k in x.changed_again for y in fakes_of(x.joint.state[k]))
             for x in parts
         ],
     )
