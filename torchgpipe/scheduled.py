@@ -22,7 +22,7 @@ from torchgpipe.engine.step_plan import Choice, StepPlan, plan, text_of, title_o
 from torchgpipe.engine.wrapper import MadeAnew, MiniBatch, begin_mini_batch
 from torchgpipe.gpipe import GPipe
 from torchgpipe.graphs.cell import GraphCells
-from torchgpipe.graphs.parts import compiler
+from torchgpipe.graphs.parts import slice_compiler
 from torchgpipe.graphs.slices import CHOICES, function_of
 from torchgpipe.graphs.stage import StageGraphs, costs_of, traced_all
 from torchgpipe.partition.arguments import verify_loss
@@ -256,7 +256,7 @@ class ScheduledLoss(MadeAnew):
             _verify_stages(self.stages, self.backend, self.recompute)
             cells = Cells()
             if self.stages == "graph":
-                make = function_of if self.backend is None else compiler(self.backend)
+                make = function_of if self.backend is None else slice_compiler(self.backend)
                 choice = CHOICES[self.recompute]
                 after = [*[None] * (len(model.partitions) - 1), self.loss]
                 pairs = enumerate(zip(model.partitions, after))

@@ -27,7 +27,7 @@ from benchmarks.rivals.cells import in_turn
 from benchmarks.simulate.exchange import Exchange
 from torchgpipe import GPipe, ScheduledLoss, testing
 from torchgpipe.schedule import Schedule, named
-from torchgpipe.schedule.rewrite import checkpointed
+from torchgpipe.schedule.rewrite import with_modes
 from torchgpipe.testing import Busy, observe
 
 WIDTH = 8
@@ -78,7 +78,7 @@ def host(schedule: str, mode: str, m: int, seconds: float) -> dict[str, Any]:
     steps = {f"{kind}, {stages}": partial(timed, way) for (kind, stages), way in ways.items()}
     for step in steps.values():
         step()
-    count = sum(map(len, checkpointed(named(schedule, 1, m).program, mode, m)))
+    count = sum(map(len, with_modes(named(schedule, 1, m).program, mode, m)))
     found = in_turn(steps, seconds, count)
     return {"table": "host", "schedule": schedule, "mode": mode, "m": m, "found": found}
 

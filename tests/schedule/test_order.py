@@ -10,7 +10,7 @@ from tests.schedule.cases import examples, random_skips, schedules, with_copies
 from torchgpipe.schedule import Costs, interleaved, one_f_one_b, parse, simulate
 from torchgpipe.schedule.costs import Table
 from torchgpipe.schedule.program import needs, operations, operations_of
-from torchgpipe.schedule.rewrite import checkpointed, recomputes
+from torchgpipe.schedule.rewrite import recomputes, with_modes
 from torchgpipe.schedule.simulator import Rehearsal, in_order
 
 
@@ -70,7 +70,7 @@ def test_recomputations_that_are_added_to_what_was_rehearsed(case, seed, is_inst
     rng = random.Random(seed)
     skips = random_skips(rng, len(schedule.placement))
     modes = [rng.choice(["never", "except_last", "always"]) for _ in schedule.placement]
-    program = checkpointed(schedule.program, modes, schedule.chunks)
+    program = with_modes(schedule.program, modes, schedule.chunks)
     if program is schedule.program:
         return
     costs = with_copies(rng, costs, schedule.placement, skips)

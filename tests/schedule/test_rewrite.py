@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.schedule.cases import BUILT_IN, examples, schedules
 from torchgpipe.schedule import Costs, fill_drain, named, one_f_one_b, parse, simulate, validate
 from torchgpipe.schedule.program import operations_of
-from torchgpipe.schedule.rewrite import checkpointed
+from torchgpipe.schedule.rewrite import with_modes
 
 
 def rewritten(text, change, chunks=2):
@@ -126,13 +126,13 @@ def text(program):
 
 def test_modes_of_checkpoints():
     program = one_f_one_b(2, 2).program
-    assert checkpointed(program, "never", 2) == program
-    assert text(checkpointed(program, "always", 2)) == [
+    assert with_modes(program, "never", 2) == program
+    assert text(with_modes(program, "always", 2)) == [
         "0F0 0F1 0R0 0B0 0R1 0B1",
         "1F0 1R0 1B0 1F1 1R1 1B1",
     ]
     # What follows its forward at once would free nothing.
-    assert text(checkpointed(program, "except_last", 2)) == [
+    assert text(with_modes(program, "except_last", 2)) == [
         "0F0 0F1 0R0 0B0 0B1",
         "1F0 1B0 1F1 1B1",
     ]
@@ -141,13 +141,13 @@ def test_modes_of_checkpoints():
 def test_a_mode_for_each_stage():
     program = one_f_one_b(2, 2).program
     first, second = program
-    always = [line.split() for line in text(checkpointed(program, "always", 2))]
-    assert checkpointed(program, ["never", "never"], 2) == program
-    assert [line.split() for line in text(checkpointed(program, ("always", "never"), 2))] == [
+    always = [line.split() for line in text(with_modes(program, "always", 2))]
+    assert with_modes(program, ["never", "never"], 2) == program
+    assert [line.split() for line in text(with_modes(program, ("always", "never"), 2))] == [
         always[0],
         [*map(str, second)],
     ]
-    assert [line.split() for line in text(checkpointed(program, ["never", "always"], 2))] == [
+    assert [line.split() for line in text(with_modes(program, ["never", "always"], 2))] == [
         [*map(str, first)],
         always[1],
     ]
@@ -155,20 +155,20 @@ def test_a_mode_for_each_stage():
 
 def test_stages_of_one_worker_have_modes_of_their_own():
     program = named("zbv", 2, 2).program
-    found = checkpointed(program, ["never", "always", "except_last", "never"], 2)
+    found = with_modes(program, ["never", "always", "except_last", "never"], 2)
     again = {(op.stage, op.microbatch) for op in operations_of(found) if op.kind == "R"}
     assert again == {(1, 0), (1, 1), (2, 0)}
 
 
 def test_recomputation_beside_an_overlap():
     program = parse("0F0 0F1 (0F2;0B0) 0B1 0B2", [0], 3).program
-    assert text(checkpointed(program, "except_last", 3)) == ["0F0 0F1 0R0 (0F2;0B0) 0R1 0B1 0B2"]
+    assert text(with_modes(program, "except_last", 3)) == ["0F0 0F1 0R0 (0F2;0B0) 0R1 0B1 0B2"]
 
 
 def test_recomputation_of_its_own_stays():
     program = one_f_one_b(2, 2).recompute(stages=[0]).program
     for mode in ("never", "except_last", "always"):
-        assert checkpointed(program, mode, 2) == program
+        assert with_modes(program, mode, 2) == program
 
 
 @examples
@@ -178,10 +178,10 @@ def test_each_stage_is_recomputed_as_under_its_mode_alone(case, data):
     m, stages = schedule.chunks, len(schedule.placement)
     some = st.sampled_from(["never", "except_last", "always"])
     modes = data.draw(st.lists(some, min_size=stages, max_size=stages))
-    found = replace(schedule, program=checkpointed(schedule.program, modes, m))
+    found = replace(schedule, program=with_modes(schedule.program, modes, m))
     assert validate(found) == []
     for j, mode in enumerate(modes):
-        alone = checkpointed(schedule.program, mode, m)
+        alone = with_modes(schedule.program, mode, m)
         own, other = (
             [op for op in operations_of(x) if op.stage == j] for x in (found.program, alone)
         )
@@ -193,9 +193,9 @@ def test_each_stage_is_recomputed_as_under_its_mode_alone(case, data):
 def test_checkpoint_modes_keep_a_schedule_valid(case, mode):
     schedule, _ = case
     m = schedule.chunks
-    found = replace(schedule, program=checkpointed(schedule.program, mode, m))
+    found = replace(schedule, program=with_modes(schedule.program, mode, m))
     assert validate(found) == []
-    assert checkpointed(found.program, mode, m) == found.program
+    assert with_modes(found.program, mode, m) == found.program
     rest = [[x for x in line if x[1] != "R"] for line in found.program]
     assert rest == [[x for x in line if x[1] != "R"] for line in schedule.program]
     again = {(op.stage, op.microbatch) for op in operations_of(found.program) if op.kind == "R"}
@@ -210,6 +210,6 @@ def test_checkpoint_modes_keep_a_schedule_valid(case, mode):
 
 def test_unknown_mode():
     with pytest.raises(AssertionError):
-        checkpointed(one_f_one_b(2, 2).program, "often", 2)
+        with_modes(one_f_one_b(2, 2).program, "often", 2)
     with pytest.raises(AssertionError):
-        checkpointed(one_f_one_b(2, 2).program, ["never", "often"], 2)
+        with_modes(one_f_one_b(2, 2).program, ["never", "often"], 2)

@@ -14,7 +14,7 @@ from torchgpipe.schedule import Costs, fill_drain, named, one_f_one_b, parse, si
 from torchgpipe.schedule.costs import Table
 from torchgpipe.schedule.limits import bounds
 from torchgpipe.schedule.program import Op
-from torchgpipe.schedule.rewrite import checkpointed
+from torchgpipe.schedule.rewrite import with_modes
 from torchgpipe.schedule.trips import Trip, leaving, trips
 
 
@@ -109,7 +109,7 @@ def test_to_keep_all_is_fastest_and_to_come_back_late_is_smallest(case, seed):
         away = [isinstance(x, int) for x in modes]
         words = ["never" if x else mode for x, mode in zip(away, modes)]
         prefetch = [mode if x else 1 for x, mode in zip(away, modes)]
-        program = checkpointed(schedule.program, words, schedule.chunks)
+        program = with_modes(schedule.program, words, schedule.chunks)
         leaving = replace(
             costs, activation=7, checkpoint=1, away=[5 * x for x in away], prefetch=prefetch
         )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torchgpipe._torch.attributes import storage_of
-from torchgpipe.graphs.joint import tensors_of
+from torchgpipe.graphs.joint import fakes_of
 from torchgpipe.graphs.overlap import communicates
 from torchgpipe.graphs.parts import Parts
 from torchgpipe.graphs.places import Places
@@ -124,7 +124,7 @@ def peak(parts, part, held=()):
 
 def _storages(nodes):
     """The storages of some nodes, with their sizes."""
-    return {storage_of(x): x.untyped_storage().nbytes() for node in nodes for x in tensors_of(node)}
+    return {storage_of(x): x.untyped_storage().nbytes() for node in nodes for x in fakes_of(node)}
 
 
 class Program(nn.Module):

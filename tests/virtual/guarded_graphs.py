@@ -57,7 +57,7 @@ MUTANTS = {
     "random numbers in the same order": (("is_random(x) or ", ""), "graph order"),
     "what layers keep of a graph": ((" - joint.kept", ""), "graph keep"),
     "buffers of before the first run of a graph": (
-        ("copied(state[k], state[k].stride())", "state[k]"),
+        ("copy_with_strides(state[k], state[k].stride())", "state[k]"),
         "graph buffers",
     ),
     "autocast around a graph": (("without_autocast()", "nullcontext()"), "graph autocast"),

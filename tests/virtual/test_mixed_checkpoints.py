@@ -21,7 +21,7 @@ from tests.virtual.test_schedule_times import makespans as scheduled_makespans
 from tests.virtual.test_schedule_times import stage as busy
 from torchgpipe import ScheduledLoss
 from torchgpipe.schedule import Costs, Op, named, simulate
-from torchgpipe.schedule.rewrite import checkpointed
+from torchgpipe.schedule.rewrite import with_modes
 from torchgpipe.testing import observe
 
 MIXED = [
@@ -52,7 +52,7 @@ def test_figures_of_the_guide():
     schedule = named("1f1b", 4, 8)
     found = {}
     for modes in ("never", "always", ("always", "always", "never", "never")):
-        program = checkpointed(schedule.program, modes, 8)
+        program = with_modes(schedule.program, modes, 8)
         result = simulate(replace(schedule, program=program), Costs(activation=1, checkpoint=0))
         found[modes] = result.makespan, result.peak
     assert [*found.values()] == [

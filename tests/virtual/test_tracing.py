@@ -11,7 +11,7 @@ from torch import nn
 from tests.support.helpers import MODES, assert_no_races
 from torchgpipe import GPipe, MappedGPipe, ScheduledLoss, trace
 from torchgpipe.schedule import Costs, fill_drain, named, simulate
-from torchgpipe.schedule.rewrite import checkpointed
+from torchgpipe.schedule.rewrite import with_modes
 from torchgpipe.testing import Busy, observe
 
 #: Bytes per millisecond: a row of one number takes a quarter of a millisecond.
@@ -81,7 +81,7 @@ def test_gpipe(devices, mode):
             model(x).sum().backward()
     assert_no_races(seen)
     schedule = fill_drain(n, m)
-    program = checkpointed(schedule.program, mode, m)
+    program = with_modes(schedule.program, mode, m)
     report = simulate(type(schedule)(schedule.placement, m, program), costs_of(forwards))
     computed, expected = (
         {x[:3]: x[4:] for x in cells(t) if x[0] != "copy"} for t in (timeline, report.timeline)

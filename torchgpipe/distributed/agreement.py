@@ -19,9 +19,9 @@ from torchgpipe._torch.attributes import parameters_of
 from torchgpipe.ambient.modes import verify_no_transform
 from torchgpipe.devices.pool import StreamPool
 from torchgpipe.devices.streams import CPU, device_types
-from torchgpipe.distributed.failures import shared_failures, told
+from torchgpipe.distributed.failures import error_text, shared_failures
 from torchgpipe.distributed.mail import Mail
-from torchgpipe.distributed.peers import Exchange, Peers, Routes, differing, digest
+from torchgpipe.distributed.peers import Exchange, Peers, Routes, digest, first_difference
 from torchgpipe.engine.criterion import arguments_of
 from torchgpipe.engine.wrapper import MiniBatch, verify_call
 from torchgpipe.schedule.language import Schedule
@@ -177,7 +177,7 @@ class Agreement:
                 yield
             except Exception as raised:
                 error = raised
-            texts = self._peers.texts("" if error is None else told(error))
+            texts = self._peers.texts("" if error is None else error_text(error))
         if error is not None:
             raise error
         if any(texts):
@@ -198,7 +198,7 @@ class Agreement:
         with shared_failures(self._peers):
             own = [digest(layers), digest(repr(balance)), digest(repr(schedule))]
             found = self._peers.gathered(own)
-        if differs := differing(("layers", "balance", "schedule"), found):
+        if differs := first_difference(("layers", "balance", "schedule"), found):
             raise ValueError(
                 "all processes must make the same pipeline, or they would train different models "
                 f"({differs}); decide in one process, and tell the others with "
@@ -228,9 +228,9 @@ class Agreement:
         found = exchange.heard()
         numbers = [x[len(SETTINGS) :] for x in found]
         if any(x[0] for x in numbers):
-            texts = self._peers.texts(told(error) if error else "")
+            texts = self._peers.texts(error_text(error) if error else "")
             raise self._known(error or _of_others("begin the step", texts))
-        if differs := differing(SETTINGS, found):
+        if differs := first_difference(SETTINGS, found):
             differ = ValueError(
                 "all processes must call the same method, and a step with the same settings "
                 f"({differs}); call it in all processes at the same time"

@@ -93,7 +93,7 @@ class shared_failures:
 def _first_failure(peers: Peers, error: BaseException) -> tuple[bool, str]:
     """Whether nobody has failed before, and the text of the first failure."""
     lost = _is_connection(error)
-    own = f"rank {peers.rank}: {told(error)}"
+    own = f"rank {peers.rank}: {error_text(error)}"
     try:
         store = pipelining.default_store()
         first = store.add(f"{peers.name} failures", 1) == 1
@@ -135,7 +135,7 @@ def _close(peers: Peers) -> list[int]:
     return sorted(closed)
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """An exception and its notes as a text that any process can be sent, whatever they are."""
     texts = map(_text, [error, *entries(error, "__notes__")])
     return f"{type(error).__name__}: {', '.join(texts)}"

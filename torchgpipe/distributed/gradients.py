@@ -16,7 +16,7 @@ from torchgpipe._torch.attributes import modules_of
 from torchgpipe.ambient.notes import contextmanager
 from torchgpipe.checks import is_number, verify
 from torchgpipe.devices.streams import CPU
-from torchgpipe.distributed.peers import Peers, Routes, differing, digest, resolved
+from torchgpipe.distributed.peers import Peers, Routes, digest, first_difference, resolved
 from torchgpipe.engine.outcome import Sums
 from torchgpipe.partition.placement import TableEntry, is_shard, is_sharded, tables
 
@@ -57,7 +57,7 @@ def verify_same(number: int, replicas: Peers) -> None:
     Raises:
         ValueError: it is not.
     """
-    if found := differing(["parameters"], replicas.gathered([number])):
+    if found := first_difference(["parameters"], replicas.gathered([number])):
         raise ValueError(
             "replicas must have the same parameters, and the same of them frozen, since their "
             f"gradients are averaged ({found}); make and freeze the same layers in all of them"
@@ -255,7 +255,7 @@ def sharded_in(partitions: Sequence[nn.Module]) -> list[Any]:
 
 
 @contextmanager
-def whole(modules: Sequence[Any]) -> Iterator[None]:
+def unsharded(modules: Sequence[Any]) -> Iterator[None]:
     """Gather all parameters for a ``with`` block, and let go of them after it."""
     for module in modules:
         module.set_reshard_after_forward(False)

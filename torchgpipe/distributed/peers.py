@@ -216,7 +216,7 @@ def digest(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def differing(names: Sequence[str], found: Sequence[Sequence[int]]) -> str:
+def first_difference(names: Sequence[str], found: Sequence[Sequence[int]]) -> str:
     """The first of some things in which processes differ, as text; empty if there is none."""
     for name, values in zip(names, zip(*found)):
         if len({*values}) > 1:

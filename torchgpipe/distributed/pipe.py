@@ -37,10 +37,10 @@ from torchgpipe.distributed.gradients import (
     reduce,
     sharded_in,
     total_norm,
+    unsharded,
     verify_norm,
     verify_not_parallel,
     verify_same,
-    whole,
 )
 from torchgpipe.distributed.mail import Mail
 from torchgpipe.distributed.messages import Forms
@@ -399,7 +399,7 @@ class Pipe(Wrapper):
             *(division, None, self._outputs or not with_loss, self._weight_of),
         )
         sharded, output = sharded_in(self._layers), None
-        with whole(sharded):
+        with unsharded(sharded):
             verify_placement(self._layers, [self._device] * len(self._layers))
             made = partial(Mail, self._forms, self._routes, self._peers)
             begin_mini_batch(self)

@@ -34,7 +34,7 @@ from torchgpipe.schedule.program import (
     operations,
     operations_of,
 )
-from torchgpipe.schedule.rewrite import checkpointed
+from torchgpipe.schedule.rewrite import with_modes
 from torchgpipe.schedule.simulator import in_order, verify_valid
 from torchgpipe.schedule.trips import trips
 
@@ -191,7 +191,7 @@ def completed(
             for line in schedule.program
         )
     else:
-        program = checkpointed(schedule.program, modes, schedule.chunks)
+        program = with_modes(schedule.program, modes, schedule.chunks)
     return replace(schedule, program=program)
 
 

@@ -26,7 +26,7 @@ from torchgpipe.engine.links import Gradients
 from torchgpipe.engine.scheduled_cell import Cell
 from torchgpipe.graphs.gate import gate
 from torchgpipe.graphs.overlap import Interleaving, interleaved
-from torchgpipe.graphs.parts import BackwardParts, Part, Parts, copied, laid_out
+from torchgpipe.graphs.parts import BackwardParts, Part, Parts, copy_with_strides, laid_out
 from torchgpipe.graphs.stage import StageGraphs, StageInStep
 from torchgpipe.graphs.traced import Entry, Traced, current_settings
 from torchgpipe.values.microbatch import Batch
@@ -143,7 +143,7 @@ class GraphCell(Cell):
         with torch.no_grad():
             for k in parts.changed_again:
                 # guard: buffers of before the first run of a graph
-                state[k] = copied(state[k], state[k].stride())
+                state[k] = copy_with_strides(state[k], state[k].stride())
         return numbers, state
 
     def _output(self, tensors: Sequence[Tensor]) -> Batch:
@@ -341,7 +341,7 @@ def _of_its_own(parts: Parts, part: Part, values: list[Any]) -> list[Any]:
     for k, node in enumerate(part.slice.inputs) if parts.changed_inputs else ():
         if node in parts.changed_inputs:
             with torch.no_grad():
-                values[k] = copied(values[k], values[k].stride())
+                values[k] = copy_with_strides(values[k], values[k].stride())
     return values
 
 

@@ -74,7 +74,7 @@ class Joint:
         """
         found = {storage_of(x): x.untyped_storage().nbytes() for x in tensors}
         for node in [*self.inputs, *self.more]:
-            for x in tensors_of(node):
+            for x in fakes_of(node):
                 if (storage := storage_of(x)) in found:
                     found[storage] = min(x.nbytes, found[storage])
         return sum(found.values())
@@ -114,7 +114,7 @@ class Joint:
         self.kept = {*other([*self.kept])}
 
 
-def tensors_of(node: Node) -> list[Tensor]:
+def fakes_of(node: Node) -> list[Tensor]:
     """The tensors that a node computes, as fake tensors, which have no data."""
     value = node.meta.get("val")
     found = value if isinstance(value, tuple | list) else [value]
@@ -141,7 +141,7 @@ class Effects:
     def __init__(self, nodes: Iterable[Node]) -> None:
         self.position = {node: k for k, node in enumerate(nodes)}
         #: The memory that the value of each node is in.
-        self.memory = {node: frozenset(map(storage_of, tensors_of(node))) for node in self.position}
+        self.memory = {node: frozenset(map(storage_of, fakes_of(node))) for node in self.position}
         #: The nodes that write to memory, in order.
         self.writers: dict[int, list[Node]] = {}
         self.written: dict[Node, Storages] = {}
@@ -214,12 +214,12 @@ class Effects:
 
 def has_statistics(node: Node) -> bool:
     """Whether a node is a norm that takes running statistics."""
-    return any(name in STATISTICS for name, _ in arguments_of(node))
+    return any(name in STATISTICS for name, _ in operator_arguments(node))
 
 
 def is_random(node: Node) -> bool:
     """Whether a node draws random numbers; attention with a dropout of 0 does not."""
-    chances = [value for name, value in arguments_of(node) if name in ("dropout_p", "p")]
+    chances = [value for name, value in operator_arguments(node) if name in ("dropout_p", "p")]
     tags: Sequence[Any] = getattr(node.target, "tags", ())
     without = bool(chances) and all(x == 0 for x in chances)
     return torch.Tag.nondeterministic_seeded in tags and not without
@@ -239,7 +239,7 @@ def is_view(node: Node) -> bool:
     return schema.returns[0].alias_info is not None
 
 
-def arguments_of(node: Node) -> list[tuple[str, Any]]:
+def operator_arguments(node: Node) -> list[tuple[str, Any]]:
     """The arguments of an operator by name, without those that are at their default."""
     schema = schema_of(node.target)
     if schema is None:
@@ -254,7 +254,7 @@ def _written(node: Node) -> list[Node]:
     if schema is None:
         return []
     infos = {x.name: x.alias_info for x in schema.arguments}
-    declared = [x for name, x in arguments_of(node) if infos[name] and infos[name].is_write]
+    declared = [x for name, x in operator_arguments(node) if infos[name] and infos[name].is_write]
     found = [x for x in leaves_of(declared) if isinstance(x, Node)]
     return found if _is_backward(node) else [*found, *_statistics(node)]
 
@@ -264,7 +264,7 @@ def _statistics(node: Node) -> list[Node]:
 
     Its forward writes them, and its backward does not read them.
     """
-    found = dict(arguments_of(node))
+    found = dict(operator_arguments(node))
     trains = found.get("training", found.get("train", found.get("use_input_stats", True)))
     return [found[name] for name in STATISTICS if trains and isinstance(found.get(name), Node)]
 

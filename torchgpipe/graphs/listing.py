@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from torchgpipe._torch.attributes import schema_of
-from torchgpipe.graphs.joint import tensors_of
+from torchgpipe.graphs.joint import fakes_of
 from torchgpipe.graphs.parts import Part, Parts
 from torchgpipe.show.tables import aligned, in_bytes
 
@@ -101,7 +101,7 @@ def _result(node: Node) -> str:
     value = node.meta.get("val")
     found = value if isinstance(value, tuple | list) else [value]
     shapes = ["x".join(map(str, x.shape)) if isinstance(x, Tensor) else "-" for x in found]
-    dtypes = dict.fromkeys(str(x.dtype).removeprefix("torch.") for x in tensors_of(node))
+    dtypes = dict.fromkeys(str(x.dtype).removeprefix("torch.") for x in fakes_of(node))
     return " ".join([", ".join([x or "scalar" for x in shapes]), *dtypes])
 
 

@@ -23,7 +23,7 @@ from torchgpipe.devices.streams import (
     wait_for,
     wait_stream,
 )
-from torchgpipe.graphs.joint import is_view, tensors_of
+from torchgpipe.graphs.joint import fakes_of, is_view
 from torchgpipe.graphs.parts import Part
 from torchgpipe.graphs.slices import call_directly
 from torchgpipe.values.structure import leaves_of
@@ -235,11 +235,11 @@ def even(a: list[list[Node]], b: list[list[Node]]) -> tuple[list[list[Node]], li
         if len(longest) < 2:
             break
         place = few.index(longest)
-        few[place : place + 1] = cut(longest)
+        few[place : place + 1] = cut_in_two(longest)
     return a, b
 
 
-def cut(piece: list[Node]) -> list[list[Node]]:
+def cut_in_two(piece: list[Node]) -> list[list[Node]]:
     """Cut a piece in two that take about as long."""
     whole = sum(map(cost, piece))
     before = [*accumulate(map(cost, piece))]
@@ -251,7 +251,7 @@ def cost(node: Node) -> float:
     """Estimate the time of a node: its operations, and the elements that it writes."""
     if is_view(node):
         return 0
-    found = float(sum(x.numel() for x in tensors_of(node)))
+    found = float(sum(x.numel() for x in fakes_of(node)))
     packet: Any = getattr(node.target, "overloadpacket", None)
     if packet in flop_registry:
 

@@ -30,10 +30,10 @@ from torchgpipe.graphs.gate import gate
 from torchgpipe.graphs.joint import (
     Effects,
     Joint,
+    fakes_of,
     has_statistics,
     is_random,
     is_void,
-    tensors_of,
 )
 from torchgpipe.graphs.slices import (
     RecomputeChoice,
@@ -67,10 +67,10 @@ FOLLOWING = {aten.sum.dim_IntList}
 
 def laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     """A tensor with these strides: itself, or a copy."""
-    return tensor if tensor.stride() == strides else copied(tensor, strides)
+    return tensor if tensor.stride() == strides else copy_with_strides(tensor, strides)
 
 
-def copied(tensor: Tensor, strides: Sequence[int]) -> Tensor:
+def copy_with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     """A copy with these strides."""
     shape, dtype, device = tensor.shape, tensor.dtype, tensor.device
     found = torch.empty_strided(shape, strides, dtype=dtype, device=device)
@@ -141,7 +141,7 @@ def _relying(node: Node) -> list[Node]:
 
 def _is_certain(effects: Effects, node: Node, certain: Collection[Node]) -> bool:
     """Whether a node has the strides of its fake tensor."""
-    if node.target in CERTAIN or not any(x.dim() for x in tensors_of(node)):
+    if node.target in CERTAIN or not any(x.dim() for x in fakes_of(node)):
         return True
     if node.target in FOLLOWING or torch.Tag.pointwise in getattr(node.target, "tags", ()):
         return all(x in certain for x in node.all_input_nodes)
@@ -288,8 +288,8 @@ class Parts(BackwardParts):
 
     def bytes_of(self, nodes: Iterable[Node]) -> int:
         """The memory of some values; parameters, buffers and their views are not among it."""
-        state = {storage_of(x) for node in self.joint.state for x in tensors_of(node)}
-        found = [x for node in nodes for x in tensors_of(node)]
+        state = {storage_of(x) for node in self.joint.state for x in fakes_of(node)}
+        found = [x for node in nodes for x in fakes_of(node)]
         return self.joint.bytes_of(x for x in found if storage_of(x) not in state)
 
     @cached_property
@@ -340,7 +340,7 @@ class Parts(BackwardParts):
         return self.effects.in_order(self.effects.needed([*results, *others], {*forward}))
 
 
-def compiler(backend: str | Callable[..., Any]) -> Callable[[Joint, Slice], SliceFunction]:
+def slice_compiler(backend: str | Callable[..., Any]) -> Callable[[Joint, Slice], SliceFunction]:
     """Make a compiler, which turns a slice of a graph into a function.
 
     It may compute in another order, and draw other random numbers, than the operators one by one.

@@ -14,10 +14,10 @@ from torchgpipe._torch.attributes import schema_of
 from torchgpipe.graphs.joint import (
     Effects,
     Joint,
+    fakes_of,
     is_item,
     is_random,
     is_void,
-    tensors_of,
 )
 
 __all__: list[str] = []
@@ -112,7 +112,7 @@ def _same(node: Node) -> Node | None:
         before = source.args[0]
         return before if isinstance(before, Node) else None
     if node.target in RESHAPES:
-        (a,), (b,) = tensors_of(node), tensors_of(source)
+        (a,), (b,) = fakes_of(node), fakes_of(source)
         return source if a.shape == b.shape and a.stride() == b.stride() else None
     return None
 
@@ -221,7 +221,7 @@ def without(joint: Joint, missing: Collection[int]) -> Joint:
         taken = {*node.all_input_nodes}
         if taken & there and node.target is aten.add.Tensor and len(taken & lost) == 1:
             (other,) = taken - lost
-            (a,), (b,) = tensors_of(other), tensors_of(node)
+            (a,), (b,) = fakes_of(other), fakes_of(node)
             if (a.shape, a.stride(), a.dtype, node.kwargs) == (b.shape, b.stride(), b.dtype, {}):
                 joint.replace(node, other)
                 lost.add(node)
@@ -233,7 +233,7 @@ def without(joint: Joint, missing: Collection[int]) -> Joint:
         for x in taken & lost:
             assert x is not None
             with graph.inserting_before(node):
-                (like,) = tensors_of(x)
+                (like,) = fakes_of(x)
                 made = graph.call_function(
                     _zeros, (like.shape, like.stride(), like.dtype, like.device)
                 )
@@ -342,7 +342,7 @@ def min_cut(joint: Joint, effects: Effects, saved: Sequence[Node]) -> list[Node]
     graph.add_node("sink")
     for x in [*given, *region]:
         whole = isinstance(x.meta.get("val"), tuple | list)
-        graph.add_edge((x, 0), (x, 1), capacity=inf if whole else joint.bytes_of(tensors_of(x)))
+        graph.add_edge((x, 0), (x, 1), capacity=inf if whole else joint.bytes_of(fakes_of(x)))
         if x in given or x in fixed:
             graph.add_edge("source", (x, 0))
         if x in region and x not in fixed:

@@ -21,7 +21,7 @@ from torchgpipe.ambient.notes import warn
 from torchgpipe.engine.computation import Forward, ScheduledStep
 from torchgpipe.engine.criterion import Criterion
 from torchgpipe.graphs.gate import gate
-from torchgpipe.graphs.joint import tensors_of
+from torchgpipe.graphs.joint import fakes_of
 from torchgpipe.graphs.listing import listing
 from torchgpipe.graphs.overlap import cost
 from torchgpipe.graphs.parts import Maker, Parts
@@ -295,7 +295,7 @@ def costs_of(traced: Sequence[Traced]) -> Costs:
         # Copies of buffers that R changes, too.
         checkpoint=[
             x.bytes_of(x.kept)
-            + x.joint.bytes_of(y for k in x.changed_again for y in tensors_of(x.joint.state[k]))
+            + x.joint.bytes_of(y for k in x.changed_again for y in fakes_of(x.joint.state[k]))
             for x in parts
         ],
     )

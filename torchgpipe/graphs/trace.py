@@ -25,7 +25,7 @@ from torch.fx.traceback import preserve_node_meta
 
 from torchgpipe._torch.dynamo import keep_guard
 from torchgpipe.ambient.modes import own_casts, without_autocast
-from torchgpipe.graphs.joint import Effects, Joint, is_random, tensors_of
+from torchgpipe.graphs.joint import Effects, Joint, fakes_of, is_random
 from torchgpipe.graphs.places import REASON, Places, ReadingNothing, UntraceableError, verify_plain
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import Structure
@@ -248,7 +248,7 @@ def _verify(joint: Joint) -> None:
     """
     if any(is_random(x) for x in joint.backward):
         raise UntraceableError("it draws random numbers in its backward")
-    values = [x for node in joint.module.graph.nodes for x in tensors_of(node)]
+    values = [x for node in joint.module.graph.nodes for x in fakes_of(node)]
     if any(x.layout != torch.strided for x in values):
         raise UntraceableError("it computes with sparse tensors")
     if not all(type(size) is int for x in values for size in x.shape):

@@ -22,7 +22,7 @@ from torchgpipe.schedule.by_name import built_in
 from torchgpipe.schedule.costs import Costs, Table
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.program import Instruction, Overlap, Skips, operations, operations_of
-from torchgpipe.schedule.rewrite import checkpointed, recomputes
+from torchgpipe.schedule.rewrite import recomputes, with_modes
 from torchgpipe.schedule.simulator import Rehearsal
 
 __all__: list[str] = []
@@ -123,7 +123,7 @@ class Trial:
     def schedule(self) -> Schedule:
         """The schedule, with its recomputations."""
         base = self.setting.schedule
-        program = checkpointed(base.program, self._words, base.chunks)
+        program = with_modes(base.program, self._words, base.chunks)
         return replace(base, program=program, skips=self._skips)
 
     @cached_property

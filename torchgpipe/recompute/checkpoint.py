@@ -75,7 +75,7 @@ from torchgpipe.recompute.runs import (
     is_verifying,
     recomputing,
 )
-from torchgpipe.recompute.slots import Enough, Filling, Kept, Saved, Slot, explain, modified
+from torchgpipe.recompute.slots import Enough, Filling, Kept, Saved, Slot, explain_hooks, modified
 from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
@@ -158,7 +158,7 @@ class Checkpoint:
             with Swap(after_layer, then=stored.look), checkpointing(self.values), hooks:
                 output = self.function((batch if given is None else given).copy())
         except RuntimeError as error:
-            explain(error)
+            explain_hooks(error)
             raise
         stored.verify()
         self.inputs.clear()

@@ -53,8 +53,8 @@ from torchgpipe.devices.streams import (
     wait_for,
 )
 from torchgpipe.partition.keeping import Offload
-from torchgpipe.recompute.slots import explain, modified
-from torchgpipe.recompute.storage import Storage, View, is_held, key_of, sent, size_of
+from torchgpipe.recompute.slots import explain_hooks, modified
+from torchgpipe.recompute.storage import Storage, View, is_held, sent, storage_bytes, storage_key
 
 __all__: list[str] = []
 
@@ -178,7 +178,7 @@ class Offloaded:
             with saved_tensors_hooks(self._pack, self._unpack):
                 return run(value)
         except RuntimeError as error:
-            explain(error)
+            explain_hooks(error)
             raise
 
     @uncompiled
@@ -187,7 +187,7 @@ class Offloaded:
         if self._share:
             # The copy waits for this stream alone.
             # guard: layers with a stream of their own
-            key = key_of(tensor, get_device(self.stream)) if is_current(self.stream) else 0
+            key = storage_key(tensor, get_device(self.stream)) if is_current(self.stream) else 0
             # A graph that layers throw away lets go of what it has saved.
             # guard: graphs that are thrown away
             self._views.setdefault(key, []).append(ref(view))
@@ -200,7 +200,7 @@ class Offloaded:
         views.pop(0, None)
         alive = [[x for x in [seen() for seen in group] if x] for group in views.values()]
         may_leave = [
-            (group, size_of(group))
+            (group, storage_bytes(group))
             for group in filter(None, alive)
             # guard: what has changed by now
             # guard: what somebody else holds

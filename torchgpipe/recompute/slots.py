@@ -110,7 +110,7 @@ def modified(tensor: Tensor, expected: int, layer: str | None) -> RuntimeError:
     )
 
 
-def explain(error: RuntimeError) -> None:
+def explain_hooks(error: RuntimeError) -> None:
     """Say it in our words if layers have raised since they cannot run with hooks.
 
     Raises:

@@ -132,7 +132,7 @@ def flat(tensor: Tensor) -> Tensor:
     return empty.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def key_of(tensor: Tensor, device: torch.device) -> int:
+def storage_key(tensor: Tensor, device: torch.device) -> int:
     """A number for the storage of a tensor that may leave; 0 for one that stays where it is.
 
     Weights stay, and views of these. So do tensors of other devices, and those that are more than
@@ -159,7 +159,7 @@ def key_of(tensor: Tensor, device: torch.device) -> int:
         return 0
 
 
-def size_of(views: list[View]) -> int:
+def storage_bytes(views: list[View]) -> int:
     """The bytes of the storage of some views."""
     return _first(views).untyped_storage().nbytes()
 

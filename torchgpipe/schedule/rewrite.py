@@ -23,7 +23,7 @@ from torchgpipe.schedule.program import (
 )
 
 __all__: list[str] = [
-    "checkpointed",
+    "with_modes",
     "deferred",
     "halved",
     "recomputed",
@@ -125,7 +125,7 @@ def without_recomputation(program: Program) -> Program:
     return _changed(program, lambda op: None if op.kind == "R" else op)
 
 
-def checkpointed(program: Program, modes: str | Sequence[str], chunks: int) -> Program:
+def with_modes(program: Program, modes: str | Sequence[str], chunks: int) -> Program:
     """Add the R of GPipe's checkpoint modes; a program with an R of its own stays as it is.
 
     Args:
@@ -147,7 +147,7 @@ def checkpointed(program: Program, modes: str | Sequence[str], chunks: int) -> P
 def recomputes(
     program: Program, modes: str | Sequence[str], chunks: int
 ) -> frozenset[tuple[int, int]]:
-    """The stages and micro-batches of the R that :func:`checkpointed` adds."""
+    """The stages and micro-batches of the R that :func:`with_modes` adds."""
     given = {modes} if isinstance(modes, str) else {*modes}
     assert given <= {"never", "except_last", "always"}
     if given == {"never"} or any(op.kind == "R" for op in operations_of(program)):

@@ -54,7 +54,7 @@ def build() -> Path:
         UnavailableError: there is no compiler, the compiler fails, or PyTorch is too old.
     """
     verify_torch(torch.__version__)
-    command, links = [*compiler(), *flags()], _links()
+    command, links = [*cxx_compiler(), *flags()], _links()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchgpipe"
     # The name begins with "lib", so that Python does not take the file for a module.
     library = cache / f"libvirtual-{torch.__version__}-{_digest([*command, *links])}.so"
@@ -89,7 +89,7 @@ def verify_torch(version: str) -> None:
         )
 
 
-def compiler() -> list[str]:
+def cxx_compiler() -> list[str]:
     """The command of a C++ compiler.
 
     Raises:

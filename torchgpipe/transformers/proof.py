@@ -68,7 +68,7 @@ class Weighing:
 
     def way(self, kwargs: Mapping[str, Any]) -> str:
         """The way for a mini-batch, by the keyword arguments of the model."""
-        found = self._ways.get(key_of(kwargs))
+        found = self._ways.get(call_key(kwargs))
         return found[0] if found else usual_way(self.pipe.module, kwargs)
 
     def prove(
@@ -94,7 +94,7 @@ class Weighing:
         Raises:
             ValueError: no way gives the loss of the model.
         """
-        key, model = key_of(kwargs), self.pipe.module
+        key, model = call_key(kwargs), self.pipe.module
         before = self._ways.get(key)
         if (before and len(before) == 1) or any(map(is_compiled, model.modules())):
             return
@@ -216,7 +216,7 @@ class Weighing:
         return whole(losses, torch.ones(rows) if way == "sum" else shares_of(counts))
 
 
-def key_of(kwargs: Mapping[str, Any]) -> frozenset[str]:
+def call_key(kwargs: Mapping[str, Any]) -> frozenset[str]:
     """The names of the arguments of a call, by which mini-batches with another loss are told."""
     return frozenset(name for name, x in kwargs.items() if x is not None)
 

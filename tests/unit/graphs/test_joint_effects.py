@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from tests.support.graphs import traced
-from torchgpipe.graphs.joint import Effects, is_random, is_view, is_void, tensors_of
+from torchgpipe.graphs.joint import Effects, fakes_of, is_random, is_view, is_void
 
 
 def nodes_of(function, x, layers=None):
@@ -63,6 +63,6 @@ def test_random_numbers():
 
 def test_bytes_count_each_storage_once():
     joint, nodes = nodes_of(lambda x: (x * 2).view(-1), torch.rand(2, 3))
-    both = [*tensors_of(nodes["mul"]), *tensors_of(nodes["view"])]
+    both = [*fakes_of(nodes["mul"]), *fakes_of(nodes["view"])]
     assert len(both) == 2
     assert joint.bytes_of(both) == 24

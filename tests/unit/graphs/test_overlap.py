@@ -14,7 +14,7 @@ from tests.support.size import some
 from torchgpipe.devices.streams import current_stream
 from torchgpipe.graphs.overlap import (
     Interleaving,
-    cut,
+    cut_in_two,
     interleaved,
     overlapped,
 )
@@ -85,6 +85,6 @@ def test_functions_are_let_go_of_with_their_parts():
 def test_a_cut_is_even_in_arithmetic():
     layers = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)], *[nn.Tanh()] * 9)
     nodes = Stage(layers, torch.rand(3, 64)).parts.forward.slice.nodes
-    first, second = cut(nodes)
+    first, second = cut_in_two(nodes)
     assert sum("addmm" in str(x.target) for x in first) == 2
     assert [*first, *second] == nodes

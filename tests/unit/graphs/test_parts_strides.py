@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.support.graphs import Stage
-from torchgpipe.graphs.parts import copied, laid_out
+from torchgpipe.graphs.parts import copy_with_strides, laid_out
 
 
 class Layer(nn.Module):
@@ -71,12 +71,12 @@ def test_outputs():
 def test_laid_out():
     x = torch.rand(2, 3)
     assert laid_out(x, (3, 1)) is x
-    assert copied(x, (3, 1)) is not x
+    assert copy_with_strides(x, (3, 1)) is not x
     found = laid_out(x, (1, 2))
     assert torch.equal(found, x)
     assert found.stride() == (1, 2)
     z = torch.rand(2, 3, dtype=torch.complex64).conj()
     for x in (z, z.imag, z._neg_view()):
-        found = copied(x, (1, 2))
+        found = copy_with_strides(x, (1, 2))
         assert torch.equal(found, x)
         assert (found.is_conj(), found.is_neg()) == (x.is_conj(), x.is_neg())

@@ -134,7 +134,7 @@ def test_compiled_once(cache, program, monkeypatch, tmp_path):
 
 def test_one_cpp_library_in_the_process(cache, monkeypatch, tmp_path, python):
     # Some machines have only the static one to link with. A dry run died there.
-    monkeypatch.setenv("CXX", " ".join([*build.compiler(), "-static-libstdc++"]))
+    monkeypatch.setenv("CXX", " ".join([*build.cxx_compiler(), "-static-libstdc++"]))
     text = "#include <iostream>\nvoid text(long n) { std::cout << n; }"
     (tmp_path / "virtual.cpp").write_text(text)
     monkeypatch.setattr(build, "SOURCES", tmp_path)
@@ -164,22 +164,22 @@ def test_no_compiler(monkeypatch, tmp_path):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(testing.UnavailableError, match=r"\(looked for: g\+\+, .*\); install one"):
-        build.compiler()
+        build.cxx_compiler()
 
 
 def test_compiler_in_the_environment(program, monkeypatch):
     program("")
     monkeypatch.setenv("CXX", f"{os.environ['CXX']} -m64")
-    assert build.compiler()[1:] == ["-m64"]
+    assert build.cxx_compiler()[1:] == ["-m64"]
     monkeypatch.setenv("CXX", "/nonexistent/g++")
     with pytest.raises(testing.UnavailableError, match=r"\(CXX: '/nonexistent/g\+\+'\); unset"):
-        build.compiler()
+        build.cxx_compiler()
 
 
 def test_no_compiler_on_windows(monkeypatch):
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(testing.UnavailableError, match="Subsystem for Linux"):
-        build.compiler()
+        build.cxx_compiler()
 
 
 @pytest.mark.parametrize("version", ["2.8.1", "1.13.0+cu117"])
