@@ -402,8 +402,7 @@ def objects_in(input: FlatInput) -> dict[str, Any]:
 
     Without any, if there are fewer numbers and texts than rows, and nothing else.
     """
-    others = [x for x in input.leaves if not isinstance(x, InputMark | Tensor | list)]
-    if len(others) < input.rows and ATOMS.issuperset(map(type, others)):
+    if sum(type(x) in ATOMS for x in input.leaves) < input.rows and not input.objects:
         return {}
     # The arguments of a call are no tuple, however many they are.
     args = input.value.args if isinstance(input.value, Arguments) else None

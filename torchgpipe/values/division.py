@@ -21,7 +21,6 @@ from torchgpipe import _torch
 from torchgpipe.values.marks import Chunk, Chunks, NoChunk, is_mark, is_marked
 from torchgpipe.values.structure import (
     ATOMS,
-    InputMark,
     IsLeaf,
     flatten_tree,
     is_dense,
@@ -148,6 +147,12 @@ class FlatInput:
         return {name: tuple(getattr(x, "shape", (len(x),))) for name, x in tensors}
 
     @property
+    def objects(self) -> list[Any]:
+        """The leaves that go whole, and are no tensors, numbers or texts."""
+        found = [x for x in self.leaves if type(x) not in ATOMS and not self.is_leaf(x)]
+        return [x for x in found if not isinstance(x, Tensor)]
+
+    @property
     def given(self) -> list[int]:
         """The length of each :class:`~torchgpipe.Chunks`, by which the caller has divided."""
         return [len(x) for x in self.leaves if isinstance(x, Chunks)]
@@ -164,9 +169,8 @@ class FlatInput:
             ValueError: there is no tensor to divide, tensors differ in their number of rows, or
                 several :class:`Chunks` differ in length.
         """
-        for x in self.leaves:
-            if type(x) not in ATOMS and not isinstance(x, InputMark | Tensor | list):
-                verify_leaf(x)
+        for x in self.objects:
+            verify_leaf(x)
         counts, lengths = self.counts, {*self.given}
         rows = next(iter(counts), 0)
         sparse = self.named(lambda x: isinstance(x, Tensor) and x.dim() > 0 and not is_dense(x))
@@ -181,8 +185,7 @@ class FlatInput:
                 "torchgpipe.Chunks([first, second]), mark it by torchgpipe.NoChunk, or set chunks=1"
             )
         if len(lengths) > 1:
-            named = self.named(lambda x: isinstance(x, Chunks))
-            given = {name: len(x) for name, x in named.items()}
+            given = {k: len(x) for k, x in self.named(lambda x: isinstance(x, Chunks)).items()}
             raise ValueError(
                 "all Chunks of a call must have the same length, the number of micro-batches "
                 f"(lengths: {given}); pass None for a micro-batch that has no value"
