@@ -14,7 +14,6 @@ from torchgpipe.checks import verify, verify_number
 from torchgpipe.devices.streams import Device
 from torchgpipe.engine.stages import stages_of
 from torchgpipe.gpipe import GPipe
-from torchgpipe.partition.keeping import Keeping, Offload
 from torchgpipe.partition.split import verify_module
 from torchgpipe.planner.auto import too_large
 from torchgpipe.planner.given import (
@@ -140,13 +139,15 @@ def plan(
 
 def _candidate(found: Ranked, loss: Callable[..., Any] | None) -> Candidate:
     trial = found.trial
-    schedule, costs = trial.schedule, trial.costs
+    schedule, costs = trial.schedule, trial.table.costs
+    memory = by_device(trial.problem.places, trial.memory)
     report = simulate(schedule, costs)
     limit = bounds(schedule.placement, schedule.chunks, costs, skips=schedule.skips)
     return Candidate(
         *([*trial.balance], trial.devices, schedule.chunks, trial.checkpoint, trial.setting.name),
-        *(trial.time, trial.by_device, round(found.excess), report, limit.gap(report)),
-        *(loss, trial, found.proof),
+        trial.time,
+        memory,
+        *(round(found.excess), report, limit.gap(report), loss, found.proof),
     )
 
 
@@ -172,7 +173,7 @@ class Candidate:
     balance: list[int]
     devices: list[torch.device]
     chunks: int
-    checkpoint: Keeping | list[Keeping]
+    checkpoint: str | list[str]
     schedule: str | None
     time: float
     memory: dict[torch.device, int]
@@ -180,7 +181,6 @@ class Candidate:
     report: Report = field(repr=False)
     gap: float
     _loss: Callable[..., Any] | None = field(repr=False)
-    _trial: Trial = field(repr=False)
     proof: Proof | None = None
 
     @property
@@ -238,7 +238,7 @@ class Candidate:
             self.schedule or "gpipe",
             str(self.chunks),
             str(self.balance),
-            " ".join(map(_letter, modes)) if isinstance(modes, list) else str(modes),
+            " ".join(x[0] for x in modes) if isinstance(modes, list) else modes,
             f"{self.time:.4g}",
             "" if self.proof is None else f"{self.proof.time:.4g}",
             as_mib(max(self.memory.values())),
@@ -247,11 +247,6 @@ class Candidate:
             f"{self.gap:.1%}",
             "" if not self.excess else f"{in_bytes(self.excess)} too much",
         ]
-
-
-def _letter(mode: Keeping) -> str:
-    """The letter of a checkpoint mode in a table."""
-    return f"o({mode.share:g})" if isinstance(mode, Offload) else str(mode)[0]
 
 
 @dataclass(frozen=True)
@@ -292,9 +287,7 @@ class Plans:
         lines = [aligned(rows, left=range(len(rows[0])))]
         hidden = len(self.candidates) + len(self.misfits) - len(shown)
         if any(isinstance(x.checkpoint, list) for x in shown):
-            lines.append(
-                "checkpoint of each partition: a always, e except_last, n never, o offload"
-            )
+            lines.append("checkpoint of each partition: a always, e except_last, n never")
         if self.limits:
             sizes = dict.fromkeys(map(as_mib, self.limits.values()))
             lines.append(f"a device may use {', '.join(sizes)} MiB")
