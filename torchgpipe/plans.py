@@ -62,11 +62,11 @@ def plan(
         print(plans)
         training = plans.best.wrap(layers)
 
-    The layers are measured once, with micro-batches of a few sizes. Times are simulated, and memory
+    The layers are measured once, with micro-batches of two sizes. Times are simulated, and memory
     is counted: what cells keep between forward and backward, weights, gradients, the optimizer, and
-    the workspace of each computation. Where devices have streams, the best candidates train for two
-    steps then, and what was measured decides. Cells may leave for the memory of the host, if links
-    to it are fast. Policies of PyTorch's are not planned.
+    the workspace of one computation. Where devices have streams, the best candidates train for two
+    steps then, and what was measured decides. What leaves for the memory of the host, and policies
+    of PyTorch's, are not planned.
 
     Args:
         layers: the model. It is not changed.
@@ -75,8 +75,8 @@ def plan(
             :func:`torchgpipe.arguments` returns.
 
     Keyword Args:
-        devices: the devices, one for each worker; by default all accelerators. Slower ones among
-            them get less to do.
+        devices: the devices, one for each worker, which should be alike; by default all
+            accelerators.
         memory: the bytes that each device may use, one number for all, or a table by device, as
             ``{0: "10GiB", 1: "8GiB"}``. What is proven may fill them, and what is not fills 85 %
             by its prediction. By default it is nine tenths of what the device has, where it says
@@ -93,8 +93,9 @@ def plan(
         prove: how many candidates to train for two steps on the devices, each with a copy of the
             layers, as long as one that is left may be faster: two by default, if devices have
             streams and the sample has the rows of a mini-batch. What takes more memory than it may,
-            or runs out of it, is passed over. On virtual accelerators that compute no values, this
-            is a dry run.
+            or runs out of it, is passed over. Under a limit, as many more may be trained up to
+            twice, found with the memory that was measured. On virtual accelerators that compute no
+            values, this is a dry run.
 
     Returns:
         The candidates: for each schedule and number of micro-batches the best one found, and what

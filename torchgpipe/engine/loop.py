@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torchgpipe.ambient.context import is_in_checkpoint
 from torchgpipe.ambient.generators import holding
 from torchgpipe.devices.streams import use_stream, wait_stream
-from torchgpipe.engine.computation import KINDS, Computation
+from torchgpipe.engine.computation import KINDS, NOTHING, Computation
 from torchgpipe.engine.criterion import Criterion
 from torchgpipe.engine.drawing import Draws
 from torchgpipe.engine.links import Links, Post
@@ -193,14 +193,10 @@ class Executor:
         (run,) = runs
         with use_stream(run.stream), run:
             run.receive()
-            recording = self.crew.stages.recording
-            if recording is None:
+            recording, mark = self.crew.stages.recording, self._begun(run)
+            with NOTHING if recording is None else recording.looking(mark):
                 run.compute()
-            else:
-                mark = self._begun(run)
-                with recording.looking(mark):
-                    run.compute()
-                self._ended(mark)
+            self._ended(mark)
             run.deliver()
 
     def settle(self, w: int, runs: Sequence[Computation]) -> None:

@@ -57,7 +57,7 @@ class Trial:
 
     @property
     def settings(self) -> tuple[Any, ...]:
-        """What tells it from other trials of the same model."""
+        """The settings, which tell this trial from others of the same model."""
         return self.setting.name, self.setting.schedule.chunks, self.balance, self.modes
 
     @cached_property
@@ -208,7 +208,7 @@ class Trials:
         return Rehearsal(setting.schedule.program, skips)
 
     def _waiting(self, setting: Setting, skips: Skips) -> Counter[tuple[int, int]]:
-        """How many values wait at most on each way between stages.
+        """Count the most values that wait on each way between stages.
 
         A value waits from the computation that makes it to the one that uses it, unless that comes
         next on the same worker. All instructions are in the order in which the host issues them,

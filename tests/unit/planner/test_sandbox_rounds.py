@@ -11,7 +11,7 @@ from torchgpipe.planner.sandbox import undisturbed, verify_timed
     [([1.0] * 9, 0, 3), ([1.0] * 9, 4.5, 5), ([4.0, *[1.0] * 9], 6.5, 4), ([1.0], None, 0)],
 )
 def test_rounds(seconds, timeout, expected, monkeypatch):
-    """There are three at least, and one that has begun is finished."""
+    """Three rounds come at least, and one that has begun is finished."""
     now = [10.0]
     monkeypatch.setattr(rounds, "monotonic", lambda: sum(now))
     for _ in rounds.rounds(timeout, lambda: [[1.0, 2.0]]):
