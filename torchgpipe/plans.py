@@ -14,7 +14,6 @@ from torchgpipe.checks import verify, verify_number
 from torchgpipe.devices.streams import Device
 from torchgpipe.engine.stages import stages_of
 from torchgpipe.gpipe import GPipe
-from torchgpipe.partition.keeping import Keeping, Offload
 from torchgpipe.partition.split import verify_module
 from torchgpipe.planner.auto import too_large
 from torchgpipe.planner.given import (
@@ -63,11 +62,11 @@ def plan(
         print(plans)
         training = plans.best.wrap(layers)
 
-    The layers are measured once, with micro-batches of a few sizes. Times are simulated, and memory
+    The layers are measured once, with micro-batches of two sizes. Times are simulated, and memory
     is counted: what cells keep between forward and backward, weights, gradients, the optimizer, and
-    the workspace of each computation. Where devices have streams, the best candidates train for two
-    steps then, and what was measured decides. Cells may leave for the memory of the host, if links
-    to it are fast. Policies of PyTorch's are not planned.
+    the workspace of one computation. Where devices have streams, the best candidates train for two
+    steps then, and what was measured decides. What leaves for the memory of the host, and policies
+    of PyTorch's, are not planned.
 
     Args:
         layers: the model. It is not changed.
@@ -76,8 +75,8 @@ def plan(
             :func:`torchgpipe.arguments` returns.
 
     Keyword Args:
-        devices: the devices, one for each worker; by default all accelerators. Slower ones among
-            them get less to do.
+        devices: the devices, one for each worker, which should be alike; by default all
+            accelerators.
         memory: the bytes that each device may use, one number for all, or a table by device, as
             ``{0: "10GiB", 1: "8GiB"}``. What is proven may fill them, and what is not fills 85 %
             by its prediction. By default it is nine tenths of what the device has, where it says
@@ -94,8 +93,9 @@ def plan(
         prove: how many candidates to train for two steps on the devices, each with a copy of the
             layers, as long as one that is left may be faster: two by default, if devices have
             streams and the sample has the rows of a mini-batch. What takes more memory than it may,
-            or runs out of it, is passed over. On virtual accelerators that compute no values, this
-            is a dry run.
+            or runs out of it, is passed over. Under a limit, as many more may be trained up to
+            twice, found with the memory that was measured. On virtual accelerators that compute no
+            values, this is a dry run.
 
     Returns:
         The candidates: for each schedule and number of micro-batches the best one found, and what
@@ -140,13 +140,15 @@ def plan(
 
 def _candidate(found: Ranked, loss: Callable[..., Any] | None) -> Candidate:
     trial = found.trial
-    schedule, costs = trial.schedule, trial.costs
+    schedule, costs = trial.schedule, trial.table.costs
+    memory = by_device(trial.problem.places, trial.memory)
     report = simulate(schedule, costs)
     limit = bounds(schedule.placement, schedule.chunks, costs, skips=schedule.skips)
     return Candidate(
         *([*trial.balance], trial.devices, schedule.chunks, trial.checkpoint, trial.setting.name),
-        *(trial.time, trial.by_device, round(found.excess), report, limit.gap(report)),
-        *(loss, trial, found.proof),
+        trial.time,
+        memory,
+        *(round(found.excess), report, limit.gap(report), loss, found.proof),
     )
 
 
@@ -172,7 +174,7 @@ class Candidate:
     balance: list[int]
     devices: list[torch.device]
     chunks: int
-    checkpoint: Keeping | list[Keeping]
+    checkpoint: str | list[str]
     schedule: str | None
     time: float
     memory: dict[torch.device, int]
@@ -180,7 +182,6 @@ class Candidate:
     report: Report = field(repr=False)
     gap: float
     _loss: Callable[..., Any] | None = field(repr=False)
-    _trial: Trial = field(repr=False)
     proof: Proof | None = None
 
     @property
@@ -238,7 +239,7 @@ class Candidate:
             self.schedule or "gpipe",
             str(self.chunks),
             str(self.balance),
-            " ".join(map(_letter, modes)) if isinstance(modes, list) else str(modes),
+            " ".join(x[0] for x in modes) if isinstance(modes, list) else modes,
             f"{self.time:.4g}",
             "" if self.proof is None else f"{self.proof.time:.4g}",
             as_mib(max(self.memory.values())),
@@ -247,11 +248,6 @@ class Candidate:
             f"{self.gap:.1%}",
             "" if not self.excess else f"{in_bytes(self.excess)} too much",
         ]
-
-
-def _letter(mode: Keeping) -> str:
-    """The letter of a checkpoint mode in a table."""
-    return f"o({mode.share:g})" if isinstance(mode, Offload) else str(mode)[0]
 
 
 @dataclass(frozen=True)
@@ -292,9 +288,7 @@ class Plans:
         lines = [aligned(rows, left=range(len(rows[0])))]
         hidden = len(self.candidates) + len(self.misfits) - len(shown)
         if any(isinstance(x.checkpoint, list) for x in shown):
-            lines.append(
-                "checkpoint of each partition: a always, e except_last, n never, o offload"
-            )
+            lines.append("checkpoint of each partition: a always, e except_last, n never")
         if self.limits:
             sizes = dict.fromkeys(map(as_mib, self.limits.values()))
             lines.append(f"a device may use {', '.join(sizes)} MiB")

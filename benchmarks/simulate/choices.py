@@ -18,11 +18,10 @@ from torch import nn
 
 from benchmarks.simulate.choice_models import LLAMA, MODELS, Model, llama
 from torchgpipe import GPipe, MappedGPipe, ScheduledLoss
-from torchgpipe.partition.keeping import words_of
 from torchgpipe.planner.given import limits_of
-from torchgpipe.planner.problem import problem_of
+from torchgpipe.planner.problem import Problem, problem_of
 from torchgpipe.planner.proving import PROVEN, Proof, ranked
-from torchgpipe.planner.trial import Trial
+from torchgpipe.planner.trial import Trial, Trials, settings
 from torchgpipe.testing import dry_run, observe
 from torchgpipe.testing.dry_run import weightless, without_values
 from torchgpipe.testing.hardware import NAMED
@@ -46,12 +45,11 @@ def measure(
     Args:
         name: the model.
         devices: the accelerators.
-        rows: for each limit its bytes, and the best that is known: what a search by branch and
-            bound over all settings had found, before one could prove.
+        rows: for each limit its bytes, and the best setting that is known.
         chunks: the number of micro-batches.
 
     Yields:
-        What was chosen for each limit, and what it takes.
+        What was chosen for each limit, and what it and the best one take.
     """
     model = MODELS[name]
     with without_values(HARDWARE, 0.0), weightless():
@@ -64,14 +62,15 @@ def measure(
     ran: dict[Any, Proof] = {}
 
     def prove(trial: Trial) -> Proof:
-        key = trial.setting.name, trial.schedule.chunks, trial.balance, trial.modes
-        if key not in ran:
-            ran[key] = run_dry(trial, model, layers, data, devices)
-        return ran[key]
+        if trial.settings not in ran:
+            ran[trial.settings] = run_dry(trial, model, layers, data, devices)
+        return ran[trial.settings]
 
     for row in rows:
         limits = limits_of(row["limit"] or inf, devices)
-        found = {key: row[key] for key in ("model", "n", "share", "limit", "best", "best_ms")}
+        found = {key: row[key] for key in ("model", "n", "share", "limit", "best")}
+        best = trial_of(problem, row["best"], chunks)
+        found["best_ms"] = None if row["best_ms"] is None else prove(best).time
         for way, most in ("predicted", 0), ("proven", PROVEN):
             start = time.process_time()
             ran.clear()
@@ -86,15 +85,27 @@ def measure(
         yield found
 
 
+def trial_of(problem: Problem, best: Row, chunks: int) -> Trial:
+    """The trial of a setting as :func:`described` has it."""
+    modes, count = best["modes"].split(), len(best["balance"])
+    words = {"n": "never", "e": "except_last", "a": "always"}
+    setting = next(
+        x
+        for x in settings(problem, [chunks])
+        if (x.name, len(x.schedule.placement)) == (best["schedule"], count)
+    )
+    each = tuple([words.get(x, x) for x in (modes if len(modes) > 1 else modes * count)])
+    return Trials(problem).trial(setting, tuple(best["balance"]), each)
+
+
 def described(trial: Trial) -> dict[str, Any]:
     """A setting, for the result."""
     modes = trial.checkpoint
-    words = [modes] if isinstance(modes, str) else words_of([*trial.modes], len(trial.modes))
     return {
         "schedule": trial.setting.name,
         "chunks": trial.schedule.chunks,
         "balance": [*trial.balance],
-        "modes": " ".join(x if isinstance(modes, str) else x[0] for x in words),
+        "modes": modes if isinstance(modes, str) else " ".join(x[0] for x in modes),
     }
 
 

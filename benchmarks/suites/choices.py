@@ -1,9 +1,11 @@
 """Choices of the planner beside the best that is known, by dry runs.
 
 Seven models, each for several devices and three limits of memory, are planned for with a loss, by
-predictions alone and with two candidates proven. What is chosen runs dry. The limits, and the best
-settings that fit, are those of the file: a search by branch and bound over all settings found them
-once. An eighth model is a Llama by the map "auto" of `MappedGPipe`::
+predictions alone and with two candidates proven. What is chosen runs dry, and so does the best
+setting that is known to fit. The file has these, and the limits: a search by branch and bound over
+all settings found them once. Where cells left for the memory of the host in the best one, which a
+plan does not choose, it is the best of three times twelve proven candidates. An eighth model is a
+Llama by the map "auto" of `MappedGPipe`::
 
     python -m benchmarks choices
 """

@@ -11,9 +11,9 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from tests.support.mapping import GPT, EncoderDecoder, measured, tokens
 from tests.support.size import some
-from torchgpipe import MappedGPipe, Offload
+from torchgpipe import MappedGPipe
 from torchgpipe.mapped.device_map import Wholes
-from torchgpipe.partition.keeping import checkpointed, offload_of, recomputed_by
+from torchgpipe.partition.keeping import checkpointed
 from torchgpipe.planner import maps
 from torchgpipe.planner.blocks import Times, recorded
 from torchgpipe.planner.given import USABLE
@@ -61,8 +61,8 @@ def predicted(model, sizes, devices, arguments, chunks, mode):
         own = {x for names in [*units.members.values()][a:b] for x in names}
         own = own if a else {*own, None}
         weights = weights_of(model, times.blocks, own)
-        again = checkpointed(recomputed_by(mode), chunks)
-        footprint = Footprint(run, weights, chunks, again, 2.0, offload_of(mode))
+        again = checkpointed(mode, chunks)
+        footprint = Footprint(run, weights, chunks, again, 2.0)
         found.append(footprint.need(own))
     return units.placed(devices, sizes), found
 
@@ -92,7 +92,7 @@ MODELS = {
 }
 
 
-MODES = ["never", "except_last", "always", "offload", Offload(share=0.5)]
+MODES = ["never", "except_last", "always"]
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
@@ -146,16 +146,6 @@ def test_limits(devices, usable, mode, form):
     assert fastest["blocks.2"] == places[0]
     assert found["blocks.2"] == places[1]
     assert measured(copied(make), found, whole, m, mode)[places[0]] <= limit
-
-
-@pytest.mark.usefixtures("alike")
-def test_a_model_that_fits_if_its_cells_leave(devices):
-    m, places = 8, devices[:2]
-    fastest = auto(GPT(), places, m, "offload")
-    limit = 1.5 * max(measured(GPT(), fastest, [tokens(ROWS * m)], m, "offload").values())
-    assert auto(GPT(), places, m, "offload", memory=limit) == fastest
-    with pytest.raises(ValueError, match="checkpoint: never, the nearest map"):
-        auto(GPT(), places, m, memory=limit)
 
 
 @pytest.mark.usefixtures("alike")

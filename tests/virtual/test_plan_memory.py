@@ -71,7 +71,7 @@ def test_skips(devices, problem, schedule, balance, modes):
     """More is counted than a step takes: skips wait for the one that needs them the latest."""
     found, x, y = problem
     for predicted, used in measured(devices, found, layers, x, y, schedule, balance, modes):
-        assert 0.99 * used <= predicted <= 1.5 * used
+        assert 0.99 * used <= predicted <= 1.6 * used
 
 
 def wide(width=64):

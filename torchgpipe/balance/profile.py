@@ -8,9 +8,8 @@ draws next.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -81,16 +80,6 @@ class Profile:
         verify_timed(times, self.device, "layers", "on the CPU, by device='cpu'")
         return times
 
-    def to_json(self) -> str:
-        """The table as JSON, times in seconds and sizes in bytes."""
-        return json.dumps(asdict(self), indent=2)
-
-    @classmethod
-    def from_json(cls, text: str) -> Profile:
-        """The table that :meth:`to_json` wrote."""
-        found = json.loads(text)
-        return cls(found["device"], tuple([LayerProfile(**layer) for layer in found["layers"]]))
-
 
 def layerwise_sandbox(module: nn.Sequential, device: torch.device) -> Iterator[nn.Module]:
     """Generate a copy of each layer, on a device and in train mode, to be used one at a time."""
@@ -133,7 +122,7 @@ def profile_layers(
         progress: whether to show a progress bar.
 
     Returns:
-        A row for each layer. Print it, or keep it with :meth:`Profile.to_json`.
+        A row for each layer. Print it.
 
     Raises:
         TypeError: the module could not be wrapped, or there is no input, or args is no tuple.
@@ -163,8 +152,7 @@ def profile_layers(
     where = [*accelerators(), CPU][0] if device is None else checked_device(device)
     first = scatter(arguments((*args,), dict(kwargs or {})), chunks)[0]
     rows = max(1, row_count(first.value))
-    batches = {rows: first}
-    found = measured(module, batches, batches, where, timeout=timeout, progress=progress)
+    found = measured(module, {rows: first}, where, timeout=timeout, progress=progress)
     layers = []
     for x in found:
         taken = x.taken(rows)

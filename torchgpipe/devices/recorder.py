@@ -83,14 +83,6 @@ def memory_total(device: torch.device) -> float:
         return inf
 
 
-def model_of(device: torch.device) -> str:
-    """The name of a device's model, the same for devices that are alike; its type without one."""
-    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
-    if properties is None:
-        return device.type
-    return str(getattr(properties(device), "name", device.type))
-
-
 # The recorder: when each piece of work started and ended, on its own stream.
 #
 # On an accelerator an event is recorded before the work and another one after it, so the host

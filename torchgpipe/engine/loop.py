@@ -48,7 +48,7 @@ from typing import Any, TypeAlias
 
 from torchgpipe.ambient.generators import holding
 from torchgpipe.devices.streams import use_stream, wait_stream
-from torchgpipe.engine.computation import KINDS, Computation, ScheduledStep
+from torchgpipe.engine.computation import KINDS, NOTHING, Computation, ScheduledStep
 from torchgpipe.engine.workers import Task
 from torchgpipe.schedule.program import Instruction, Op, operations
 
@@ -128,14 +128,10 @@ class Executor:
         (run,) = runs
         with use_stream(run.stream), run:
             run.receive()
-            recording = self.step.stages.recording
-            if recording is None:
+            recording, mark = self.step.stages.recording, self._begun(run)
+            with NOTHING if recording is None else recording.looking(mark):
                 run.compute()
-            else:
-                mark = self._begun(run)
-                with recording.looking(mark):
-                    run.compute()
-                self._ended(mark)
+            self._ended(mark)
             run.deliver()
 
     def settle(self, w: int, runs: Sequence[Computation]) -> None:

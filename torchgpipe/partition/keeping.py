@@ -164,9 +164,12 @@ def offload_of(mode: Keeping) -> Offload | None:
     return ALL if mode == "offload" else mode if isinstance(mode, Offload) else None
 
 
-def counted(mode: Keeping) -> Keeping:
-    """Return a mode as cells count before they run: a policy as ``'never'``, which keeps more."""
-    return "never" if is_policy(mode) else mode
+def counted(mode: Keeping) -> str:
+    """Return a mode as cells count before they run: one without words for it as ``'never'``.
+
+    A policy, and what leaves for the host, keeps less than that.
+    """
+    return mode if isinstance(mode, str) and mode in CHECKPOINT_MODES else "never"
 
 
 def verify_words(modes: tuple[Keeping, ...], what: str, remedy: str) -> None:

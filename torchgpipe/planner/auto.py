@@ -92,7 +92,7 @@ def chosen(
         problem = replace(problem, modes=modes and tuple(map(counted, own_modes)))
 
         def prove(trial: Trial) -> Proof | None:
-            options = {"chunks": trial.schedule.chunks, "checkpoint": trial.checkpoint}
+            options = {"chunks": trial.schedule.chunks, "checkpoint": modes or trial.checkpoint}
             made = partial(wrap, balance=[*trial.balance], devices=trial.devices, **options)
             return proof_of(trial, lambda layers, _: made(layers), module, input)
 

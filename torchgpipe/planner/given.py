@@ -45,9 +45,6 @@ FILLED = 0.85
 #: The most micro-batches that are tried by default.
 MOST = 64
 
-#: As many sizes of micro-batch, each half of the one before, are looked at for their memory.
-LOOKS = 5
-
 
 def has_no_place(devices: Iterable[Device] | None) -> bool:
     """Whether no devices are given, and there are no accelerators."""
@@ -97,25 +94,15 @@ def chunks_of(
     return found
 
 
-def looks_of(input: Any, have: int, rows: int) -> tuple[dict[int, Batch], dict[int, Batch]]:
-    """Micro-batches of an input to measure with, by their rows.
+def looks_of(input: Any, have: int, rows: int) -> dict[int, Batch]:
+    """Micro-batches of an input to measure with, by their rows: a quarter and an eighth.
 
-    Returns:
-        Those to look at the memory with: a mini-batch, a half, a quarter, and so on; and those to
-        take times with: a quarter and an eighth, or the two smallest. All have two rows at least,
-        if the input does.
+    Of few rows they are larger, since a batch normalisation takes no single one.
     """
-    found: dict[int, Batch] = {}
-    for k in range(LOOKS):
-        count = max(1, have * 2**k // rows)
-        # A batch normalisation takes no single row. One size there must be.
-        if have >= 2 * count or not found:
-            count = min(have, count)
-            # The rows of the first micro-batch, which not all of its tensors have.
-            found.setdefault(divided(have, count)[0], scatter(input, count)[0])
-    small = [x for x in found if x <= max(4, -(-rows // 4))]
-    few = small[:2] if len(small) > 1 else [*found][-2:]
-    return found, {x: found[x] for x in few}
+    counts = [max(1, have * share // rows) for share in (8, 4, 2, 1)]
+    some = [x for x in counts if have >= 2 * x][:2] or [1]
+    # The rows of the first micro-batch, which not all of its tensors have.
+    return {divided(have, count)[0]: scatter(input, count)[0] for count in reversed(some)}
 
 
 def limits_of(memory: Memory | None, places: Sequence[torch.device]) -> list[float]:

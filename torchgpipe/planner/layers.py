@@ -1,13 +1,11 @@
 """The profile of layers: the times of each at any number of rows, and the memory that it takes.
 
-Times are measured at two sizes of micro-batch. In between, and beyond, a time is taken to be a
-constant part and a part per row, which is what kernels do: a launch, and work for each row. Memory
-needs no repetition, and is looked at for more sizes, in one run of each layer.
+Both are measured at two sizes of micro-batch. In between, and beyond, a figure is taken to be a
+constant part and a part per row, as it is for the time of kernels: a launch, and work for each row.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
@@ -16,16 +14,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchgpipe.autograd.halves import Halves
 from torchgpipe.autograd.nodes import enter
 from torchgpipe.devices.recorder import Stopwatch
-from torchgpipe.devices.streams import CPU, has_streams, use_device
+from torchgpipe.devices.streams import has_streams, use_device
 from torchgpipe.engine.outcome import LARGE
 from torchgpipe.partition.placement import tensors
 from torchgpipe.planner.blocks import kind_of
 from torchgpipe.planner.meter import Meter, bytes_of, memory_of, size_of, strided
-from torchgpipe.planner.sandbox import Sandbox, brought, in_rounds, pooled, undisturbed
+from torchgpipe.planner.sandbox import Sandbox, in_rounds, pooled, undisturbed
 from torchgpipe.values.microbatch import VALUE, Batch
 
 __all__: list[str] = []
@@ -85,8 +84,8 @@ class Taken(NamedTuple):
     gradient: float = 0
     #: The same of skips that it stashes, by their numbers, with their gradients.
     stashed: tuple[tuple[int, float, float], ...] = ()
-    #: The numbers of skips that it pops.
-    popped: tuple[int, ...] = ()
+    #: The numbers of skips that it pops, and what it keeps of each.
+    popped: tuple[tuple[int, float], ...] = ()
     #: The most of what it makes in forward at a time; and the most of backward, above what there is
     #: at its beginning, with all gradients that it gets and makes.
     forward: float = 0
@@ -114,7 +113,7 @@ class Layer:
     #: The time of the rest by itself: more, where a node computes both halves at once.
     late: Line
     weights: Weights
-    #: By the rows, few ones first.
+    #: By the rows of the one or two sizes.
     memory: Mapping[int, Taken]
 
     def time(self, rows: float) -> float:
@@ -122,13 +121,9 @@ class Layer:
         return self.forward.at(rows) + self.input.at(rows) + self.weight.at(rows)
 
     def taken(self, rows: float) -> Taken:
-        """The memory for some rows: on a line between two sizes that were looked at."""
-        known = [*self.memory]
-        k = min(bisect_left(known, rows, 1), len(known) - 1)
-        y = known[k]
-        # With one size, all is in proportion to it.
-        x, before = (known[k - 1], self.memory[known[k - 1]]) if k else (0, None)
-        found: Taken = _between(before, self.memory[y], (rows - x) / (y - x))
+        """The memory for some rows: on the line through what was seen."""
+        (x, before), (y, after) = sorted({0: None, **self.memory}.items())[-2:]
+        found: Taken = _between(before, after, (rows - x) / (y - x))
         return found
 
 
@@ -146,7 +141,6 @@ def _between(x: Any, y: Any, share: float) -> Any:
 def measured(
     module: nn.Sequential,
     batches: Mapping[int, Batch],
-    others: Mapping[int, Batch],
     device: torch.device,
     *,
     timeout: float | None = 1.0,
@@ -156,33 +150,21 @@ def measured(
 
     A timeout of None takes no times, which are 0 then.
 
-    The batches, by their rows, are of the one or two sizes to take times with. The others are of
-    each size to look at the memory with; what is too large for the device is left out.
+    The batches, by their rows, are of one size or two.
     """
-    looks: dict[int, Batch] = {}
     weights: dict[str, Weights] = {}
     memory: dict[str, dict[int, Taken]] = {}
     kinds: list[object] = []
     numbers: dict[Any, int] = {}
+    sizes = [*batches]
 
     def see(k: int, title: str, sandbox: Sandbox) -> None:
-        if k:
-            return
-        if not weights:
-            looks.update({rows: brought(others[rows], device) for rows in sorted(others)})
-        weights[title], memory[title] = _weights_of(sandbox.layer), {}
-        given = [(x.shape, x.dtype, x.requires_grad) for x in sandbox.batch]
-        trained = [x.requires_grad for x in sandbox.layer.parameters()]
-        kinds.append((kind_of(sandbox.layer), *trained, *given))
-        for rows, batch in [*looks.items()]:
-            try:
-                look = Sandbox(sandbox.layer, batch, device)
-                memory[title][rows], looks[rows] = _taken(look, numbers), look.output
-            except torch.OutOfMemoryError:
-                # A plan with fewer rows may fit all the same.
-                del looks[rows]
-                if not looks:
-                    raise
+        memory.setdefault(title, {})[sizes[k]] = _taken(sandbox, numbers)
+        if not k:
+            weights[title] = _weights_of(sandbox.layer)
+            given = [(x.shape, x.dtype, x.requires_grad) for x in sandbox.batch]
+            trained = [x.requires_grad for x in sandbox.layer.parameters()]
+            kinds.append((kind_of(sandbox.layer), *trained, *given))
 
     few = batches.values()
     times = in_rounds(module, few, see, _sample, device, timeout=timeout, progress=progress)
@@ -193,9 +175,7 @@ def measured(
         weight = Line(
             max(0.0, backward.constant - input.constant), max(0.0, backward.slope - input.slope)
         )
-        # Every layer has the sizes of the last one.
-        seen = {rows: memory[title][rows] for rows in looks}
-        found.append(Layer(title, forward, input, weight, again, late, own, seen))
+        found.append(Layer(title, forward, input, weight, again, late, own, memory[title]))
     return found
 
 
@@ -284,13 +264,18 @@ def _taken(sandbox: Sandbox, numbers: dict[Any, int]) -> Taken:
     with meter.watching():
         batch = sandbox.input()
         given = {memory_of(x): size_of(x) for x in strided(batch.parts[VALUE])}
+        popped = [
+            (number, {memory_of(x): size_of(x) for x in strided(batch.parts[key])})
+            for key in before
+            if key not in after
+            for number in [numbers.setdefault(key, len(numbers))]
+        ]
         ends = [get_gradient_edge(x) for x in sandbox.entries(batch)]
         section = meter.enter()
         output = sandbox.forward(batch)
         roots, whole = sandbox.roots(output), section.alive
         value = strided(output.parts[VALUE])
         in_place = any(memory_of(x) in given for x in value)
-        # What is stashed stays, whoever keeps it.
         skips = {key: output.parts[key] for key in after if key not in before}
         stashed = [
             (numbers.setdefault(key, len(numbers)), float(bytes_of(own)), _gradient(own))
@@ -300,23 +285,28 @@ def _taken(sandbox: Sandbox, numbers: dict[Any, int]) -> Taken:
         shapes = [(x.shape, x.dtype, x.device) for x in roots]
         edges = [get_gradient_edge(x) for x in roots]
         del output, value, batch, roots
-        kept = section.alive
-        saved = sum(x for memory, x in given.items() if not memory.expired())
-        forward = float(section.forward)
         skips.clear()
+        kept = section.alive
+        saved = _alive(given)
+        taking = tuple([(number, _alive(own)) for number, own in popped])
+        forward = float(section.forward)
         weights = [x for x in sandbox.layer.parameters() if x.requires_grad]
         grads = [torch.ones(x, dtype=y, device=z) for x, y, z in shapes]
         meter.backward(edges, grads, [*weights, *ends])
         del grads, edges
     pending, late = _between_halves(sandbox)
-    popped = [numbers.setdefault(key, len(numbers)) for key in before if key not in after]
     loose = whole - kept
     return Taken(
-        *(float(saved), float(kept), float(size), float(loose), gradient),
-        *((*stashed,), (*popped,), forward),
+        *(saved, float(kept), float(size), float(loose), gradient),
+        *((*stashed,), taking, forward),
         *(float(section.backward + sum(_bytes(*x) for x in shapes)), pending, late),
         in_place=in_place,
     )
+
+
+def _alive(sizes: Mapping[StorageWeakRef, int]) -> float:
+    """The bytes of what somebody holds."""
+    return float(sum(size for memory, size in sizes.items() if not memory.expired()))
 
 
 def _gradient(values: Sequence[Tensor]) -> float:
@@ -347,26 +337,20 @@ def measured_links(
 ) -> dict[tuple[torch.device, torch.device], Line]:
     """Measure the milliseconds of copies between all pairs of devices, by the bytes.
 
-    Among them is the host, unless it is where the devices have their memory, and each device with
-    itself: what leaves a compute stream is cloned there.
+    Among them is each device with itself: what leaves a compute stream is cloned there.
     """
     found = {}
     places = [*dict.fromkeys(devices)]
-    hosts = [CPU] if all(map(has_streams, places)) else []
     within = [(x, x) for x in places if has_streams(x)]
-    for source, target in [*permutations([*places, *hosts], 2), *within]:
+    for source, target in [*permutations(places, 2), *within]:
         points = []
-        near = target if source == CPU else source
         for size in SIZES:
-            x, y = (
-                torch.empty(size, dtype=torch.uint8, device=d, pin_memory=d == CPU != near)
-                for d in (source, target)
-            )
+            x, y = (torch.empty(size, dtype=torch.uint8, device=d) for d in (source, target))
             times = []
             # The first copy may set the link up.
             for _ in range(1 + TIMES):
-                with use_device(near):
-                    watch = Stopwatch(near)
+                with use_device(target):
+                    watch = Stopwatch(target)
                     watch.start()
                     y.copy_(x, non_blocking=True)
                     times.append(1000 * watch.stop())

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.ambient.notes import add_note, noted, warn
-from torchgpipe.devices.streams import CPU, Device, has_streams
+from torchgpipe.devices.streams import CPU, Device
 from torchgpipe.mapped.device_map import Wholes, place
 from torchgpipe.mapped.hugging_face import (
     on_cpu,
@@ -32,8 +32,6 @@ from torchgpipe.partition.keeping import (
     checkpointed,
     counted,
     is_policy,
-    offload_of,
-    recomputed_by,
 )
 from torchgpipe.planner.blocks import Times, recorded, refined, timed
 from torchgpipe.planner.cuts import cut, evenest
@@ -47,7 +45,6 @@ from torchgpipe.planner.given import (
     state_of,
 )
 from torchgpipe.planner.memory import Footprint, weights_of
-from torchgpipe.schedule.trips import leaving
 from torchgpipe.values.division import FlatInput
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import Arguments
@@ -267,7 +264,7 @@ def _maps(
                 raise _too_large(places, limits, over, chunks, checkpoint)
         return units.placed(places, sizes)
 
-    needs_of = partial(_needs, model, places, arguments, chunks, counted(checkpoint))
+    needs_of = partial(_needs, model, arguments, chunks, checkpoint)
     wholes = Wholes.of(model)
     measured = refined(measure, wholes, len(places))
     yield map_of(measured)
@@ -279,7 +276,6 @@ def _maps(
 
 def _needs(
     model: nn.Module,
-    places: Sequence[torch.device],
     arguments: Arguments,
     chunks: int,
     checkpoint: Keeping,
@@ -290,7 +286,7 @@ def _needs(
 
     None, with a warning, if the backward of the sample fails.
     """
-    blocks, there = times.blocks, next((x for x in places if has_streams(x)), CPU)
+    blocks = times.blocks
     try:
         run = recorded(model, blocks, *arguments)
     except RuntimeError as error:
@@ -300,15 +296,12 @@ def _needs(
             "device map of your own if a device has too little memory"
         )
         return None
-    # What the CPU keeps is in the memory of the host, and the last micro-batches stay anyway.
-    offload = offload_of(checkpoint) if has_streams(there) and leaving(chunks) else None
     footprint = Footprint(
         run,
         weights_of(model, blocks),
         chunks,
-        checkpointed(recomputed_by(checkpoint), chunks),
+        checkpointed(counted(checkpoint), chunks),
         state_of(torch.optim.AdamW),
-        offload,
     )
     members = [*units.members.values()]
     counts = Counter(x for block in blocks.values() for x in {*block.parameters()})
@@ -375,7 +368,8 @@ def _too_large(
         f"{x} lacks {size} bytes, and may fill {room[x]}" for x, size in lacks.items() if size
     )
     again = "" if checkpoint == "always" else "checkpoint='always', "
-    mode = "a policy, which counts as 'never'" if is_policy(checkpoint) else checkpoint
+    mode = "a policy" if is_policy(checkpoint) else checkpoint
+    mode = mode if mode == counted(checkpoint) else f"{mode}, which counts as 'never'"
     return ValueError(
         "a model must fit into the memory of its devices, with its gradients and the state of "
         f"AdamW (chunks: {chunks}, checkpoint: {mode}, the nearest map: {lacking}); use "

@@ -14,10 +14,8 @@ from itertools import accumulate, groupby
 
 from torch import Tensor, nn
 
-from torchgpipe.partition.keeping import Offload
 from torchgpipe.planner.blocks import Run
-from torchgpipe.planner.layers import Taken, Weights
-from torchgpipe.schedule.trips import BETWEEN
+from torchgpipe.planner.layers import Layer, Taken, Weights
 
 __all__: list[str] = []
 
@@ -31,20 +29,28 @@ EARLY_AT_FIRST, EARLY = 2, 1
 
 
 class Stage:
-    """The memory of layers that follow each other, for a micro-batch, in bytes.
+    """Layers that follow each other: the memory for a micro-batch, in bytes, and the times.
 
     Args:
-        taken: the memory of all layers.
-        weights: their weights.
+        layers: all layers.
+        taken: the memory of each.
+        rows: the rows of the micro-batch.
         own: the numbers of the layers of this stage.
         is_summed: whether a schedule adds up gradients, which it does in place, and not autograd.
     """
 
     def __init__(
-        self, taken: Sequence[Taken], weights: Sequence[Weights], own: range, *, is_summed: bool
+        self,
+        layers: Sequence[Layer],
+        taken: Sequence[Taken],
+        rows: int,
+        own: range,
+        *,
+        is_summed: bool,
     ) -> None:
+        self._layers, self._rows = [layers[k] for k in own], rows
         self._taken, self._own = taken, own
-        self._weights = each = [weights[k] for k in own]
+        self._weights = each = [x.weights for x in self._layers]
         #: The bytes of weights, of trained ones, and of gradients that wait to be added.
         self.weights = sum(x.all for x in each)
         self.trainable = sum(x.trainable for x in each)
@@ -57,7 +63,7 @@ class Stage:
         if before is not None:
             self.arrivals.append((own.start - 1, before.output, before.gradient))
         stashed = {n: (k, size, grad) for k, x in enumerate(taken) for n, size, grad in x.stashed}
-        popped = {n: k for k, x in enumerate(taken) for n in x.popped}
+        popped = {n: k for k, x in enumerate(taken) for n, _ in x.popped}
         skips = [(*x, popped.get(n, x[0])) for n, x in stashed.items()]
         self.arrivals += [(a, x, y) for a, x, y, b in skips if b in own and a < own.start]
         leaving = [(a, x, y) for a, x, y, b in skips if a in own and b >= own.stop]
@@ -69,6 +75,8 @@ class Stage:
         self.sent = sum(x for _, x, _ in leaving) + (0.0 if is_last else last.output)
         self.gets = sum(x for *_, x in leaving) + last.gradient
         self._gives = sum(x for *_, x in self.arrivals)
+        #: Those that stay within, and their gradients.
+        self._inside = sum(x for _, x, _ in inner)
         self._inner = sum(x for *_, x in inner)
         arriving = sum(x for _, x, _ in self.arrivals)
         #: Before each layer, what is kept, and what is there of the output before it.
@@ -87,10 +95,13 @@ class Stage:
             carried = (carried - held if x.in_place else 0.0) + x.loose
         self._loose = carried
         self._kept = kept
+        kept += before.output if before is not None else 0.0
+        # Of a skip, the layer that pops it tells what it keeps.
+        kept += sum(x for k in own for _, x in taken[k].popped)
         #: The bytes that a cell keeps for backward, from F until R if it is computed again, and
         #: from I until W.
-        self.kept = kept + arriving
-        self.stored = arriving + sum(x for _, x, _ in leaving)
+        self.kept = kept
+        self.stored = arriving
         if not own.start and first.in_place:
             self.stored += first.input
         # I lets go of what only I needed, and notes gradients.
@@ -102,13 +113,26 @@ class Stage:
         """Whether an arrival needs a gradient. Otherwise W does all of backward."""
         return self._gives > 0
 
+    def durations(self, *, splits: bool) -> tuple[float, float, float, float]:
+        """The milliseconds of F, I, W and R, whose backward may be in halves."""
+        rows, last = self._rows, self._layers[-1]
+        forward, input, weight, late = (
+            sum(x.at(rows) for x in each)
+            for each in zip(*[(x.forward, x.input, x.weight, x.late) for x in self._layers])
+        )
+        # A recomputation ends at the last tensor that backward needs.
+        again = forward - last.forward.at(rows) + last.again.at(rows)
+        if not self.gives_back:
+            return forward, 0.0, input + weight, again
+        return forward, input, late if splits else weight, again
+
     @cached_property
     def workspaces(self) -> Mapping[str, float]:
         """The most that each kind of computation needs above what is kept, and all of R's cell."""
         own = [self._taken[k] for k in self._own]
         forward = [kept + rest + x.forward for (kept, rest), x in zip(self._before, own)]
-        whole = max(*forward, self._kept + self._loose) - self._kept
-        again = max(x.forward + y.output for x, y in zip(own, [Taken(), *own]))
+        whole = max(*forward, self._kept + self._loose) - self._kept + self._inside
+        again = max(x.forward + y.output for x, y in zip(own, [Taken(), *own])) + self._inside
         # What a stage gets is there until the end of its backward, and counts with its last layer.
         gets = [self.gets] * (len(own) - 1) + [self.gets - own[-1].gradient]
         each = zip(self._before, own, gets)
@@ -128,7 +152,7 @@ class Stage:
             "R": whole,
             "B": full,
             "I": halved + grads if self.gives_back else 0.0,
-            "W": late if self.gives_back else full + self.trainable,
+            "W": late if self.gives_back else full,
         }
 
 
@@ -147,8 +171,6 @@ class Footprint:
     again: int
     #: Memory of the optimizer, for each byte of a parameter that it changes.
     state: float
-    #: How its cells leave for the memory of the host, if they do.
-    offload: Offload | None = None
 
     def need(self, blocks: Collection[str | None]) -> float:
         """The most bytes of a device with some blocks, and with None for all else."""
@@ -165,16 +187,10 @@ class Footprint:
         calls = sum(x.kept for x in mine if x.is_call)
         code = sum(x.kept for x in mine if not x.is_call) + arriving
         inputs = sum(x.input for x in mine if x.is_call)
-        away = 0.0 if self.offload is None else self.offload.share * calls
         m = self.chunks
-        if away:
-            # A few of them are there: on their way, or since they have no time to leave.
-            stay = min(m, BETWEEN)
-            now += m * code + stay * calls + (m - stay) * (calls - away)
-        else:
-            # The cell that is computed again has all, as one that is not.
-            full = max(m - self.again, min(1, self.again))
-            now += m * code + full * calls + self.again * inputs
+        # The cell that is computed again has all, as one that is not.
+        full = max(m - self.again, min(1, self.again))
+        now += m * code + full * calls + self.again * inputs
         now += max(max(x.forward - x.kept, x.backward) for x in mine) + 2 * arriving
         now += max(x.largest for x in own) if own else 0.0
         if here[0]:

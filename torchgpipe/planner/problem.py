@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import chain
-from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe.checks import checked_flag, verify_kind
-from torchgpipe.devices.recorder import model_of
-from torchgpipe.devices.streams import CPU
 from torchgpipe.partition.arguments import checked_timeout, verify_loss
-from torchgpipe.partition.keeping import Keeping
 from torchgpipe.planner.given import (
     leaves_of,
     limits_of,
@@ -31,12 +26,6 @@ from torchgpipe.values.microbatch import scatter
 
 __all__: list[str] = []
 
-#: The number of the host among workers, in the table of links.
-HOST = -1
-
-#: Devices whose times differ by less than this share are taken to be alike.
-ALIKE = 0.05
-
 
 @dataclass(frozen=True, eq=False)
 class Problem:
@@ -49,10 +38,7 @@ class Problem:
     places: Sequence[torch.device]
     #: The bytes that each worker may use.
     memory: Sequence[float]
-    #: By which factor each worker is slower than the one that was measured.
-    slowness: Sequence[float]
-    #: The time of a copy between each pair of workers, by the bytes, and between each of them and
-    #: the host, if it has a memory of its own.
+    #: The time of a copy between each pair of workers, by the bytes.
     links: dict[tuple[int, int], Line]
     #: Memory of the optimizer, for each byte of a parameter that it changes.
     state: float
@@ -60,16 +46,10 @@ class Problem:
     given: float
     #: Memory of the targets of a mini-batch.
     targets: float
-    #: The checkpoint modes, one for all partitions or one for each, if they are given; None to
-    #: search them.
-    modes: Keeping | tuple[Keeping, ...] | None = None
+    #: The checkpoint mode of each partition, if they are given; None to search them.
+    modes: tuple[str, ...] | None = None
     #: Pairs of layers that share a weight, so they must be on one worker.
     ties: Sequence[tuple[int, int]] = ()
-
-    @cached_property
-    def is_limited(self) -> bool:
-        """Whether the memory of any worker has a limit."""
-        return min(self.memory) < inf
 
     @property
     def count(self) -> int:
@@ -103,8 +83,8 @@ def problem_of(
     after = [loss] if isinstance(loss, nn.Module) else []
     # On one device, as on the CPU, all are together.
     ties = _ties([*layers, *after]) if len({*places}) > 1 else []
-    module, looks, few = with_loss(layers, loss, targets), *looks_of(input, have, rows)
-    found = measured(module, few, looks, places[0], timeout=timeout, progress=progress)
+    module, looks = with_loss(layers, loss, targets), looks_of(input, have, rows)
+    found = measured(module, looks, places[0], timeout=timeout, progress=progress)
     if loss is not None:
         # The targets are counted by themselves.
         own = [x for own in after for x in chain(own.parameters(), own.buffers())]
@@ -112,12 +92,7 @@ def problem_of(
         found[-1] = replace(found[-1], weights=weights)
     elsewhere = f"on the CPU, by devices=['cpu'] * {len(places)}"
     verify_timed([x.time(rows) for x in found], places[0], "layers", elsewhere)
-    least = dict([[*few.items()][-1]])
-
-    def time_on(place: torch.device) -> float:
-        return sum(x.time(rows) for x in measured(module, least, least, place, timeout=0))
-
-    number = {CPU: HOST} | {place: w for w, place in reversed([*enumerate(places)])}
+    number = {place: w for w, place in reversed([*enumerate(places)])}
     links = measured_links(places).items()
     (whole,) = scatter(input, 1)
     scale = rows / have
@@ -127,7 +102,6 @@ def problem_of(
         rows,
         places,
         [],
-        slowness_of(places, time_on),
         {(number[a], number[b]): line for (a, b), line in links},
         state_of(torch.optim.AdamW),
         scale * sum(x.nbytes for x in whole),
@@ -135,18 +109,6 @@ def problem_of(
         ties=ties,
     )
     return replace(problem, memory=limits_of(None, places))
-
-
-def slowness_of(
-    places: Sequence[torch.device], measure: Callable[[torch.device], float]
-) -> list[float]:
-    """By which factor each device is slower than the first; one of each model is measured."""
-    models = {model_of(place): place for place in reversed(places)}
-    if len(models) == 1:
-        return [1.0] * len(places)
-    times = {model: measure(place) for model, place in models.items()}
-    factors = [times[model_of(x)] / times[model_of(places[0])] for x in places]
-    return [1.0 if abs(x - 1) < ALIKE else x for x in factors]
 
 
 def _ties(layers: Iterable[nn.Module]) -> list[tuple[int, int]]:

@@ -28,12 +28,13 @@ __all__: list[str] = []
 #: How many candidates are proven, if nobody says how many.
 PROVEN = 2
 
-#: How many are tried, at most, for each that is proven: most of those may have too little memory.
-TRIES = 3
+#: How often the search is repeated, and how many candidates are tried each time, at most, for each
+#: that is to be proven: most of those may have too little memory.
+SEARCHES, TRIES = 3, 3
 
-#: The shares of the memory that candidates to be proven may fill by their predictions: the next
-#: one, if nothing of one fits.
-SHARES = 1.0, FILLED
+#: How many times the limits the search may take for them, where proofs have taken less than was
+#: predicted.
+MOST = 1.5
 
 
 class Proof(NamedTuple):
@@ -64,41 +65,66 @@ Prove = Callable[[Trial], Proof | None]
 def ranked(problem: Problem, chunks: Sequence[int], most: int, prove: Prove) -> list[Ranked]:
     """Search a problem, and prove so many of the best candidates, if devices have streams.
 
-    What is not proven fills a share of each device's memory.
+    What steps have taken, beside what was predicted, corrects the limits of the next search. What
+    is not proven fills a share of each device's memory.
     """
-    room = [FILLED * x for x in problem.memory]
+    limits, proofs = problem.memory, dict[Any, Ranked]()
+    margin = [FILLED * x for x in limits]
     is_proven = most > 0 and all(map(has_streams, problem.places))
-    found: list[Ranked] = []
-    for share in SHARES if is_proven and problem.is_limited else (FILLED,):
-        trials = search(replace(problem, memory=[share * x for x in problem.memory]), chunks)
-        found += [Ranked(x, x.excess or x.over(room)) for x in trials]
-        if is_proven:
-            found = _proven(found, problem, most, prove)
-            if found[0].proof is not None and not found[0].excess:
-                break
-    return sorted(found, key=lambda x: x.key)
-
-
-def _proven(found: Sequence[Ranked], problem: Problem, most: int, prove: Prove) -> list[Ranked]:
-    limits = by_device(problem.places, problem.memory)
-    left = [x for x in found if x.proof is None and not x.trial.excess]
-    done = [x for x in found if x.proof is not None or x.trial.excess]
-    best, count = inf, 0
-    left.sort(key=lambda x: x.trial.time)
-    for _ in range(TRIES * most):
-        if not left or count == most or left[0].trial.time >= best:
+    found: list[Trial] = []
+    room = limits
+    for _ in range(SEARCHES if is_proven else 0):
+        trials = search(replace(problem, memory=room), chunks)
+        found = found or trials
+        new = _proven(trials, proofs, limits, most, prove)
+        if not new or min(limits) == inf:
             break
-        trial = left[0].trial
+        room = [_corrected(new, w, limit) for w, limit in enumerate(limits)]
+    if all(x.excess for x in proofs.values()):
+        trials = search(replace(problem, memory=margin), chunks)
+        found = found or trials
+        if is_proven:
+            _proven(trials, proofs, limits, most, prove)
+    rest = [Ranked(x, x.excess or x.over(margin)) for x in found if x.settings not in proofs]
+    return sorted([*proofs.values(), *rest], key=lambda x: x.key)
+
+
+def _proven(
+    trials: Sequence[Trial],
+    proofs: dict[Any, Ranked],
+    limits: Sequence[float],
+    most: int,
+    prove: Prove,
+) -> list[Ranked]:
+    """Prove some trials, as long as one that fits by its prediction may be faster."""
+    best = min([x.proof.time for x in proofs.values() if x.proof and not x.excess], default=inf)
+    # If nothing fits by its prediction, the next best one tells how far that is off.
+    fits = [x for x in trials if not x.excess] or [x for x in trials[:1] if not proofs]
+    left = [x for x in fits if x.settings not in proofs]
+    new: list[Ranked] = []
+    for trial in sorted(left, key=lambda x: x.time)[: TRIES * most]:
+        if trial.time >= best or sum(not x.excess for x in new) == most:
+            break
         proof = prove(trial)
         if proof is None:
             break
-        over = [size - limits[x] for x, size in proof.memory.items() if x in limits]
+        room = by_device(trial.problem.places, limits)
+        over = [size - room[x] for x, size in proof.memory.items() if x in room]
         # Nobody knows how much a step lacks that has failed.
         excess = max(0.0, float(proof.time == inf), *over)
-        done.append(Ranked(trial, excess, proof))
-        count, best = count + (not excess), best if excess else min(best, proof.time)
-        del left[0]
-    return sorted([*done, *left], key=lambda x: x.key)
+        new.append(Ranked(trial, excess, proof))
+        proofs[trial.settings] = new[-1]
+        best = best if excess else min(best, proof.time)
+    return new
+
+
+def _corrected(proofs: Sequence[Ranked], w: int, limit: float) -> float:
+    """The limit of a worker for predictions, by what steps have taken there beside these."""
+    shares = []
+    for trial, _, proof in proofs:
+        taken = proof.memory.get(trial.problem.places[w]) if proof else None
+        shares.append(1 / FILLED if taken is None else taken / trial.memory[w])
+    return limit / max([1 / MOST, min(1 / FILLED, max(shares, default=1.0))])
 
 
 def proof_of(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from itertools import chain
-from math import ceil
-from statistics import median
+from statistics import median, median_low
 from time import monotonic
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -28,7 +27,7 @@ from torchgpipe.values.microbatch import VALUE, Batch
 
 __all__: list[str] = []
 
-#: Half distances of quartiles that noise explains: 2.7 standard deviations, if it is normal.
+#: How many times the noise of their kind the times of layers differ that are alike.
 NOISE = 4
 
 #: As few rounds as tell how far a time varies.
@@ -44,7 +43,7 @@ EQUAL = 1e-9
 
 def rounds(
     timeout: float | None, samples: Callable[[], Collection[Sequence[float]]]
-) -> Iterator[int]:
+) -> Iterator[None]:
     """Yield until a time is over, and :data:`LEAST` times at least; not at all without a time.
 
     If times are equal in so many rounds, as on a simulated clock, more would tell nothing.
@@ -52,15 +51,11 @@ def rounds(
     Args:
         timeout: the seconds.
         samples: finds what each time has been over the rounds so far.
-
-    Yields:
-        How many rounds there will be, as far as can be seen. One that has begun is finished.
     """
-    start, count, seconds = monotonic(), 0, 0.0
-    while timeout is not None and (count < LEAST or seconds < timeout):
-        left = max(0.0, timeout - seconds)
-        yield max(LEAST, count + (ceil(left * count / seconds) if seconds > 0 else 0))
-        count, seconds = count + 1, monotonic() - start
+    start, count = monotonic(), 0
+    while timeout is not None and (count < LEAST or monotonic() - start < timeout):
+        yield
+        count += 1
         if count == LEAST and _are_equal(samples()):
             return
 
@@ -78,17 +73,7 @@ def undisturbed(times: Sequence[float]) -> float:
     time, but a layer may skip its work at random, as with stochastic depth. Of fewer than
     :data:`MANY` rounds it is the minimum, since of so few, noise is the greater danger.
     """
-    return sorted(times)[_quarter(times)]
-
-
-def spread(times: Sequence[float]) -> float:
-    """Half the distance of the quartiles of a time over rounds: how far it varies between them."""
-    ordered, quarter = sorted(times), _quarter(times)
-    return (ordered[-1 - quarter] - ordered[quarter]) / 2
-
-
-def _quarter(times: Sequence[float]) -> int:
-    return (len(times) - 1) // 4 if len(times) >= MANY else 0
+    return sorted(times)[(len(times) - 1) // 4 if len(times) >= MANY else 0]
 
 
 def verify_timed(times: Sequence[float], device: object, what: str, elsewhere: str) -> None:
@@ -107,18 +92,17 @@ def pooled(kinds: Sequence[Hashable], samples: Sequence[Sequence[float]]) -> lis
 
     Equal blocks are the rule in large models, and the middle of several measurements is surer than
     each. But a kind is only what can be seen from outside. So a layer keeps its own time if that is
-    farther from the middle one of its kind than :data:`NOISE` spreads: its own, or the usual one,
-    since of few rounds a layer's own spread may be small by chance.
+    far from the middle one of its kind.
     """
-    times, spreads = [*map(undisturbed, samples)], [*map(spread, samples)]
-    found, groups = [*times], dict[Hashable, list[int]]()
+    times, groups = [*map(undisturbed, samples)], dict[Hashable, list[int]]()
+    found = [*times]
     for k, kind in enumerate(kinds):
         groups.setdefault(kind, []).append(k)
     for group in groups.values():
         # A layer of them, and no mean of two, which might be like neither.
-        middle = sorted(group, key=times.__getitem__)[(len(group) - 1) // 2]
-        usual = median(spreads[k] for k in group)
-        near = [k for k in group if abs(times[k] - times[middle]) <= NOISE * max(spreads[k], usual)]
+        middle = median_low(times[k] for k in group)
+        noise = NOISE * median(median(samples[k]) - times[k] for k in group)
+        near = [k for k in group if abs(times[k] - middle) <= noise]
         for k in near:
             found[k] = median(times[k] for k in near)
     return found
@@ -264,8 +248,7 @@ def in_rounds(
     def measure() -> list[dict[str, list[Sample]]]:
         sizes = [Sandboxes(module, brought(x, device), device) for x in batches]
         found: list[dict[str, list[Sample]]] = [{x: [] for x in own.titles} for own in sizes]
-        count = sum(map(len, found))
-        with _bar(count * (1 if timeout is None else 1 + LEAST), progress) as bar:
+        with _bar(progress) as bar:
 
             def visit(k: int, is_first: bool, title: str, sandbox: Sandbox) -> None:
                 if is_first:
@@ -274,12 +257,9 @@ def in_rounds(
                     found[k][title].append(take(sandbox))
                 bar.update()
 
-            for expected in chain([0], rounds(timeout, lambda: _times_of(found))):
-                bar.total = count * (1 + expected) if expected else bar.total
+            for number, _ in enumerate(chain([None], rounds(timeout, lambda: _times_of(found)))):
                 for k, own in enumerate(sizes):
-                    own.each(partial(visit, k, not expected))
-            # There may have been fewer rounds than could be seen.
-            bar.total = bar.n
+                    own.each(partial(visit, k, not number))
         return found
 
     def within() -> list[dict[str, list[Sample]]]:
@@ -294,20 +274,17 @@ def _times_of(found: Sequence[dict[str, list[Sample]]]) -> list[Sequence[float]]
     return [times for own in found for taken in own.values() for times in zip(*taken)]
 
 
-@contextmanager
-def _bar(total: int, is_shown: bool) -> Iterator[Any]:
-    """A progress bar, or nothing that looks like one."""
+def _bar(is_shown: bool) -> Any:
+    """Context manager for a progress bar, or for nothing that looks like one."""
     if not is_shown:
-        yield SimpleNamespace(update=lambda: None, total=total, n=total)
-        return
+        return nullcontext(SimpleNamespace(update=lambda: None))
     try:
         from tqdm import tqdm
     except ImportError as error:
         raise ImportError(
             "a progress bar needs tqdm (progress: True); run `pip install tqdm`"
         ) from error
-    with tqdm(desc="profile", total=total, unit="layer") as bar:
-        yield bar
+    return tqdm(desc="profile", unit="layer")
 
 
 def brought(batch: Batch, device: torch.device) -> Batch:

