@@ -82,6 +82,9 @@ def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: IsLeaf | None
 
 def _flattened(tree: Any, is_leaf: IsLeaf | None, leaves: list[Any]) -> Spec:
     kind = type(tree)
+    if issubclass(kind, Tensor):
+        leaves.append(tree)
+        return LEAF
     if issubclass(kind, tuple) and kind is not tuple:
         # All named tuples are of one kind.
         kind = _torch.node_type(tree)
