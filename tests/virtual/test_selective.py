@@ -141,10 +141,11 @@ def test_what_has_changed_is_an_error(devices):
 
     class Spoiling(nn.Linear):
         def forward(self, x):
-            y = super().forward(x)
+            # Of a product of three dimensions, PyTorch 2.15 keeps a tensor with a version of its own.
+            y = super().forward(x.flatten(0, 1))
             z = y * 2
             y.add_(1)
-            return z.sin()
+            return z.sin().view(x.shape)
 
     def spoilt(devices, mode):
         return wrap([nn.Linear(32, 32), Spoiling(32, 32), *linears(32, 32, 32)], devices, mode, M)
