@@ -279,8 +279,8 @@ def places_of(modules: Iterable[tuple[nn.Module, torch.device]]) -> list[list[Ta
     """Find where modules hold tensors of another device, or parameters that another device uses.
 
     Returns:
-        For each module, its places; None if it has none, and its dicts are not used on another
-        device.
+        For each module, the entries of its tables that hold these; None if there are none, and its
+        tables are not used on another device.
     """
     modules = [(module, canonical_device(device)) for module, device in modules]
     entries = {
