@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from copy import copy as copied
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import isclose
@@ -187,36 +186,6 @@ class Rehearsal:
                 if op.kind in "BI":
                     self._backward[op.stage, op.microbatch] = k
             self._waits.append((w, kinds.setdefault(kind, len(kinds)), (*found,)))
-
-    def with_again(self, cells: Container[tuple[int, int]]) -> Rehearsal:
-        """The same with an R right before the backward of some cells, for a fraction of the time.
-
-        An R waits for its worker alone, which has done the F before.
-        """
-        found = copied(self)
-        found.steps, found._waits, found._kinds = [], [], dict(self._kinds)
-        found._stops = {}
-        lines: list[list[Instruction]] = [[] for _ in self.program]
-        number: dict[int, int] = {}
-        #: By the number of a step of this one, its number there.
-        place: list[int] = []
-        for (w, instruction, edges), (_, kind, waits) in zip(self.steps, self._waits):
-            for op in operations(instruction):
-                if op.kind in "BI" and (op.stage, op.microbatch) in cells:
-                    own = op._replace(kind="R")
-                    if own.stage not in number:
-                        number[own.stage] = len(found._kinds)
-                        found._kinds[(("R", own.stage),)] = own
-                    found._waits.append((w, number[own.stage], ()))
-                    found.steps.append((w, own, [(op._replace(kind="F"), own)]))
-                    lines[w].append(own)
-                    edges = [*edges, (own, op)]
-            place.append(len(found.steps))
-            found._waits.append((w, kind, (*[(place[k], way) for k, way in waits],)))
-            found.steps.append((w, instruction, edges))
-            lines[w].append(instruction)
-        found.program = tuple(map(tuple, lines))
-        return found
 
     def times(self, table: Table) -> tuple[list[float], list[float]]:
         """The start and the end of each step, if each starts as soon as it can."""
