@@ -64,8 +64,8 @@ def test_forward_alone_has_an_order():
 
 
 @examples
-@given(schedules(), st.integers(0, 2**32), st.booleans())
-def test_recomputations_that_are_added_to_what_was_rehearsed(case, seed, is_instant):
+@given(schedules(), st.integers(0, 2**32))
+def test_recomputations_that_are_added_to_what_was_rehearsed(case, seed):
     schedule, costs = case
     rng = random.Random(seed)
     skips = random_skips(rng, len(schedule.placement))
@@ -73,14 +73,7 @@ def test_recomputations_that_are_added_to_what_was_rehearsed(case, seed, is_inst
     program = with_modes(schedule.program, modes, schedule.chunks)
     if program is schedule.program:
         return
-    costs = with_copies(rng, costs, schedule.placement, skips)
-    table = Table(Costs(F=0, I=0, W=1, R=0) if is_instant else costs, schedule.placement, skips)
+    table = Table(with_copies(rng, costs, schedule.placement, skips), schedule.placement, skips)
     plain, right = Rehearsal(schedule.program, skips), Rehearsal(program, skips)
     again = recomputes(schedule.program, modes, schedule.chunks)
-    found = plain.with_again(again)
     assert plain.makespan(table, again) == right.makespan(table)
-    assert found.program == program
-    assert found.makespan(table) == right.makespan(table)
-    order, expected = (x.order(x.times(table)[0]) for x in (found, right))
-    assert [x[:2] for x in order] == [x[:2] for x in expected]
-    assert [{*x[2]} for x in order] == [{*x[2]} for x in expected]

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from tests.schedule.cases import examples, schedules
 from torchgpipe.schedule import Costs, fill_drain, named, one_f_one_b, parse, simulate, validate
-from torchgpipe.schedule.costs import Table
 from torchgpipe.schedule.limits import bounds
 from torchgpipe.schedule.program import Op
 from torchgpipe.schedule.rewrite import with_modes
@@ -137,17 +136,3 @@ def test_costs_that_do_not_fit_are_errors():
 def test_schedules_with_memory_of_the_host_are_ranked_by_it():
     plain = named("1f1b", 4, 8)
     assert simulate(plain, Costs(away=1)).peak == (3, 3, 2, 1)
-
-
-@examples
-@given(schedules())
-def test_a_table_where_cells_leave_is_made_from_one_where_they_stay(case):
-    schedule, costs = case
-    count = len(schedule.placement)
-    # Some of what a cell keeps stays.
-    costs = replace(costs, activation=[7.0] * count)
-    away, out, back = [5.0] * count, [2.0] * count, [3.0] * count
-    sent = {"away": away, "out": out, "back": back, "prefetch": [2] * count}
-    right = Table(replace(costs, **sent), schedule.placement, schedule.skips)
-    found = Table(costs, schedule.placement, schedule.skips).leaving(**sent)
-    assert vars(found) == vars(right)

@@ -141,7 +141,7 @@ def test_what_has_changed_is_an_error(devices):
 
     class Spoiling(nn.Linear):
         def forward(self, x):
-            # Of a product of three dimensions, PyTorch 2.15 keeps a tensor with a version of its own.
+            # PyTorch 2.15 sees no change of a product of three dimensions.
             y = super().forward(x.flatten(0, 1))
             z = y * 2
             y.add_(1)

@@ -45,7 +45,7 @@ class Search(Trials):
         """The first trial of a setting: the fastest slowest partition, and as much kept as fits."""
         balance = self.even(setting.schedule.chunks, setting.schedule.placement)
         if self.problem.modes is not None:
-            return self.trial(setting, balance, self._given(len(balance)))
+            return self.trial(setting, balance, self.problem.modes)
         best = self.fitted(self.fastest(setting, balance))
         if "always" in best.modes:
             found = self.fitted(self.trial(setting, balance, ("always",) * len(balance)))
@@ -60,7 +60,7 @@ class Search(Trials):
         again = [*accumulate([x.forward.at(rows) for x in problem.layers], initial=0.0)]
         own = [x.weights for x in problem.layers]
         each = [x.all + (1 + problem.state) * x.trainable for x in own]
-        sizes, given = [*accumulate(each, initial=0.0)], self._given(count)
+        sizes = [*accumulate(each, initial=0.0)]
 
         def cost(j: int, start: int, stop: int) -> float:
             w, end = placement[j], stop + (problem.has_loss and j == count - 1)
@@ -73,14 +73,10 @@ class Search(Trials):
             if filled > 1:
                 # More than whatever fits. If nothing does, the one that needs the least fits first.
                 return 2 * times[-1] * filled
-            is_again = given and given[j] != "never"
+            is_again = problem.modes is not None and problem.modes[j] != "never"
             return times[end] - times[start] + (again[end] - again[start] if is_again else 0.0)
 
         return tuple(cut(problem.count, count, cost))
-
-    def _given(self, count: int) -> tuple[str, ...]:
-        """The checkpoint modes of ``count`` partitions, if they are given and not searched."""
-        return () if self.problem.modes is None else self.problem.modes
 
     def fitted(self, trial: Trial, than: Trial | None = None) -> Trial:
         """Keep less until all fits, and then more where that is faster and fits.
@@ -147,7 +143,7 @@ class Search(Trials):
                 # Nothing is faster than without recomputation.
                 is_hopeful = trial.excess > 0 or (self.fastest(setting, balance).time < trial.time)
             if is_hopeful:
-                yield self.trial(setting, balance, self._given(len(balance)) or trial.modes)
+                yield self.trial(setting, balance, trial.modes)
 
 
 def search(problem: Problem, chunks: Iterable[int]) -> list[Trial]:

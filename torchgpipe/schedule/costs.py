@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy as copied
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import inf
 from typing import Any, TypeAlias
@@ -139,13 +138,6 @@ class Table:
         )
         #: For each stage, how many instructions earlier a cell comes back; 0 if its cells stay.
         self.prefetch = tuple([int(k) if x else 0 for k, x in zip(prefetch, self.away)])
-
-    def leaving(self, away: Each, out: Each, back: Each, prefetch: Sequence[int]) -> Table:
-        """The same where that much of a cell leaves for the host."""
-        found = copied(self)
-        sent = replace(self.costs, away=away, out=out, back=back, prefetch=prefetch)
-        found._keep(sent)
-        return found
 
     def duration(self, instruction: Instruction) -> float:
         """Return how long an instruction keeps its worker busy."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from copy import copy as copied
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import isclose
@@ -187,36 +186,6 @@ class Rehearsal:
                 if op.kind in "BI":
                     self._backward[op.stage, op.microbatch] = k
             self._waits.append((w, kinds.setdefault(kind, len(kinds)), (*found,)))
-
-    def with_again(self, cells: Container[tuple[int, int]]) -> Rehearsal:
-        """The same with an R right before the backward of some cells, for a fraction of the time.
-
-        An R waits for its worker alone, which has done the F before.
-        """
-        longer = copied(self)
-        longer.steps, longer._waits, longer._kinds = [], [], dict(self._kinds)
-        longer._stops = {}
-        lines: list[list[Instruction]] = [[] for _ in self.program]
-        number: dict[int, int] = {}
-        #: For each step of this rehearsal, its index in the new one.
-        index: list[int] = []
-        for (w, instruction, edges), (_, kind, waits) in zip(self.steps, self._waits):
-            for op in operations(instruction):
-                if op.kind in "BI" and (op.stage, op.microbatch) in cells:
-                    own = op._replace(kind="R")
-                    if own.stage not in number:
-                        number[own.stage] = len(longer._kinds)
-                        longer._kinds[(("R", own.stage),)] = own
-                    longer._waits.append((w, number[own.stage], ()))
-                    longer.steps.append((w, own, [(op._replace(kind="F"), own)]))
-                    lines[w].append(own)
-                    edges = [*edges, (own, op)]
-            index.append(len(longer.steps))
-            longer._waits.append((w, kind, (*[(index[k], way) for k, way in waits],)))
-            longer.steps.append((w, instruction, edges))
-            lines[w].append(instruction)
-        longer.program = tuple(map(tuple, lines))
-        return longer
 
     def times(self, table: Table) -> tuple[list[float], list[float]]:
         """The start and the end of each step, if each starts as soon as it can."""
