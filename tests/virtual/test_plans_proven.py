@@ -79,6 +79,20 @@ def test_what_is_proven_may_fill_the_memory(devices, best):
     assert max(proven.proof.memory.values()) <= limit
 
 
+@pytest.mark.usefixtures("issuing")
+def test_what_steps_have_taken_corrects_the_memory(devices, monkeypatch):
+    """A step takes less than predicted, so with that much memory it is found all the same."""
+    monkeypatch.setattr("torchgpipe.engine.workers.has_streams", lambda device: True)
+    free = planned(devices, prove=1).best
+    used, predicted = (max(x.values()) for x in (free.proof.memory, free.memory))
+    assert used < predicted
+    limit = (used + predicted) / 2
+    assert all(x.time > free.time for x in planned(devices, memory=limit, prove=0).candidates)
+    found = planned(devices, memory=limit, prove=2).best
+    assert found.proof.time == pytest.approx(free.time)
+    assert max(found.proof.memory.values()) <= limit
+
+
 def test_what_has_too_little_memory_is_no_candidate(devices, monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError
