@@ -83,7 +83,8 @@ def timelines(text):
     found = re.findall(
         r"step of .+\n\n(?:.+\n)+\ndevice .+\n(?:virtual.+\n)+(?:\n.+: (?:try|take) .+\n)?", lines
     )
-    return [re.sub(r" +\d+\.\d(?=$| MiB in use)", "", x, flags=re.MULTILINE) for x in found]
+    held = r" +\d+\.\d$|virtual:\d has had .+ MiB in use"
+    return [re.sub(held, "", x, flags=re.MULTILINE) for x in found]
 
 
 @pytest.mark.parametrize("chunks", [8, 1])
