@@ -129,7 +129,8 @@ class StepNumbers:
             kind in state and _differ(first[kind], state[kind])
             for first, state in zip(self._first, self.states)
         )
-        # Only other micro-batches have drawn, and the next step must not draw the same numbers.
+        # Micro-batch 0 has drawn nothing, and others have. The caller gets a state that none of
+        # them has used, or the next step would draw their numbers again.
         # guard: seeds of steps
         return self._begin.of(self._m, kind) if drawn else found
 

@@ -202,7 +202,8 @@ class Boundary:
         self.edges = edges
         #: The gradients that arrive at the node, once they have.
         self.grads: list[tuple[Tensor | None, ...]] = []
-        # A hook in C, after those of others: the node runs with the gradients that these return.
+        # A hook in C, which is called after everybody else's. It notes the gradients as those hooks
+        # have left them, since the node computes with these.
         note_gradients(node, self.grads.append)
 
     def run(self) -> list[tuple[GradientEdge, Tensor]]:

@@ -164,14 +164,14 @@ class Forms:
         return self._known.get((self._shapes, j, self._rows[i]))
 
     def told(self, j: int, i: int, form: Form) -> Tensor | None:
-        """The bytes that tell the other end the form of what stage ``j`` is sent.
+        """The bytes that describe to the receiver the structure of what is sent to stage ``j``.
 
         Returns:
-            The bytes; None if the other end knows it.
+            The bytes; None if the receiver has them already.
 
         Raises:
-            TypeError: something in it cannot be sent to another process.
-            ValueError: the other end knows another one.
+            TypeError: something in the structure cannot be sent to another process.
+            ValueError: the receiver was told another structure for micro-batches of as many rows.
         """
         known = self.get(j, i)
         if known is None:

@@ -119,8 +119,8 @@ class Peers:
     def summed(self, tensor: Tensor, ranks: Sequence[int]) -> None:
         """Sum a tensor up over some of the processes, in place, in the order of their ranks.
 
-        There is no group for each choice of processes: all processes would have to make it, those
-        of other pipelines, too.
+        These are messages between two processes. A group for some of them would have to be made by
+        all processes of the job, also by those of other pipelines.
         """
         own = resolved(tensor)
         if self.rank != ranks[0]:

@@ -11,8 +11,10 @@ each message is sent, and when its receiver begins to receive it. This file goes
 
     compute = R, if due ─→ begin ─→ wait for what arrives ─→ carry_out ─→ send ─→ settle
 
-The first cell is computed while all processes still agree on the step. What is sent right after a
-computation is a part of it, so that a message leaves before the rest that nobody waits for.
+The first cell is computed while the processes are still settling that they take the same step, and
+how it is divided. Where the form of a message is not known yet, as in the first step, Mail waits
+for that before it goes on. What is sent right after a computation is a part of it, so that a
+message leaves before the rest that nobody waits for.
 
 PyTorch's own runtime would go through the actions, too, and have its stages compute. But these find
 shapes, split and differentiate by themselves, and are silently wrong where micro-batches differ in

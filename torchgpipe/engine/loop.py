@@ -8,9 +8,9 @@
 
 One instruction is one cell's forward, recomputation, backward, or half of a backward, on the
 compute stream of its worker. What it computes is sent on at once, and received by the instruction
-that needs it. A worker has its instructions in order. Whoever issues them, the caller in the order
-of their simulated starts or a thread for each worker, the streams do the same work in the same
-order.
+that needs it. A worker has its instructions in order. On accelerators the caller issues them all,
+in the order of their simulated starts, and they wait on their streams. On the CPU, or where they
+block the host, each worker has a thread, and an instruction waits there for those that it needs.
 
 Each cell has a graph of its own. Its backward is run here, within the call, and leaves sums of
 gradients behind, which the caller hands over when somebody runs backward from the loss.

@@ -212,7 +212,10 @@ class HandOver(torch.autograd.Function):
 
 
 def _record_grads(tensors: Iterable[Tensor], stream: AbstractStream) -> None:
-    """Record on the caller's stream what hooks of weights returned, when backward ends."""
+    """At the end of backward, record gradients of weights on the caller's stream.
+
+    A hook of the caller's may have put another tensor there, which no stream of ours knows.
+    """
     # guard: recording what hooks return
     record_all([x.grad for x in tensors if x.is_leaf], stream)
 

@@ -11,13 +11,17 @@ cells with ``i + j = k``, each on its own device::
               3       (2,1) (1,2)
               4             (2,2)
 
-A clock cycle is an order and not a barrier: a cell is computed as soon as the cells that it needs
-have been.
+A clock cycle is an order and not a barrier. On accelerators the caller issues all cells in this
+order, and each waits on its stream for what it needs. On the CPU, or where cells block the host, a
+thread for each device computes its cells, each as soon as those that it needs on other devices have
+been.
 
 Autograd runs backward. It starts from the last output, and may take the micro-batches of a
-partition in any order. The fence holds it to the reverse of forward: a phony leads from each
-micro-batch to the next one in the same partition, so that backward comes to a micro-batch only
-after the next one. In backward, read the arrows the other way::
+partition in any order. The fence holds it to the reverse of forward. It is made of phonies, empty
+tensors that only carry a dependency: a fork makes one of a tensor, a join has another tensor wait
+for it (``torchgpipe/autograd/fork_join.py``). A phony leads from each micro-batch to the next one
+in the same partition, so that backward comes to a micro-batch only after the next one. In backward,
+read the arrows the other way::
 
             cell (i-1, j)                   cell (i, j)
 
@@ -36,7 +40,7 @@ the one that was recorded last.
 
 Backward has a thread for each device. One that ran ahead would send gradients before they are
 needed, and these take memory. So a phony [3] leads from the cell ``(i, j + 1)`` to ``(i + 2, j)``,
-and backward comes to the first of them only after the second. In backward's own clock cycles::
+and backward computes ``(i, j + 1)`` only after ``(i + 2, j)``. In backward's own clock cycles::
 
           partition j        partition j+1
           -----------        -------------
@@ -52,7 +56,7 @@ Each partition has a small pool of copy streams, used round-robin. If a device r
 pool, its parts would queue behind older ones. The lead is the number of micro-batches that it may
 be ahead: in forward, the cell ``(i + lead, j)`` waits for the cell ``(i, j+1)``. Where cells block
 the host, forward is not in the order of the clock cycles, and the cell that [3] asks for may not be
-there yet. The last one before it is taken, which is there, up to a lead away.
+there yet. Then it is the latest cell of partition ``j`` that is there, up to a lead before.
 
 Copy itself joins phonies for what arrives from another stream. On the CPU alone there is no fence:
 autograd has one thread there, which keeps the order by itself.

@@ -142,7 +142,8 @@ class EagerCell(Cell):
         self._checkpoint: Checkpoint | None = None
         self._offloaded: Offloaded | None = None
         self._halves: Halves | None = None
-        #: How many hooks there were when the cell began.
+        #: How many hooks were registered in this process when the cell began; if there are more
+        #: later, somebody has added one to the cell's graph, perhaps.
         self._hooks = count_hooks()
 
     def forward(self, batch: Batch) -> Batch:

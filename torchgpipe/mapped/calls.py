@@ -98,7 +98,8 @@ class CallAlone(Interception):
         return self.alone(module) if is_spread and module is not None else None
 
 
-#: The attribute of a mapped module, on several devices, that gives a deep copy a call of its own.
+#: The attribute of a module with names on several devices by which a deep copy of the module gets a
+#: call of its own.
 ON_COPY = "_torchgpipe_on_copy"
 
 

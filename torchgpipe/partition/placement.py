@@ -56,7 +56,7 @@ def move(module: nn.Module, homes: Mapping[Tensor, torch.device], *, recurse: bo
             if x is not None and type(x).to is not Tensor.to and x.device != homes.get(x, x.device):
                 table[name] = x.to(homes[x])
     known = {**homes, **{x.grad: home for x, home in homes.items() if x.grad is not None}}
-    # Any other tensor was moved already, which has made a new one.
+    # A tensor that is not known was moved before, which has made a new one, so it stays.
     module._apply(lambda x: moved_to(known[x], x) if x in known else x, recurse=recurse)
 
 

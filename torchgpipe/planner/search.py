@@ -81,13 +81,13 @@ class Search(Trials):
     def fitted(self, trial: Trial, than: Trial | None = None) -> Trial:
         """Keep less until all fits, and then more where that is faster and fits.
 
-        It ends early once the trial cannot become faster than another one, which fits. Modes that
-        are given stay.
+        It ends early once the trial cannot become faster than another one that fits. Modes that are
+        given stay.
         """
         if self.problem.modes is not None:
             return trial
         count = 1
-        while trial.excess and not (than and trial.time >= than.time):
+        while trial.excess and not (than and not than.excess and trial.time >= than.time):
             less = self._less(trial, count)
             if less == trial.modes:
                 return trial

@@ -21,10 +21,10 @@ __all__ = ["Timeline", "Advice", "panel", "characters"]
 
 @dataclass(frozen=True)
 class Advice:
-    """A change that helps, and the figure of a step that says so.
+    """A change that helps.
 
     Args:
-        reason: what takes the time now.
+        reason: what takes the time now, with the figure of the step that says so.
         change: the settings to change, such as ``{"chunks": 16}``; empty if it is the code that has
             to change, or if something has to be measured.
         caution: what has to be seen to, such as memory; empty if nothing.

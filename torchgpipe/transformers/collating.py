@@ -227,7 +227,7 @@ class Prepared(NamedTuple):
     parts: list[dict[str, Any]]
 
     def count_in(self, kwargs: Mapping[str, Any]) -> int:
-        """Count its tensors among some arguments of the model."""
+        """Count the keyword arguments of the model that are tensors of this mini-batch."""
         own = [(key, x) for key, x in self.batch.items() if isinstance(x, Tensor)]
         return sum(kwargs.get(key) is x for key, x in own)
 

@@ -77,7 +77,10 @@ class With:
 
 
 class LeftError(Exception):
-    """Raised where the forward calls all but the head, with the arguments of that call."""
+    """Raised in place of the model without its head, to leave the forward there.
+
+    It carries the arguments of that call.
+    """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()

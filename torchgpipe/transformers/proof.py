@@ -26,14 +26,15 @@ from torchgpipe.values.microbatch import Batch, joined
 __all__: list[str] = []
 
 
-# Models weigh their rows in several ways, and their classes tell it for some. So before the first
-# mini-batch is divided, two of its rows are computed, together and each alone, and the ways of
-# weighing are compared:
+# A loss may weigh its rows equally, by their labels or by their tokens. Of some models the class
+# tells. Of others it is found out before the first mini-batch is divided: two of its rows are
+# computed, together and each alone, and these are compared for each way of weighing:
 #
 #   the loss of both rows    beside    the weighed losses of each
 #
-# Rows of equal counts prove nothing, so all but a few labels are left out in a copy. A label of
-# IGNORED may be an index to code that does not know it. Such code waits for rows that differ.
+# Two rows with as many labels fit every way. So a copy is taken in which most labels of one are
+# IGNORED. Code that does not know IGNORED might take it for an index: its labels are left as they
+# are, and the proof waits until two rows differ by themselves.
 
 
 #: The way of a loss that is computed once, of what children return for all rows.
