@@ -4,7 +4,7 @@
 if blocks that are filled greedily up to it are few enough, and each answer moves one end of the
 search to a cost that a block really has.
 
-Where a block may cost something else at another place, as on a slower device, or not fit there at
+Where a block may cost something else at another place, as where it is computed again, or not fit at
 all, :func:`cut` compares all cuts, by dynamic programming.
 
 Source: Pinar and Aykanat, Fast optimal load balancing algorithms for 1D partitioning (2004).
