@@ -33,7 +33,8 @@ An executor takes the instructions of one step's plan, and gives each three call
 The three are apart since processes that send each other messages do more between them
 (``torchgpipe/distributed/runtime.py``): a message arrives after ``begin``, and the results leave
 before ``settle``. Here :meth:`Executor.perform` makes one call of them. What computations have in
-common is a :class:`~torchgpipe.engine.computation.ScheduledStep`.
+common is a :class:`~torchgpipe.engine.computation.ScheduledStep`. ``docs/glossary.rst`` has the
+words: lane, post, sums.
 
 Sources: Narayanan et al., PipeDream (arXiv 2006.09503) for 1F1B; Qi et al., Zero Bubble Pipeline
 Parallelism (arXiv 2401.10241) for I and W.

@@ -61,6 +61,8 @@ there yet. Then it is the latest cell of partition ``j`` that is there, up to a 
 Copy itself joins phonies for what arrives from another stream. On the CPU alone there is no fence:
 autograd has one thread there, which keeps the order by itself.
 
+``docs/glossary.rst`` has the words: lane, lead, phony, fence.
+
 Source: Huang et al., GPipe (arXiv 1811.06965); Kim et al., torchgpipe (arXiv 2004.09910).
 """
 

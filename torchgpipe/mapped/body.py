@@ -42,10 +42,15 @@ class Current(threading.local):
 current = registered(Current())
 
 
-def in_turns(counts: Counter[Mapped], inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function in which modules take turns, as checkpoints of PyTorch do in backward."""
+def calling_by_name(
+    counts: Counter[Mapped], inner: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call a function in which each call of a module counts for the next of its names.
+
+    Checkpoints of PyTorch within it count again in backward as they did in forward.
+    """
     own = Counter(counts)
-    with Swap(current, counts=own), repeating(lambda: partial(in_turns, Counter(own))):
+    with Swap(current, counts=own), repeating(lambda: partial(calling_by_name, Counter(own))):
         return inner(*args, **kwargs)
 
 

@@ -164,7 +164,7 @@ class Call(CallAlone):
         #: The devices on which its tensors are at home, or copies of them while they are lent.
         self._homes = devices_of(mapped.module)
         if self._homes:
-            self._homes |= {x.device for x in (mapped, *mapped.turns)}
+            self._homes |= {x.device for x in (mapped, *mapped.names)}
 
     def place(self, mapped: Mapped, tensors: Sequence[Tensor]) -> torch.device:
         # A checkpoint of PyTorch computes a module again where a step has computed it.
@@ -187,7 +187,7 @@ class Call(CallAlone):
                     "call them itself, or call the model outside of a step"
                 )
             # Outside of a step, as when the model generates text.
-            mapped = self.mapped.turn(current.counts)
+            mapped = self.mapped.called(current.counts)
             return self.outside(mapped, inner, args, kwargs)
         return course.call(self.mapped, module, inner, (args, kwargs))
 
@@ -200,7 +200,7 @@ def intercept(mapped: Mapped, lasting: Lasting, *, is_spread: bool) -> Call:
         # Of another wrapper around the same module.
         inner = inner.inner
     found = Call(mapped, inner, lasting)
-    lasting.in_turns |= bool(mapped.turns)
+    lasting.has_names |= bool(mapped.names)
     put_call(module, found, is_spread=is_spread)
     return found
 

@@ -225,7 +225,7 @@ class Cell:
             self._leaving.append(offloading)
         return offloading.cell(self.stage.compute, self.i)
 
-    def leave(self) -> None:
+    def offload(self) -> None:
         """Let what was saved leave for the host, once the last module of the cell has run."""
         if self._leaving:
             found, self._leaving = self._leaving, []
@@ -322,7 +322,7 @@ class CourseNumbers:
 
     def go_to(self, device: torch.device) -> None:
         """Set the course's RNG state on a device, and save it from the one before."""
-        self.leave()
+        self.save()
         here = self._numbers.of(self._i, device)
         self._look(here.device)
         here.__enter__()
@@ -330,12 +330,12 @@ class CourseNumbers:
 
     def end(self) -> None:
         """Save the RNG state, also where code has drawn on another device."""
-        self.leave()
+        self.save()
         for device in self._generators:
             self._look(device)
 
-    def leave(self) -> None:
-        """Save the RNG state of the present device, and leave the device."""
+    def save(self) -> None:
+        """Save the RNG state of the present device, and let go of its generator."""
         here = self._here
         if here is not None:
             here.__exit__()

@@ -11,11 +11,12 @@ order of the micro-batches, as under :class:`~torchgpipe.GPipe`::
 What the model does, and what its course does then::
 
     calls a module     call     the cell on the module's device is entered;
-                                arguments that are on other devices come there on lanes;
+                                arguments that are on other devices come there on lanes, with
+                                the forks and joins of the fence;
                                 the module runs, once or under a checkpoint
     runs other code    glue     a mode sees functions of PyTorch, and asks the course's cells
                                 for their tensors on one device; the tail notes the functions
-    returns            end      outputs come to their device, and the fence gets them
+    returns            end      the last cell is left, and outputs come to their device
 
 The obvious way, ``tensor.to(device)``, makes the current streams of both devices wait for each
 other. Then no two micro-batches are computed at the same time. So
@@ -23,7 +24,9 @@ other. Then no two micro-batches are computed at the same time. So
 
 A model may come back to a device, as an encoder and a decoder over the same devices do. Each visit
 is a stage of its own. All but the first compute on a stream of their own: on one stream, the next
-micro-batch would wait for this one to come back.
+micro-batch would wait for this one to come back. With ``threads``, each micro-batch has a host
+thread, and :class:`~torchgpipe.mapped.threads.Turns` keep the order on each device; else there are
+none. ``docs/glossary.rst`` has the words: course, fence, lane.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ from torchgpipe.ambient.modes import own_casts
 from torchgpipe.ambient.notes import add_note, contextmanager, layer, note_layer, noted
 from torchgpipe.devices.streams import has_streams, make_current, use_stream, wait_stream
 from torchgpipe.engine.body import NOTHING
-from torchgpipe.mapped.body import MappedBody, current, in_turns, inside
+from torchgpipe.mapped.body import MappedBody, calling_by_name, current, inside
 from torchgpipe.mapped.cell import Cell, CourseNumbers
 from torchgpipe.mapped.containers import handing_back, tensors_of
 from torchgpipe.mapped.device_map import Mapped
@@ -103,9 +106,9 @@ class CourseCells:
             leaving = [x for x in tensors_of(value) if x.device != device and has_streams(x.device)]
             for source in dict.fromkeys(x.device for x in leaving):
                 self.at(source).send(tuple([x for x in leaving if x.device == source]))
-            self.numbers.leave()
+            self.numbers.save()
             if self.present:
-                self.present.leave()
+                self.present.offload()
                 self._turns.leave(self._i)
             visit = found.stage.visit + found.entered if found else 0
             self._turns.come(self._i, (device, visit))
@@ -174,10 +177,10 @@ class CourseCells:
     def end(self) -> None:
         """Leave the present device, when the model has returned."""
         if self.present:
-            self.present.leave()
+            self.present.offload()
         if self._turns:
             # guard: leaving a device with its numbers
-            self.numbers.leave()
+            self.numbers.save()
             self._turns.wait_for_end_before(self._i)
 
     def close(self) -> None:
@@ -211,7 +214,7 @@ class Course:
 
     def calling(self, model: Callable[..., Any]) -> Callable[..., Any]:
         """The function that calls the model, whose modules may have names on several devices."""
-        return partial(in_turns, Counter(), model) if self.step.lasting.in_turns else model
+        return partial(calling_by_name, Counter(), model) if self.step.lasting.has_names else model
 
     def note(self, error: BaseException) -> None:
         """Add a note to what the model has raised, unless a mapped module did."""
@@ -227,8 +230,8 @@ class Course:
         if self.tail:
             self.tail.keep()
             self.tail = None
-        if mapped.turns:
-            mapped = mapped.turn(current.counts)
+        if mapped.names:
+            mapped = mapped.called(current.counts)
         self._latest, self._noted = mapped, True
         outer, layer.name = layer.name, None
         try:
@@ -242,7 +245,7 @@ class Course:
                 original = value
                 value, copies = cell.arguments(value, self.cells.at, objects)
                 if before is not None and before is not cell:
-                    before.leave()
+                    before.offload()
                 try:
                     output = self._compute(mapped, cell, body, original, value, objects, copies)
                 except RuntimeError as error:

@@ -160,7 +160,7 @@ class Mapped:
     reference cycle would wait for the garbage collector.
     """
 
-    __slots__ = ("_module", "device", "key", "lent", "name", "place", "turns")
+    __slots__ = ("_module", "device", "key", "lent", "name", "names", "place")
 
     def __init__(
         self, name: str, key: str, module: nn.Module, device: torch.device, place: str
@@ -170,7 +170,7 @@ class Mapped:
         #: Where it holds tensors that modules on several devices share, if there are any.
         self.lent: list[TableEntry] | None = None
         #: The same module under its further names, in order, if it has names on several devices.
-        self.turns: Sequence[Mapped] = ()
+        self.names: Sequence[Mapped] = ()
 
     @property
     def module(self) -> nn.Module:
@@ -179,7 +179,7 @@ class Mapped:
         assert found is not None
         return found
 
-    def turn(self, counts: Counter[Mapped] | None) -> Mapped:
+    def called(self, counts: Counter[Mapped] | None) -> Mapped:
         """The place of this call, of those of a module that has names on several devices.
 
         Args:
@@ -189,7 +189,7 @@ class Mapped:
             return self
         counts[self] += 1
         # The first call counts for the first name, the second one for the second, and so on.
-        return (self, *self.turns)[(counts[self] - 1) % (1 + len(self.turns))]
+        return (self, *self.names)[(counts[self] - 1) % (1 + len(self.names))]
 
 
 def checked_map(device_map: Mapping[str, Device], model: nn.Module) -> dict[str, torch.device]:
@@ -312,7 +312,7 @@ def mapped_modules(model: nn.Module, device_map: Mapping[str, torch.device]) -> 
     for (_, mapped), lent in zip(every, places_of([(module, x.device) for module, x in every])):
         mapped.lent = lent
     for module, (first, *others) in found.items():
-        first.turns = [x for other, x in every if other is module and x in others]
+        first.names = [x for other, x in every if other is module and x in others]
     return [first for first, *_ in found.values()]
 
 

@@ -103,8 +103,8 @@ class Lasting:
         self.trained = False
         #: Whether modules have met tensors of other devices.
         self.met: Met = {}
-        #: Whether modules have names on several devices, which their calls take in turns.
-        self.in_turns = False
+        #: Whether modules have names on several devices: each call of one is of its next name.
+        self.has_names = False
         #: The figures of the last step that was traced.
         self.figures: StepFigures | None = None
 

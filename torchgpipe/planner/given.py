@@ -189,7 +189,7 @@ def with_loss(
     return nn.Sequential(OrderedDict([*layers.named_children(), ("loss", Loss(loss, targets))]))
 
 
-def leaves_of(targets: Sequence[Any]) -> tuple[list[Any], Spec]:
+def targets_in(targets: Sequence[Any]) -> tuple[list[Any], Spec]:
     """The leaves of targets, with marks of what goes whole, and the containers around them."""
     leaves, spec = flatten_tree((*targets,), lambda x: isinstance(x, NoChunk))
     return leaves, spec
@@ -201,7 +201,7 @@ class Loss(nn.Module):
     def __init__(self, loss: Callable[..., Any], targets: Sequence[Any]) -> None:
         super().__init__()
         self.loss = loss
-        self._leaves, containers = leaves_of(targets)
+        self._leaves, containers = targets_in(targets)
         # A function, which a copy of the layer shares: not all that it holds can be copied.
         self._together = lambda leaves: containers.unflatten(leaves)
         #: The number of each tensor among the leaves, and whether the loss gets it whole.

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torchgpipe.checks import checked_flag, verify_kind
 from torchgpipe.partition.arguments import checked_timeout, verify_loss
 from torchgpipe.planner.given import (
-    leaves_of,
     limits_of,
     looks_of,
     state_of,
+    targets_in,
     with_loss,
 )
 from torchgpipe.planner.layers import Layer, Line, measured, measured_links
@@ -105,7 +105,7 @@ def problem_of(
         {(number[a], number[b]): line for (a, b), line in links},
         state_of(torch.optim.AdamW),
         scale * sum(x.nbytes for x in whole),
-        scale * sum(x.nbytes for x in leaves_of(targets)[0] if isinstance(x, Tensor)),
+        scale * sum(x.nbytes for x in targets_in(targets)[0] if isinstance(x, Tensor)),
         ties=ties,
     )
     return replace(problem, memory=limits_of(None, places))

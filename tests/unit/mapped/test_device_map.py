@@ -49,8 +49,8 @@ def test_a_module_with_names_on_several_devices_has_a_place_for_each():
     places = {"embed": CPU, "layers": CPU, "again": META}
     model = Model()
     first = mapped_modules(model, places)[0]
-    assert [(x.name, x.device) for x in (first, *first.turns)] == [("embed", CPU), ("again", META)]
-    assert [len(x.lent) for x in (first, *first.turns)] == [2, 2]
+    assert [(x.name, x.device) for x in (first, *first.names)] == [("embed", CPU), ("again", META)]
+    assert [len(x.lent) for x in (first, *first.names)] == [2, 2]
 
 
 @pytest.mark.parametrize(
