@@ -164,7 +164,8 @@ class Candidate:
         schedule: the name of the schedule, for :class:`~torchgpipe.ScheduledLoss`; None for the
             order of :class:`~torchgpipe.GPipe`.
         time: milliseconds of a step, without the optimizer and, under ``GPipe``, without the loss.
-        memory: the most bytes of each device.
+        memory: the most bytes of each device, as predicted, which may be above the limit where a
+            proof (``proof.memory``) has measured less.
         excess: by how many bytes the fullest device has too little; 0 if the plan fits.
         report: the simulation.
         gap: the excess of the time over the bound for this placement, as a share of the bound.

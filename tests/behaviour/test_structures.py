@@ -26,7 +26,7 @@ from tests.support.structures import (
     summed,
     verify,
 )
-from torchgpipe import GPipe, NoChunk
+from torchgpipe import GPipe, NoChunk, ScheduledLoss
 from torchgpipe.values.division import is_list_of_rows
 
 # Arguments of the first layer.
@@ -79,9 +79,13 @@ def test_containers_without_names():
         model(Partial(lambda x: Custom([x], len(x))))(rows())
 
 
+def jagged(x):
+    return torch.nested.nested_tensor(list(x), layout=torch.jagged)
+
+
 @pytest.mark.parametrize(
     "make",
-    [lambda x: x.to_sparse(), lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged)],
+    [lambda x: x.to_sparse(), jagged],
     ids=["sparse", "nested"],
 )
 def test_what_is_not_dense_is_not_split(make):
@@ -90,6 +94,15 @@ def test_what_is_not_dense_is_not_split(make):
         model(passed)(x)
     output, size = model(Partial(lambda x: [x, x.shape[0]]), chunks=1)(x)
     assert (output.layout, size) == (x.layout, x.shape[0])
+
+
+@pytest.mark.parametrize("rows_of_targets", [4, 6])
+@pytest.mark.parametrize("name", ["sparse", "nested"])
+def test_targets_that_are_not_dense_are_not_split(name, rows_of_targets):
+    make = {"sparse": lambda x: x.to_sparse(), "nested": jagged}[name]
+    step = ScheduledLoss(model(passed), lambda x, y: x.sum() + 0 * y.sum())
+    with pytest.raises(ValueError, match=r"only dense tensors.*argument: targets\[0\], layout"):
+        step(rows(4), make(rows(rows_of_targets)))
 
 
 def test_nothing_to_split():

@@ -75,7 +75,10 @@ def mark() -> None:
 
 
 def mark_if_possible() -> None:
-    """Call :func:`mark`, unless PyTorch lacks a name; then only compiled layers are an error."""
+    """Call :func:`mark`, if this PyTorch has the names that it needs.
+
+    If it has not, nothing is raised here, but only where layers turn out to be compiled.
+    """
     if _unmarked and all(map(has, ("set_code_strategy", "FrameStrategy", "FrameAction"))):
         mark()
 

@@ -61,7 +61,7 @@ MESSAGES = {
 
 
 class Actions:
-    """The actions of one process in steps of one number of micro-batches."""
+    """The actions of one process, for all steps that have the same number of micro-batches."""
 
     def __init__(
         self,

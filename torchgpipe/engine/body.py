@@ -102,8 +102,8 @@ class Body:
         if self.in_place:
             if VALUE not in batch.shared:
                 if self.state or self.first:
-                    # A recomputation needs the input as it was for the first. And micro-batches may
-                    # be views of one tensor, which is the caller's.
+                    # Layers that work in place get a clone. A recomputation needs the input as the
+                    # first run got it, and micro-batches may be views of the caller's tensor.
                     batch = batch.take().map(lambda *xs: [x.clone() for x in xs], [VALUE])
             elif -1 in versions:
                 # Inference tensors do not count changes.

@@ -297,7 +297,8 @@ class Forward(Computation):
 
     def deliver(self) -> None:
         step, i, j = self.step, self.i, self.j
-        # Whoever held the output would keep it on the device, and have a message copy it.
+        # Nobody may hold the output from here on: it would stay in the memory of the device, and a
+        # message that sends it (``Pipe``) would have to clone it first.
         output = self.output
         del self.output
         if self.is_beside:

@@ -289,6 +289,7 @@ def arguments_of(
     """
     m, rows = division.m, sum(division.sizes)
     targets = FlatInput(Arguments(*value), rows or None)
+    targets.verify_dense(m, lambda name: f"argument: {_path(name)}")
     for k, leaf in enumerate(targets.leaves):
         for x in tensors_in(leaf):
             if x.is_meta:
@@ -346,4 +347,6 @@ def _has_entries(value: Any, rows: int) -> bool:
 
 def _path(name: str) -> str:
     """The path to a leaf among the arguments of a step, as its caller knows it."""
+    if name.startswith("leaf"):
+        return f"targets, {name}"
     return re.sub(r"^kwargs\['(\w+)'\]|^args", lambda found: found[1] or "targets", name)

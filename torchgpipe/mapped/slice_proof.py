@@ -23,7 +23,7 @@ __all__: list[str] = []
 #: So many tokens are computed.
 TOKENS = 32
 
-#: So many numbers of the gradient of each parameter are compared.
+#: How many entries of the gradient of each parameter are compared.
 SAMPLE = 4096
 
 #: The norm of a parameter's gradient counts as this share of the norm of all, if it is smaller.

@@ -353,10 +353,10 @@ class Compared(Slot):
 
 
 def dropped(tensor: Tensor, shapes: dict[torch.Size, torch.Size]) -> Slot:
-    """A slot for a tensor that is dropped.
+    """A slot for a tensor that is dropped, which compares it with the recomputed one.
 
-    Tensors of bytes are not compared. They may be the workspace of a kernel, as an LSTM's, some of
-    which the kernel never writes. Nobody can compare those of MKL-DNN.
+    Two kinds are not compared: tensors of bytes, since they may be the workspace of a kernel, as an
+    LSTM's, some of which the kernel never writes; and those of MKL-DNN, which no operator compares.
     """
     kind = Slot if tensor.dtype == torch.uint8 or tensor.is_mkldnn else Compared
     return kind(tensor, shapes)

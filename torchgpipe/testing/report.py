@@ -207,7 +207,7 @@ _BACKWARD = "BIW"
 #: The last fields of a label are those of the layer, and the others those of the cell.
 _OF_LAYER = 2
 
-#: The bits of a layer's number within that of a label.
+#: A label is one number: its low bits, this many, number the layer, and those above the cell.
 _BITS = 24
 
 

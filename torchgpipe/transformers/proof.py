@@ -82,13 +82,14 @@ class Weighing:
         *,
         strict: bool,
     ) -> None:
-        """Find the way, if that is not known yet.
+        """Find out how the model's loss weighs its rows, unless that is known.
 
         Args:
-            args: the arguments of the model.
-            kwargs: the same.
-            given: those of two micro-batches together, and of each, if rows cannot be cut.
-            rows: the number of rows otherwise.
+            args: the positional arguments of the model.
+            kwargs: its keyword arguments.
+            given: where rows cannot be cut, the arguments of two micro-batches together, and then
+                of each; else empty.
+            rows: the number of rows, which counts only if ``given`` is empty.
             names: the arguments that are labels.
             strict: whether a loss of another kind is an error.
 

@@ -112,8 +112,8 @@ class FlatInput:
         self.leaves, self.spec = flatten_tree(value, lambda x: is_mark(x) or is_flat(x))
         if any(map(is_marked, self.leaves)):
             raise TypeError(
-                "PerMicroBatch marks outputs, so it belongs in what layers return "
-                f"(input: {type(value).__name__}); pass the value itself, or "
+                "PerMicroBatch marks outputs, so it belongs in what layers return, and neither in "
+                f"an input nor in targets (leaves: {len(self.leaves)}); pass the value itself, or "
                 "torchgpipe.NoChunk(value) if every micro-batch shall get all of it"
             )
         if any(type(x) is list for x in self.leaves):
@@ -157,6 +157,24 @@ class FlatInput:
         """The length of each :class:`~torchgpipe.Chunks`, by which the caller has divided."""
         return [len(x) for x in self.leaves if isinstance(x, Chunks)]
 
+    def verify_dense(self, m: int, path: Callable[[str], str] = "input: {}".format) -> None:
+        """Check that ``m`` micro-batches can be made of each tensor.
+
+        Raises:
+            ValueError: a tensor is sparse or nested.
+        """
+        sparse = self.named(lambda x: isinstance(x, Tensor) and x.dim() > 0 and not is_dense(x))
+        if sparse and m > 1:
+            layouts = [
+                f"{path(name)}, layout: {'nested' if x.is_nested else x.layout}"
+                for name, x in sparse.items()
+            ]
+            raise ValueError(
+                "only dense tensors can be split into micro-batches "
+                f"({'; '.join(layouts)}); pass a dense one, divide it yourself, as "
+                "torchgpipe.Chunks([first, second]), mark it by torchgpipe.NoChunk, or set chunks=1"
+            )
+
     def division(self, chunks: int) -> Division:
         """Decide how to divide a mini-batch.
 
@@ -173,17 +191,7 @@ class FlatInput:
             verify_leaf(x)
         counts, lengths = self.counts, {*self.given}
         rows = next(iter(counts), 0)
-        sparse = self.named(lambda x: isinstance(x, Tensor) and x.dim() > 0 and not is_dense(x))
-        if sparse and max(chunks, *lengths, 1) > 1:
-            layouts = [
-                f"input: {name}, layout: {'nested' if x.is_nested else x.layout}"
-                for name, x in sparse.items()
-            ]
-            raise ValueError(
-                "only dense tensors can be split into micro-batches "
-                f"({'; '.join(layouts)}); pass a dense one, divide it yourself, as "
-                "torchgpipe.Chunks([first, second]), mark it by torchgpipe.NoChunk, or set chunks=1"
-            )
+        self.verify_dense(max(chunks, *lengths, 1))
         if len(lengths) > 1:
             given = {k: len(x) for k, x in self.named(lambda x: isinstance(x, Chunks)).items()}
             raise ValueError(
