@@ -208,8 +208,8 @@ class FirstRun:
 def _copied(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Copy buffers, once for all places where one is.
 
-    Small ones are copied together: a model of a hundred norms has three hundred of them, and on a
-    GPU each copy takes a launch.
+    Small ones of a GPU are copied together: a model of a hundred norms has three hundred of them,
+    and each copy takes a launch. The CPU has none, and copies them faster one by one.
     """
     copies: dict[int, Tensor] = {}
     small: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -223,6 +223,8 @@ def _copied(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
             with torch.enable_grad():
                 # No leaf, since layers may change it in place.
                 copies[id(x)] = x.detach().requires_grad_().clone()
+        elif x.is_cpu:
+            copies[id(x)] = x.clone()
         elif type(x) in PLAIN and is_dense(x) and x.nbytes <= SMALL and x.is_contiguous():
             small.setdefault((x.device, x.dtype), []).append(x)
             copies[id(x)] = x
