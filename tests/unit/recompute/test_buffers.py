@@ -233,9 +233,9 @@ class Counting(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
+# Only beside the CPU a copy takes a launch.
 @pytest.mark.parametrize(("device", "calls"), [("meta", {"cat": 3}), ("cpu", {"clone": 40})])
 def test_small_buffers_are_copied_together(device, calls):
-    """So they are beside the CPU, where each copy takes a launch."""
     norms = nn.Sequential(*[nn.BatchNorm1d(3) for _ in range(8)]).to(device)
     state = LayersState(norms, {})
     with Counting() as counting:
