@@ -65,10 +65,13 @@ class Draws:
             self._known[kind] = draws or found.drawn
             return
         before = content(get_state(CPU))
-        yield StepDraws(self.lock, step, shared - {CPU}, is_free=True)
-        # guard: draws without turns
-        if content(get_state(CPU)) != before:
-            self._known[kind] = True
+        try:
+            yield StepDraws(self.lock, step, shared - {CPU}, is_free=True)
+        finally:
+            # Also if a recomputation has found other numbers first.
+            # guard: draws without turns
+            self._known[kind] = content(get_state(CPU)) != before
+        if self._known[kind]:
             raise RuntimeError(
                 "layers on the CPU must draw random numbers from the first step on, since those "
                 "that draw nothing run at the same time, and no other thread may draw during a "
