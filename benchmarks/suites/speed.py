@@ -147,8 +147,7 @@ def arguments_of(name: str, setting: Setting) -> dict[str, Any]:
         key: getattr(experiment, key) for key in ("model", "size", "batch")
     }
     if name != "baseline":
-        m = experiment.m or 1
-        arguments.update(balance=setting.balance, m=m, mode=experiment.mode)
+        arguments |= {"balance": setting.balance, "m": experiment.m or 1, "mode": experiment.mode}
     return arguments
 
 
@@ -212,15 +211,13 @@ def figures(found: dict[str, list[float]]) -> dict[str, Row]:
 def rows(options: argparse.Namespace, chosen: Sequence[Setting]) -> tuple[list[Row], Row]:
     """Measure the rows, and the entries that hold for all of them."""
     names = [*(["baseline"] if options.device != "virtual" else []), *options.rivals]
-    left_out = {}
     count = max(setting.experiment.n for setting in chosen)
     found = []
     with ExitStack() as stack:
         with on_cores(options.threads):
-            running, unavailable = start(
+            running, left_out = start(
                 stack, names, options.against, options.device, count, options.threads
             )
-        left_out.update(unavailable)
         for setting in progress(chosen, "speed", "setting"):
             if options.device == "virtual":
                 row = in_virtual_time.measure(
@@ -241,8 +238,7 @@ def rows(options: argparse.Namespace, chosen: Sequence[Setting]) -> tuple[list[R
 
 def main(argv: Sequence[str]) -> None:
     """Measure and publish."""
-    reads = parser()
-    options = command.parse(reads, argv)
+    options = command.parse(parser(), argv)
     result = head("speed", argv, device=options.device)
     found, more = rows(options, settings(options))
     publish(command.output(options, f"speed_{options.device}"), result | more, found, summarise)
