@@ -21,7 +21,7 @@ class Repeated(threading.local):
 repeated = Repeated()
 
 #: Where a checkpoint that is not reentrant begins: from PyTorch 2.14 on, and before.
-#: Without any, such checkpoints repeat neither turns of modules nor lent weights.
+#: Without any, such checkpoints repeat neither the names of modules nor lent weights.
 BEGINNINGS = (
     "_checkpoint_without_reentrant_generator_impl",
     "_checkpoint_without_reentrant_generator",
@@ -62,11 +62,10 @@ def _replace() -> None:
         return found
 
     function.forward = staticmethod(first)
-    for name in BEGINNINGS:
-        if hasattr(room, name):
-            begin = getattr(room, name)
-            setattr(room, name, lambda own, *x, begin=begin, **y: begin(_again(own), *x, **y))
-            break
+    name = next(filter(partial(hasattr, room), BEGINNINGS), None)
+    if name is not None:
+        begin = getattr(room, name)
+        setattr(room, name, lambda own, *args, **kwargs: begin(_again(own), *args, **kwargs))
 
 
 def _again(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from torchgpipe._torch.attributes import judge_by, keeps_results
+from torchgpipe._torch.attributes import bypass_hooks, judge_by, keeps_results
 
 SIN = torch.ops.aten.sin.default
 
@@ -12,6 +12,17 @@ SIN = torch.ops.aten.sin.default
 @pytest.fixture
 def modes():
     return create_selective_checkpoint_contexts([SIN])
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_mode_does_not_ask_the_hooks_of_a_checkpoint(modes):
+    """PyTorch warns from 2.14 on, unless the mode has been told."""
+    first, _ = modes
+    bypass_hooks(first)
+    assert first.respect_saved_tensors_hooks is False
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with hooks, first:
+        torch.rand(2, requires_grad=True).sin()
 
 
 def test_a_mode_asks_another_function(modes):
