@@ -9,7 +9,7 @@ each message is sent, and when its receiver begins to receive it. This file goes
        compute (+ send)   the message has arrived: the executor computes, and the results leave
        receive            ...
 
-    compute = R, if due ─→ begin ─→ wait for what arrives ─→ carry_out ─→ send ─→ settle
+    compute = R, if due ─→ begin ─→ wait for what arrives ─→ carry_out ─→ send ─→ end
 
 The first cell is computed while the processes are still settling that they take the same step, and
 how it is divided. Where the form of a message is not known yet, as in the first step, Mail waits
@@ -124,7 +124,7 @@ class Actions:
         for call in self._calls[: self._urgent]:
             call(executor, mail)
         if first:
-            executor.settle(0, first)
+            executor.end(0, first)
             # They hold the cell, whose backward is to free it.
             first.clear()
         prepare()
@@ -221,7 +221,7 @@ def _computation(
         executor.carry_out(0, runs)
         for send in sends:
             send(executor, mail)
-        executor.settle(0, runs)
+        executor.end(0, runs)
 
     return compute
 

@@ -25,7 +25,6 @@ from torchgpipe.values.order import Order
 
 __all__: list[str] = []
 
-#: Is around the layers of most cells.
 NOTHING: AbstractContextManager[None] = nullcontext()
 
 
@@ -57,17 +56,16 @@ class Body:
         order: Order | None = None,
     ) -> None:
         self.layers = layers
-        #: Calls the layers. A device map puts another function here, which knows where they are.
+        #: Calls the layers; where other devices share some of their weights, with copies of these.
         self.call: Callable[..., Any] = layers
         self.order = order
         self.lock = lock
         self.state = state
-        #: How what cells save leaves for the host, if it does.
+        #: Copies to the host what cells save for backward; None if it stays on the device.
         self.offloading: Offloading | None = None
-        #: A policy of what recomputations do not compute again, if there is one.
+        #: PyTorch's policy of which operators recomputations do not run again, if there is one.
         self.policy: Policy | None = None
         self.first = first
-        #: Whether the first layer changes its input in place.
         self.in_place = starts_in_place(layers)
 
     def run(
@@ -91,8 +89,8 @@ class Body:
         Raises:
             RuntimeError: a layer changed a tensor in place that shares memory with another part.
         """
-        # Parts that share memory may be on different devices later, where they do not share it any
-        # more. So a change in place of one that shares memory is an error wherever it is.
+        # A change in place of one part is seen through a part that shares its memory, but not
+        # through a copy of that part on another device. So it is an error on all devices.
         counters: list[Tensor] = []
         versions: list[int] = []
         if batch.shared:
@@ -102,13 +100,13 @@ class Body:
         if self.in_place:
             if VALUE not in batch.shared:
                 if self.state or self.first:
-                    # Layers that work in place get a clone. A recomputation needs the input as the
-                    # first run got it, and micro-batches may be views of the caller's tensor.
+                    # The first layer changes a clone in place. A recomputation needs the input
+                    # unchanged, and the first partition may get a view of the caller's tensor.
                     batch = batch.take().map(lambda *xs: [x.clone() for x in xs], [VALUE])
             elif -1 in versions:
-                # Inference tensors do not count changes.
+                # Inference tensors have no version counter that would show the change afterwards.
                 raise _changed(batch)
-        # From here on only the tracker holds a skip, until it is popped.
+        # From here on the tracker alone holds the skips, so each is freed when it is popped.
         tracker = SkipTracker.of(batch)
         value = batch.take().with_skips({})
         order = self.order
@@ -177,7 +175,7 @@ class Body:
 def starts_in_place(layer: nn.Module) -> bool:
     """Whether the first layer is one of torch's with ``inplace=True``."""
     while isinstance(layer, nn.Sequential) and layer._modules:
-        # Indexing a Sequential takes several times as long.
+        # Not layer[0]: indexing a Sequential takes several times as long.
         layer = next(iter(layer._modules.values()))
     return getattr(layer, "inplace", False) is True
 

@@ -50,7 +50,6 @@ class Cell:
     def __init__(self, step: PipelineStep, i: int, j: int) -> None:
         self.step, self.i, self.j = step, i, j
         self.body = step.bodies[j]
-        #: The compute stream.
         self.stream = step.lanes.compute[j]
         #: The parts that come from another compute stream, and the partitions they come from.
         self.arriving = step.lanes.sources[j]
@@ -90,7 +89,8 @@ class Cell:
         checkpoint = None
         offloading = self.body.offloading
         if again:
-            # Only its text: the checkpoint would keep the cell itself in memory.
+            # The note gets the text of this cell, not the cell: the checkpoint keeps the note until
+            # backward, and would keep the whole step in memory with it.
             within = noted(str(self), labels.of("R", self.j, self.i))
             checkpoint = self.body.checkpoint(run, step.context, self.stream, within)
             run = partial(checkpoint.forward, cell=numbers)
@@ -130,9 +130,7 @@ class Cell:
             last: whether this is the last micro-batch. Then no such cell is in this partition, and
                 parts that stay are left alone.
         """
-        # Not kept here, since the checkpoint refers to this cell.
-        checkpoints, self._checkpoints = self._checkpoints, []
-        departing = partial(fence.fork, self.i, self.j, checkpoints)
+        departing = partial(fence.fork, self.i, self.j, self._checkpoints)
         staying = None if last else partial(fence.fork, self.i, self.j, ())
         return self._on_lanes(batch, departing, staying)
 
@@ -162,10 +160,10 @@ class Cell:
 
     def _by_lane(self, parts: Collection[Hashable]) -> list[tuple[AbstractStream, list[Hashable]]]:
         """Group neighbouring parts that share a lane; return each lane with its parts."""
-        found: list[tuple[AbstractStream, list[Hashable]]] = []
+        groups: list[tuple[AbstractStream, list[Hashable]]] = []
         for part in parts:
             lane = self._lane(part)
-            if not found or found[-1][0] is not lane:
-                found.append((lane, []))
-            found[-1][1].append(part)
-        return found
+            if not groups or groups[-1][0] is not lane:
+                groups.append((lane, []))
+            groups[-1][1].append(part)
+        return groups

@@ -13,7 +13,7 @@ A computation receives and delivers on the worker's compute stream, and computes
 its stage. What it sets in the process while it computes (the state of a generator, autocast) is set
 around each piece that runs, and put back before the next piece of anything runs.
 
-:class:`ScheduledStep` has what they take from, and give to: the post, the cells, and the sums.
+:class:`ScheduledStep` has what computations share: the post, the cells, and the sums.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from torchgpipe.engine.links import Gradients, Links, Post
 from torchgpipe.engine.outcome import Outcome, StepSums, copies_of_weights, in_place_of
 from torchgpipe.engine.scheduled_cell import Cell, EagerCell
 from torchgpipe.engine.stages import Stages
-from torchgpipe.engine.step import Step, lend
+from torchgpipe.engine.step import Step, compute_with_copies
 from torchgpipe.engine.step_plan import StepPlan
 from torchgpipe.partition.keeping import policy_of
 from torchgpipe.recompute.offload import Offloading, Window
@@ -54,22 +54,21 @@ Result = TypeVar("Result")
 
 NOTHING: AbstractContextManager[None] = nullcontext()
 
-#: Makes the cell of an F.
 NewCell: TypeAlias = Callable[["Forward"], Cell]
 
 
 class Cells:
-    """The kind of cells that steps have: these are the eager ones."""
+    """The way in which steps make cells, and have them compute; this one is for eager cells."""
 
     def begin(self, copies: Sequence[Mapping[Tensor, Tensor]]) -> NewCell:
-        """Begin a step, and return what makes its cells."""
+        """Begin a step, and return the function that makes its cells."""
         return eager_cell
 
     def compute(self, function: Callable[[], None]) -> None:
         """Call a function that has a cell compute."""
         function()
 
-    def beside(self, one: Computation, other: Computation) -> None:
+    def overlap(self, one: Computation, other: Computation) -> None:
         """Compute the two computations of an overlap."""
         for run in (one, other):
             run.on(run.stream, run.compute)
@@ -107,7 +106,7 @@ class ScheduledStep(Step):
         post: makes the post of the step.
     """
 
-    #: The turns of computations at generators, while the step runs.
+    #: Has computations take turns that draw from one generator, while the step runs.
     draws: StepDraws
 
     def __init__(
@@ -130,21 +129,21 @@ class ScheduledStep(Step):
         after = criterion.loss if isinstance(criterion.loss, nn.Module) else None
         joins, again = criterion.outputs is not None, {j for j, _ in plan.again}
         super().__init__(stages, plan.schedule.chunks, again, joins, after)
-        #: Whether the caller is within autocast, which backward must not be.
+        #: Whether the caller is within autocast, which must be off in backward.
         self.casts = any(x.enabled for x in self.context.modes.autocast)
-        #: For each stage, copies of weights that it computes with in their place.
+        #: For each stage, copies of weights from other devices, with which it computes.
         self.copies = copies_of_weights(stages)
-        for body, places, own in zip(self.bodies, stages.lent, self.copies):
-            lend(body, places, partial(in_place_of, own))
-        #: What gradients are summed for.
+        for body, entries, copies in zip(self.bodies, stages.lent, self.copies):
+            compute_with_copies(body, entries, partial(in_place_of, copies))
+        #: The gradients of the weights and of the caller's tensors, summed over micro-batches.
         self.sums = StepSums(plan, self.modules, batches, self.copies)
         self.new_cell = crew.cells.begin(self.copies)
-        #: The cells between F and their last instruction.
+        #: The cells ``(stage, micro-batch)`` between their F and their last instruction.
         self.cells: dict[tuple[int, int], Cell] = {}
         self.links = Links(plan, stages, arriving)
         for body, mode in zip(self.bodies, plan.keepings):
             body.policy = policy_of(mode)
-        #: For each worker, the cells that leave for the host; empty if none do.
+        #: For each worker, the cells whose copies to the host are under way; empty if none leave.
         self.windows = [Window() for _ in plan.devices] if plan.leaving else []
         for j, w in enumerate(plan.schedule.placement) if plan.leaving else ():
             offload = plan.offloads[j]
@@ -154,7 +153,7 @@ class ScheduledStep(Step):
                 self.bodies[j].offloading = Offloading(
                     memory, offload, j, leaving, self.links.recorder, self.windows[w]
                 )
-        #: What is on its way from stage to stage.
+        #: The inbox of each stage, for values, skips and gradients.
         self.post = post(self, self.links, batches)
 
     def look_for_strays(self, cell: Cell) -> None:
@@ -163,7 +162,7 @@ class ScheduledStep(Step):
         strays = cell.look_for_strays(self.sums.nodes[cell.j])
         if strays:
             known = {*map(id, self.sums.weights[cell.j])}
-            # Two cells of an overlap have run before either is looked at.
+            # Both cells of an overlap may have used a weight before this finds it in the first one.
             # guard: strays met once
             met = [x for x in strays if id(x) not in known]
             self.crew.verify(cell.j, met)
@@ -176,7 +175,7 @@ class ScheduledStep(Step):
             one = self.criterion.scale(torch.ones((), device=value.device, dtype=value.dtype))
             divisor = one if divisor is None else divisor * one
         zeros = self.sums.zeros(self.links, self.post, value.dtype)
-        # What requires a gradient may have got none, and the loss has a backward all the same.
+        # If no tensor has got a gradient, the loss must have a backward all the same.
         zeros = zeros or [torch.zeros_like(value, requires_grad=True)]
         loss: Tensor = Outcome.apply(value, divisor, *zeros)
         return loss
@@ -188,16 +187,16 @@ class Computation(noted):
     As a context manager it tells what is computed, in notes on exceptions and by labels.
     """
 
-    #: What its cell is given.
-    given: Any = None
+    #: The value or the gradients that it takes from the inbox, and gives to its cell.
+    received: Any = None
 
     def __init__(self, step: ScheduledStep, w: int, op: Op) -> None:
         self.step, self.w, self.op = step, w, op
         self.j, _, self.i = op
         #: The stream that it computes on.
         self.stream = step.links.stage_streams[self.j]
-        #: Whether that is not the worker's compute stream.
-        self.is_beside = self.stream is not step.links.compute[w]
+        #: Whether the stage computes on the second stream of its worker (see ``Links._overlap``).
+        self.on_second_stream = self.stream is not step.links.compute[w]
         self.label = None if labels.observer is None else labels.of(op.kind, self.j, self.i)
         self._cell: Cell | None = None
 
@@ -244,7 +243,8 @@ class Computation(noted):
 
     def compute(self) -> None:
         """Compute, with the random numbers of the cell, when the device has its turn."""
-        # Not the other way round: who has its turn may trace, and waits for all that compute.
+        # The turn comes first. Who has it may trace a graph in cells.compute(), and then waits until
+        # nobody else computes there: if somebody there waited for the turn, both would for ever.
         with self.turn, self.numbers():
             self.step.crew.cells.compute(self._compute)
 
@@ -254,14 +254,14 @@ class Computation(noted):
     def deliver(self) -> None:
         """Send what was computed."""
 
-    def settle(self) -> None:
-        """Do the rest, for which no other computation waits."""
+    def look_for_strays(self) -> None:
+        """Find weights of other modules that its layers have used: only an F runs layers first."""
 
 
 class Forward(Computation):
     """F, which makes the cell."""
 
-    given: Batch
+    received: Batch
     output: Batch
 
     def __init__(self, step: ScheduledStep, w: int, op: Op) -> None:
@@ -272,9 +272,9 @@ class Forward(Computation):
         self.criterion = step.criterion if self.j == step.plan.last else None
 
     def receive(self) -> None:
-        self.given = self.step.post.receive(self.j, self.i)
-        if self.is_beside:
-            self.step.links.record_on(self.given, self.stream)
+        self.received = self.step.post.receive(self.j, self.i)
+        if self.on_second_stream:
+            self.step.links.record_on(self.received, self.stream)
 
     def _find(self) -> Cell:
         return self.step.new_cell(self)
@@ -291,17 +291,17 @@ class Forward(Computation):
     def _compute(self) -> None:
         cell = self.cell
         with Swap(computing, number=self.i):
-            self.output = cell.forward(self.given)
+            self.output = cell.forward(self.received)
         if torch.is_grad_enabled():
             self.step.cells[self.j, self.i] = cell
 
     def deliver(self) -> None:
         step, i, j = self.step, self.i, self.j
-        # Nobody may hold the output from here on: it would stay in the memory of the device, and a
-        # message that sends it (``Pipe``) would have to clone it first.
+        # An output that this object still held would stay in the memory of the device. Also, a
+        # message of ``Pipe`` would have to clone it before it is sent.
         output = self.output
         del self.output
-        if self.is_beside:
+        if self.on_second_stream:
             step.links.record_on(output, step.links.compute[self.w])
         if j < step.plan.last:
             step.post.send(j, i, output)
@@ -311,7 +311,7 @@ class Forward(Computation):
         if step.windows:
             self.cell.offload()
 
-    def settle(self) -> None:
+    def look_for_strays(self) -> None:
         if torch.is_grad_enabled():
             self.step.look_for_strays(self.cell)
 
@@ -339,11 +339,11 @@ class BackwardWeight(Computation):
         return self.step.draws.backward()
 
     def compute(self) -> None:
-        # Not before: the other one of an overlap may make the first sum.
+        # Not in receive(): the other computation of an overlap may make the first sum after that.
         self.step.sums.by_worker[self.w].ready()
         kind = self.step.plan.devices[self.w].type
         try:
-            # A layer may leave autocast on.
+            # A layer may have switched autocast on, and not off again.
             casts = self.step.casts or torch.is_autocast_enabled(kind)
             # guard: autocast in backward
             with without_autocast() if casts else NOTHING:
@@ -359,25 +359,25 @@ class BackwardWeight(Computation):
 class BackwardInput(BackwardWeight):
     """I: the half of a backward that computes the gradients of the input, and sends them."""
 
-    given: Gradients
+    received: Gradients
     inputs: Gradients
 
     def receive(self) -> None:
         step, i, j = self.step, self.i, self.j
         if j < step.plan.last:
-            self.given = step.post.receive_grads(j, i)
+            self.received = step.post.receive_grads(j, i)
         else:
-            self.given = {VALUE: [step.criterion.grad(i)]}
-        for grads in self.given.values() if self.is_beside else ():
+            self.received = {VALUE: [step.criterion.grad(i)]}
+        for grads in self.received.values() if self.on_second_stream else ():
             step.links.record_on(grads, self.stream)
 
     def _compute(self) -> None:
-        self.inputs = self.cell.backward_input(self.given)
+        self.inputs = self.cell.backward_input(self.received)
 
     def deliver(self) -> None:
         inputs, links = self.inputs, self.step.links
         del self.inputs
-        for grads in inputs.values() if self.is_beside else ():
+        for grads in inputs.values() if self.on_second_stream else ():
             links.record_on(grads, links.compute[self.w])
         self.step.post.send_grads(self.j, self.i, inputs)
 
@@ -386,11 +386,10 @@ class Backward(BackwardInput):
     """B: a whole backward, I and W at once."""
 
     def _compute(self) -> None:
-        self.inputs, weights, grads = self.cell.backward(self.given)
+        self.inputs, weights, grads = self.cell.backward(self.received)
         self.step.sums.by_worker[self.w].add(weights, grads)
 
 
-#: The classes of computations, by kind.
 KINDS: dict[str, type[Computation]] = {
     "F": Forward,
     "R": Recomputation,

@@ -30,9 +30,6 @@ from torchgpipe.values.structure import Arguments
 __all__: list[str] = []
 
 
-# The loss of each micro-batch, after the last stage.
-
-
 class Criterion:
     """A loss function, and what it has made of each micro-batch of a step.
 
@@ -62,11 +59,11 @@ class Criterion:
         self.division, rows = division, sum(division.sizes)
         self.shares = [size / rows if rows else 1 / division.m for size in division.sizes]
         m = len(arguments)
-        #: For each micro-batch, the loss and the weight of its sum; None for a mean.
-        self.found: list[tuple[Tensor, Any] | None] = [None] * m
-        #: For each micro-batch, its output without what it was computed from.
+        #: For each micro-batch, its loss, and the weight of a loss that is a sum; None for a mean.
+        self.losses: list[tuple[Tensor, Any] | None] = [None] * m
+        #: For each micro-batch, its output, detached from the graph; None if no outputs are kept.
         self.outputs: list[Batch | None] | None = [None] * m if outputs else None
-        #: The shapes in the output of the first micro-batch, where layers computed it.
+        #: The shapes in the output of the first micro-batch; empty if an FX graph computed it.
         self.shapes: Sequence[torch.Size] = ()
         #: Whether a loss depends on something that requires a gradient.
         self.depends = False
@@ -100,18 +97,19 @@ class Criterion:
         is_observed = labels.observer is not None
         if is_observed:
             labels.put_layer("loss", getattr(self.loss, "__name__", type(self.loss).__name__))
-        found = _checked(self.loss(output.value, *args, **kwargs))
+        result = _checked(self.loss(output.value, *args, **kwargs))
         current.name = None
         if is_observed:
             labels.put_layer("", "")
-        return found
+        return result
 
     def take(self, i: int, loss: Tensor, weight: Any, output: Batch | None) -> None:
         """Take note of the loss of micro-batch ``i``, and of the output of the layers."""
         weight = self._weights[i] if self._weights else weight
-        # Kernels such as mse_loss return a number in the memory of all the numbers that they added.
+        # mse_loss and others return a number in the memory of all the numbers that they have added,
+        # which a clone lets go of.
         spacious = loss.untyped_storage().nbytes() > loss.nbytes
-        self.found[i] = loss.detach().clone() if spacious else loss.detach(), weight
+        self.losses[i] = loss.detach().clone() if spacious else loss.detach(), weight
         self.depends |= loss.requires_grad
         if self.outputs is not None and output is not None:
             self._keep(i, output)
@@ -136,27 +134,27 @@ class Criterion:
         What a layer adds to gradients on its own must not be divided by the weights afterwards. So
         gradients begin divided, if all weights are known before the first backward.
         """
-        known = self._weights or [None if x is None else x[1] for x in self.found]
-        (loss, _) = next(x for x in self.found if x is not None)
+        known = self._weights or [None if x is None else x[1] for x in self.losses]
+        (loss, _) = next(x for x in self.losses if x is not None)
         return None if any(x is None for x in known) else _total(known, loss)
 
     def grad(self, i: int) -> Tensor:
         """The gradient of the loss of micro-batch ``i``, with which its backward begins."""
-        found = self.found[i]
-        assert found is not None
-        loss, weight = found
+        pair = self.losses[i]
+        assert pair is not None
+        loss, weight = pair
         if self._divisor is None:
             grad = torch.full_like(loss, 1 if weight is not None else self.shares[i])
         else:
-            # Before the cast: float16 may be too small for it, but for the scale.
+            # Scaled before it is cast: 1 / divisor may be too small for float16.
             grad = torch.full_like(loss, 1, dtype=self._divisor.dtype) / self._divisor
         return (grad if self.scale is None else self.scale(grad)).to(loss.dtype)
 
     def results(self, i: int) -> list[Tensor]:
         """The tensors of micro-batch ``i`` that go to the caller."""
-        found = self.found[i]
+        pair = self.losses[i]
         output = None if self.outputs is None else self.outputs[i]
-        results = [] if found is None else [x for x in found if isinstance(x, Tensor)]
+        results = [] if pair is None else [x for x in pair if isinstance(x, Tensor)]
         return results if output is None else [*results, *output]
 
     def joined(self, blocks: Container[int]) -> Any:
@@ -170,13 +168,13 @@ class Criterion:
         Raises:
             TypeError: some micro-batches had a weight, and others had none.
         """
-        pairs = [pair for pair in self.found if pair is not None]
+        pairs = [pair for pair in self.losses if pair is not None]
         losses = torch.stack([loss.reshape(()) for loss, _ in pairs])
         losses = losses.to(_dtype_of_sums(losses))
         weights = [weight for _, weight in pairs]
         if all(weight is None for weight in weights):
-            # Numbers of the host that become kernels' arguments. A tensor would have to be copied,
-            # and the host would wait for the device.
+            # Each share is a number of the host, which becomes an argument of a kernel. A tensor
+            # of shares would be copied to the device, and the host would wait for that.
             terms = [
                 losses[start : start + count].sum() * share
                 for share, start, count in _runs(self.shares)
@@ -187,27 +185,28 @@ class Criterion:
                 "a loss function must return a mean for all micro-batches, or (sum, weight) for "
                 f"all (weights: {weights}); return the same for each"
             )
-        # Not the divisor that gradients began with, which belongs to the stream of the last stage.
+        # Not self._divisor: its memory belongs to the stream of the last stage, which may reuse it
+        # before the current stream has read it.
         total = _total(weights, losses)
         return losses.sum() / total, total if self._divisor is None else None
 
 
 def _dtype_of_sums(loss: Tensor) -> torch.dtype:
-    # A sum over all tokens may be too large for these.
+    # A sum over all tokens may be too large for float16, and bfloat16 would round it.
     return torch.float32 if loss.dtype in (torch.float16, torch.bfloat16) else loss.dtype
 
 
 def _total(weights: Sequence[Any], loss: Tensor) -> Tensor:
     """The sum of weights, of shape ``()``, where a loss is."""
     dtype, device = _dtype_of_sums(loss), loss.device
-    each = [
+    scalars = [
         x.to(device).reshape(()).to(dtype)
         if isinstance(x, Tensor) and x.device != CPU
-        # A number of the host, whose copy to a device the host would wait for.
+        # Filled in by a kernel, since the host would wait for a copy from its memory.
         else torch.full((), float(x), dtype=dtype, device=device)
         for x in weights
     ]
-    return torch.stack(each).sum()
+    return torch.stack(scalars).sum()
 
 
 def _runs(values: Sequence[float]) -> Iterator[tuple[float, int, int]]:
@@ -219,8 +218,10 @@ def _runs(values: Sequence[float]) -> Iterator[tuple[float, int, int]]:
         start += count
 
 
-def _checked(found: Any) -> tuple[Tensor, Any]:
-    loss, weight = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+def _checked(returned: Any) -> tuple[Tensor, Any]:
+    loss, weight = (
+        returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+    )
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise TypeError(
@@ -241,7 +242,7 @@ def _checked_weight(weight: Any) -> Any:
             "ScheduledLoss(..., outputs=True)"
         )
     if isinstance(weight, Tensor):
-        # Whether its number is one, the host would have to wait for.
+        # Its number stays unchecked: to read it, the host would wait for the device.
         return weight.detach()
     rule = "the weight of a loss must be finite and not negative"
     verify_number(weight + 0, rule, "weight", "return the number of what was summed up")
@@ -268,7 +269,7 @@ class explaining:
     ) -> None:
         if not self._targets or self._layer is None or not isinstance(error, TypeError):
             return
-        # Python itself says so of a layer that is called with one argument, and takes several.
+        # Python's message if a layer that takes several arguments was called with one.
         name = getattr(type(self._layer).forward, "__qualname__", "")
         if str(error).startswith(f"{name}() missing"):
             add_note(
@@ -309,7 +310,7 @@ def arguments_of(
             )
     counts = targets.counts
     if division.is_ready and counts:
-        # The input does not say how many rows there are, so the first target does.
+        # An input that the caller has divided may have no count of rows: that of targets is taken.
         rows = targets.rows
         if rows < m:
             raise ValueError(
@@ -335,7 +336,7 @@ def arguments_of(
             "or what is divided already as torchgpipe.Chunks(values)"
         )
     events = fetch(pool, targets, device)
-    # One micro-batch gets all as it is.
+    # A single micro-batch gets the arguments undivided.
     return [targets.whole] if m == 1 else [*targets.split(division)], events
 
 
@@ -349,4 +350,4 @@ def _path(name: str) -> str:
     """The path to a leaf among the arguments of a step, as its caller knows it."""
     if name.startswith("leaf"):
         return f"targets, {name}"
-    return re.sub(r"^kwargs\['(\w+)'\]|^args", lambda found: found[1] or "targets", name)
+    return re.sub(r"^kwargs\['(\w+)'\]|^args", lambda match: match[1] or "targets", name)

@@ -38,7 +38,7 @@ class Draws:
     """The knowledge of whether layers draw on the CPU, which lasts from step to step."""
 
     def __init__(self) -> None:
-        #: Whether they do, by kind of step: with or without a graph, and what is in train mode.
+        #: Whether layers draw, by kind of step: with or without a graph, and what is in train mode.
         self._known: dict[Any, bool] = {}
         self.lock = threading.RLock()
 
@@ -58,17 +58,19 @@ class Draws:
         kind = (torch.is_grad_enabled(), *modes)
         draws = self._known.get(kind)
         if draws is not False:
-            # Checkpoints on accelerators look at the CPU's generator, too.
+            # Workers on accelerators take turns, too: a checkpoint of PyTorch that runs there reads
+            # the CPU's generator, and sets it back.
             # guard: turns beside the CPU
-            found = StepDraws(self.lock, step, {*counts}, is_watched=draws is None)
-            yield found
-            self._known[kind] = draws or found.drawn
+            step_draws = StepDraws(self.lock, step, {*counts}, is_watched=draws is None)
+            yield step_draws
+            self._known[kind] = draws or step_draws.drawn
             return
         before = content(get_state(CPU))
         try:
             yield StepDraws(self.lock, step, shared - {CPU}, is_free=True)
         finally:
-            # Also if a recomputation has found other numbers first.
+            # Also if the step has failed, since a recomputation got other random numbers. Otherwise
+            # the next step would fail in the same way.
             # guard: draws without turns
             self._known[kind] = content(get_state(CPU)) != before
         if self._known[kind]:
@@ -93,13 +95,13 @@ class StepDraws:
     ) -> None:
         self._numbers, self._devices = step.numbers, step.stages.devices
         self._is_watched = is_watched
-        places = [*map(generator_of, self._devices)]
-        #: For each stage, what its computations hold while they have their turn.
+        generators = [*map(generator_of, self._devices)]
+        #: For each stage, the lock that a computation holds during its turn, if it takes turns.
         # guard: turns of computations
-        self.turns = [lock if x in shared else NOTHING for x in places]
-        #: For each stage, whether nobody draws there.
-        self._is_free = [is_free and x == CPU for x in places]
-        #: Whether one has drawn on the CPU, where that is watched.
+        self.turns = [lock if x in shared else NOTHING for x in generators]
+        #: For each stage, whether it is on the CPU, and its layers are known not to draw.
+        self._is_free = [is_free and x == CPU for x in generators]
+        #: Whether a computation has drawn from the CPU's generator, if that is watched.
         self.drawn = False
 
     def of(self, i: int, j: int) -> AbstractContextManager[Any]:

@@ -51,7 +51,7 @@ class Lanes:
         self._partitions = stages.partitions
         devices, skip_layout = stages.devices, stages.skip_layout
         n = len(devices)
-        # Partitions of one group and one device share their streams.
+        # Partitions of a group share layers, so they must not compute at the same time.
         users = list(zip(devices, stages.groups))
         counts = Counter([device for device, _ in set(users)])
         has_skips = any(skip_layout.popped)
@@ -66,8 +66,8 @@ class Lanes:
         #: The stream on which each partition computes.
         self.compute = [streams.compute for streams in self._streams]
         #: For each partition, the parts of a micro-batch that come from another stream, and the
-        #: partition that each comes from. Backward takes them in reverse: first the skips, and of
-        #: these first the skips of neighbouring partitions, whose gradients are needed first.
+        #: partition that each comes from. Backward copies their gradients in reverse order: skips
+        #: before the value, and first those of near partitions, whose backward is due first.
         self.sources = [
             # guard: skips first
             # guard: near skips first
@@ -78,33 +78,35 @@ class Lanes:
         self.targets = [
             self._elsewhere(j, {VALUE: j + 1, **skip_layout.stashed[j]}) for j in range(n)
         ]
-        #: All other streams in use on a device, by the caller's stream there.
+        #: For each stream of the caller, the other streams that a step uses on its device.
         self._others: dict[AbstractStream, set[AbstractStream]] = {}
         for j, (compute, values, skips) in enumerate(self._streams):
             if self.sources[j] or self.targets[j]:
                 # guard: copies after the caller
                 used = {compute, *values, *skips} - {self._outside[j]}
                 self._others.setdefault(self._outside[j], set()).update(used)
-        #: The number of lanes of a kind: so many micro-batches later, a lane is used again.
+        # Each partition has so many lanes, or more. Micro-batch i + pool may use the lane of i.
         pool = min(len(streams.values) for streams in self._streams)
-        #: How many micro-batches a partition may be ahead of a neighbour.
+        #: By how many micro-batches a partition may be ahead of a neighbour (max run-ahead).
         self.lead = pool - 1
-        #: For the fence: how far receivers of a partition's output may be ahead in backward.
+        #: For :class:`~torchgpipe.engine.step.Fence`: for each partition and each receiver of its
+        #: output, by how many micro-batches the receiver may be ahead in backward.
         self.ahead = {
             # guard: a short lead
             j: {k: range(k - j + 1, self.lead + 1) for k in self.targets[j].values() if k < n}
             for j in range(n)
         }
-        #: For each cell ``(i, j)``, the cells ``(i + di, k)`` on other devices that it needs.
+        #: For each ``j``, pairs ``(di, k)``: the cell ``(i, j)`` needs ``(i + di, k)``, a cell on
+        #: another device.
         self._needs = [
             [(di, k) for di, k in self._offsets(j, pool) if devices[k] != devices[j]]
             for j in range(n)
         ]
 
     def _elsewhere(self, j: int, parts: dict[Any, int]) -> dict[Any, int]:
-        # Before the first partition, and after the last one, is the caller.
-        places = [self._outside[0], *self.compute, self._outside[-1]]
-        return {part: k for part, k in parts.items() if places[k + 1] != self.compute[j]}
+        # The caller is before the first partition, and after the last one.
+        streams = [self._outside[0], *self.compute, self._outside[-1]]
+        return {part: k for part, k in parts.items() if streams[k + 1] != self.compute[j]}
 
     def _offsets(self, j: int, pool: int) -> Iterator[tuple[int, int]]:
         """The cells that a cell of a partition needs, as ``(di, k)``: inputs, and free lanes.
@@ -151,19 +153,19 @@ class Lanes:
 
     def have_caller_wait(self) -> None:
         """Make the caller's current streams wait for the compute streams."""
-        for own in {*self.compute} - {*self._outside}:
-            wait_stream(current_stream(get_device(own)), own)
+        for stream in {*self.compute} - {*self._outside}:
+            wait_stream(current_stream(get_device(stream)), stream)
 
     @uncompiled
     def end_backward(self) -> None:
         """Hand gradients over to the caller; their memory belongs to a partition's streams."""
         self.have_caller_wait()
-        for layers, own, caller in zip(self._partitions, self.compute, self._outside):
-            if own != caller:
+        for layers, stream, caller in zip(self._partitions, self.compute, self._outside):
+            if stream != caller:
                 for parameter in layers.parameters():
                     # guard: recording gradients
                     if parameter.grad is not None:
-                        record_stream(parameter.grad, current_stream(get_device(own)))
+                        record_stream(parameter.grad, current_stream(get_device(stream)))
 
     def back_to_caller(self, batches: Sequence[Batch]) -> list[Batch]:
         """Hand the outputs of the last partition over to the caller."""
@@ -178,8 +180,9 @@ class Lanes:
         outputs = tuple([tensor for batch in batches for tensor in batch])
         if {*self.compute} != {*self._outside} and needs_backward(outputs):
             # When backward begins, partitions wait for the caller, which may have used gradients of
-            # another backward since the forward. When it ends, the caller waits for the partitions,
-            # since it may change weights next. Autograd makes it wait for those with gradients.
+            # another backward since the forward. When backward ends, the caller waits for all
+            # partitions, since it may change weights next. Autograd itself makes the caller wait
+            # only for streams on which a leaf has got a gradient.
             passed = iter(between(self.wait_for_caller, self.end_backward, *outputs))
             batches = [batch.replace([next(passed) for _ in batch]) for batch in batches]
         return list(batches)

@@ -67,7 +67,7 @@ class Links:
         self, plan: StepPlan, stages: Stages, arriving: Sequence[tuple[Tensor, Any]]
     ) -> None:
         pool, recording = stages.pool, stages.recording
-        #: Takes the times of computations and copies, if somebody wants to know.
+        #: Takes the times of computations and copies while the model is traced; None otherwise.
         self.recorder = None if recording is None else recording.recorder
         self._arriving = arriving
         self._placement = plan.schedule.placement
@@ -75,37 +75,38 @@ class Links:
         self.outside = [current_stream(device) for device in plan.devices]
         owners = {(stages.groups[j], plan.devices[w], w) for j, w in enumerate(self._placement)}
         sharing = Counter([(group, device) for group, device, _ in owners])
-        # Layers may have state, which two workers of a device must not change at the same time.
+        # Layers may have state, which two workers must not change at the same time. So all workers
+        # of such a device share one stream.
         # guard: workers that share layers
-        alone = {device for (_, device), count in sharing.items() if count > 1}
-        counts = {x: 1 if x in alone else count for x, count in plan.counts.items()}
+        single = {device for (_, device), count in sharing.items() if count > 1}
+        counts = {x: 1 if x in single else count for x, count in plan.counts.items()}
         made = {x: cycle(pool.computing(x, count)) for x, count in counts.items()}
         #: The stream on which each worker computes.
         self.compute = [next(made[device]) for device in plan.devices]
-        #: How many streams of its pool are in use on each device.
-        taken = Counter({x: count for x, count in counts.items() if count > 1})
+        # How many streams of the pool are in use on each device.
+        in_use = Counter({x: count for x, count in counts.items() if count > 1})
         #: The stream on which each stage computes.
         self.stage_streams = [self.compute[w] for w in self._placement]
-        #: For each worker with overlaps, the stream of communication within them.
+        #: For each worker with overlaps, the stream on which they communicate.
         self.communicating: dict[int, AbstractStream] = {}
         if plan.overlaps:
-            self._overlap(plan, pool, stages.groups, taken)
-        #: For each stage, whether the caller has another stream.
+            self._overlap(plan, pool, stages.groups, in_use)
+        #: For each stage, whether it computes on another stream than the caller.
         self.is_outside = [
-            own != self.outside[w] for own, w in zip(self.stage_streams, self._placement)
+            stream != self.outside[w] for stream, w in zip(self.stage_streams, self._placement)
         ]
-        self._lanes = self._ways(plan, pool, taken) if len(self.compute) > 1 else {}
+        self._lanes = self._ways(plan, pool, in_use) if len(self.compute) > 1 else {}
         self._used: Counter[tuple[int, int]] = Counter()
 
     def _overlap(
-        self, plan: StepPlan, pool: StreamPool, groups: Sequence[int], taken: Counter[torch.device]
+        self, plan: StepPlan, pool: StreamPool, groups: Sequence[int], in_use: Counter[torch.device]
     ) -> None:
         """Give workers with overlaps a second stream to compute on, and one to communicate on."""
 
-        def one(device: torch.device) -> AbstractStream:
+        def next_stream(device: torch.device) -> AbstractStream:
             streams = pool.some(device, pool.POOL - 1)
-            taken[device] += 1
-            return streams[(taken[device] - 1) % len(streams)]
+            in_use[device] += 1
+            return streams[(in_use[device] - 1) % len(streams)]
 
         overlapping = {
             w: others
@@ -114,28 +115,28 @@ class Links:
         }
         for w, others in overlapping.items():
             if has_streams(plan.devices[w]):
-                second = one(plan.devices[w])
+                second = next_stream(plan.devices[w])
                 for j, worker in enumerate(self._placement):
                     if worker == w and groups[j] in others:
                         self.stage_streams[j] = second
         for w in overlapping:
-            self.communicating[w] = one(plan.devices[w])
+            self.communicating[w] = next_stream(plan.devices[w])
 
     def _ways(
-        self, plan: StepPlan, pool: StreamPool, taken: Counter[torch.device]
+        self, plan: StepPlan, pool: StreamPool, in_use: Counter[torch.device]
     ) -> dict[tuple[int, int], tuple[list[AbstractStream], list[AbstractStream]]]:
         """The lanes at both ends of each way: from stage to stage on two streams, and back.
 
         Workers on a device without streams have one, which has done all that was issued before.
         """
-        place = self._placement
-        pairs = dict.fromkeys([*pairwise(range(len(place))), *plan.schedule.skips])
-        there = [(j, k) for j, k in pairs if self.compute[place[j]] != self.compute[place[k]]]
+        workers = self._placement
+        pairs = dict.fromkeys([*pairwise(range(len(workers))), *plan.schedule.skips])
+        there = [(j, k) for j, k in pairs if self.compute[workers[j]] != self.compute[workers[k]]]
         ways = [*there, *((k, j) for j, k in there)]
-        ends = Counter(plan.devices[place[stage]] for way in ways for stage in way)
-        lanes = {x: iter(pool.lanes(x, taken[x], count, least=1)) for x, count in ends.items()}
-        own = [plan.devices[w] for w in place]
-        return {(j, k): (next(lanes[own[j]]), next(lanes[own[k]])) for j, k in ways}
+        ends = Counter(plan.devices[workers[stage]] for way in ways for stage in way)
+        lanes = {x: iter(pool.lanes(x, in_use[x], count, least=1)) for x, count in ends.items()}
+        devices = [plan.devices[w] for w in workers]
+        return {(j, k): (next(lanes[devices[j]]), next(lanes[devices[k]])) for j, k in ways}
 
     def send(self, tensors: Sequence[Tensor | None], source: int, target: int, i: int) -> Sent:
         """Send tensors of a micro-batch from one stage to another.
@@ -156,10 +157,10 @@ class Links:
             if self.recorder is not None and lane.device != arriving.device:
                 mark = self.recorder.begin(copy_mark(arriving, source, target, i), lane)
             with labels.within(labels.of("copy", source, i, target)):
-                found = iter(copy(lane, arriving, *leaving))
+                copies = iter(copy(lane, arriving, *leaving))
             if self.recorder is not None and mark is not None:
                 self.recorder.end(mark)
-        return Sent(tuple([x if x is None else next(found) for x in tensors]), record(arriving))
+        return Sent(tuple([x if x is None else next(copies) for x in tensors]), record(arriving))
 
     def receive(self, tensors: Iterable[Tensor | None], event: Any, target: int) -> None:
         """Have the compute stream of a stage, which is current, wait for tensors."""
@@ -189,17 +190,17 @@ class Links:
             wait_for(self.compute[last], event)
             # guard: recording targets
             record_stream(tensor, self.stage_streams[-1])
-        for own, caller in zip(self.compute, self.outside):
-            if own != caller:
+        for stream, caller in zip(self.compute, self.outside):
+            if stream != caller:
                 # guard: workers after the caller
-                wait_stream(own, caller)
+                wait_stream(stream, caller)
 
     def end(self) -> None:
         """Make the caller's streams wait for the compute streams."""
-        for own, caller in zip(self.compute, self.outside):
-            if own != caller:
+        for stream, caller in zip(self.compute, self.outside):
+            if stream != caller:
                 # guard: the caller after workers
-                wait_stream(caller, own)
+                wait_stream(caller, stream)
 
 
 def _on_the_other_stream(line: Sequence[Instruction], groups: Sequence[int]) -> set[int] | None:
@@ -230,21 +231,21 @@ def fetch(pool: StreamPool, targets: FlatInput, device: torch.device) -> list[tu
     def fetched(x: Any) -> Any:
         if not isinstance(x, Tensor) or x.device == device:
             return x
-        # The last streams, since links take the first ones.
+        # The last streams of the pools, since the links of a step take the first ones.
         here, there = (pool.some(where, pool.POOL - 1)[-1] for where in (x.device, device))
         hand_over([x], current_stream(x.device), here)
         with use_stream(there):
-            (found,) = copy(here, there, x)
+            (arrived,) = copy(here, there, x)
         event = record(there)
         if event is not None:
-            arriving.append((found, event))
-        return found
+            arriving.append((arrived, event))
+        return arrived
 
     targets.map(fetched)
     return arriving
 
 
-# The post: an inbox for each stage of a step, with what it is sent until it receives that.
+# The post: an inbox for each stage, which keeps what was sent there until the stage receives it.
 #
 # ::
 #
@@ -252,9 +253,8 @@ def fetch(pool: StreamPool, targets: FlatInput, device: torch.device) -> list[tu
 #                 skips  ──→ the stages that pop them                  ──→ where the part came from
 #
 # Before the first stage is the caller: the micro-batches come from there, and the gradients of
-# their tensors go back to it. Stages may be in other processes, too:
-# :mod:`torchgpipe.distributed.mail` takes what is there for these, and brings what comes from
-# them.
+# their tensors go back to it. A stage may be in another process. Then
+# :mod:`torchgpipe.distributed.mail` sends what is in its inbox, and brings what it has sent.
 
 
 #: For each part of a micro-batch, the gradients of its tensors, each tensor once.
@@ -273,16 +273,16 @@ class Post:
 
     def __init__(self, step: Step, links: Links, batches: list[Batch]) -> None:
         self._links, self._layout = links, step.stages.skip_layout
-        # Not the step, which has this post.
+        # Not the step: it refers to this post, and such a cycle would keep the memory of both.
         self.numbers = step.numbers
-        #: The values that wait for a stage, with their events, by stage and micro-batch.
+        #: The values that wait for a stage, by stage and micro-batch, with the events of copies.
         self.values: dict[tuple[int, int], tuple[Batch, Any]] = {
             (0, i): (batch, None) for i, batch in enumerate(batches)
         }
         batches.clear()
         #: For each micro-batch, the skips that were stashed and not popped yet.
         self.parcels: defaultdict[int, Parcels] = defaultdict(Parcels)
-        #: The events of skips that come from another worker.
+        #: The events of copies of skips, by micro-batch and skip.
         self._events: dict[tuple[int, Any], Any] = {}
         #: The gradients that wait for a stage, by stage and micro-batch, for each part.
         self.grads: dict[tuple[int, int], dict[Any, Sent]] = {}
@@ -296,12 +296,13 @@ class Post:
         self.values[j + 1, i] = value, self._events.pop((i, VALUE), None)
 
     def _sent(self, key: Any, j: int, target: int, i: int, *tensors: Tensor) -> list[Tensor]:
-        found = self._links.send([x.detach() for x in tensors], j, target, i)
-        self._events[i, key] = found.event
+        sent = self._links.send([x.detach() for x in tensors], j, target, i)
+        self._events[i, key] = sent.event
         return [
-            # This tells the next cell that a gradient is wanted. No gradient comes here.
+            # The flag tells the next cell to compute a gradient, which send_grads brings back.
+            # Autograd ends where the graph of that cell begins, and sets no .grad here.
             y.requires_grad_(x.requires_grad)
-            for x, y in zip(tensors, found.tensors)
+            for x, y in zip(tensors, sent.tensors)
             if y is not None
         ]
 
@@ -319,19 +320,19 @@ class Post:
     def send_grads(self, j: int, i: int, grads: Gradients) -> None:
         """Send the gradients of a stage's input to where its parts came from."""
         sources: dict[Any, int] = {VALUE: j - 1, **self._layout.popped[j]}
-        for key, found in grads.items():
+        for key, tensors in grads.items():
             source = sources[key]
             if source < 0:
-                self._links.record_for_caller(found, j)
+                self._links.record_for_caller(tensors, j)
             waiting = self.grads.setdefault((source, i), {})
-            waiting[key] = self._links.send(found, j, source, i)
+            waiting[key] = self._links.send(tensors, j, source, i)
 
     def receive_grads(self, j: int, i: int) -> dict[Any, Sequence[Tensor | None]]:
         """The gradients of a stage's output; of the caller's tensors for what is before the first.
 
         That of the last stage comes from its loss, not from here.
         """
-        found = self.grads.pop((j, i), {})
-        for tensors, event in found.values():
+        inbox = self.grads.pop((j, i), {})
+        for tensors, event in inbox.values():
             self._links.receive(tensors, event, j)
-        return {key: sent.tensors for key, sent in found.items()}
+        return {key: sent.tensors for key, sent in inbox.items()}

@@ -22,7 +22,7 @@ An executor takes the instructions of one step's plan, and gives each three call
                               ↑            │            │
                               │          cell ─→ sums   │
                             post ←────── links ←────────┘
-            settle      what nobody waits for
+            end            look for weights of other modules; nobody waits for this
 
     plan     the instructions of each worker, and what each of them needs      step_plan.py
     post     values, skips and gradients, until their stage receives them      links.py
@@ -32,7 +32,7 @@ An executor takes the instructions of one step's plan, and gives each three call
 
 The three are apart since processes that send each other messages do more between them
 (``torchgpipe/distributed/runtime.py``): a message arrives after ``begin``, and the results leave
-before ``settle``. Here :meth:`Executor.perform` makes one call of them. What computations have in
+before ``end``. Here :meth:`Executor.perform` makes one call of them. What computations have in
 common is a :class:`~torchgpipe.engine.computation.ScheduledStep`. ``docs/glossary.rst`` has the
 words: lane, post, sums.
 
@@ -55,7 +55,7 @@ from torchgpipe.schedule.program import Instruction, Op, operations
 
 __all__: list[str] = []
 
-#: Performs all instructions, and calls a function before any backward.
+#: A function that performs all instructions, and calls its argument before any backward.
 PerformAll: TypeAlias = Callable[[Callable[[], None]], None]
 
 
@@ -106,7 +106,7 @@ class Executor:
         """
         runs = self.begin(w, instruction)
         self.carry_out(w, runs)
-        self.settle(w, runs)
+        self.end(w, runs)
 
     def begin(self, w: int, instruction: Instruction) -> list[Computation]:
         """The computations of an instruction: one, or the two of an overlap.
@@ -123,8 +123,8 @@ class Executor:
 
     def carry_out(self, w: int, runs: Sequence[Computation]) -> None:
         """Receive, compute, and deliver."""
-        if len(runs) > 1 or runs[0].is_beside:
-            self._perform_beside(w, runs)
+        if len(runs) > 1 or runs[0].on_second_stream:
+            self._carry_out_on_two_streams(w, runs)
             return
         (run,) = runs
         with use_stream(run.stream), run:
@@ -135,18 +135,18 @@ class Executor:
             self._ended(mark)
             run.deliver()
 
-    def settle(self, w: int, runs: Sequence[Computation]) -> None:
-        """End an instruction of a worker, once it has delivered."""
+    def end(self, w: int, runs: Sequence[Computation]) -> None:
+        """End an instruction that has delivered: find stray weights, free what was offloaded."""
         for run in runs:
             try:
-                run.settle()
+                run.look_for_strays()
             except BaseException:
                 with run:
                     raise
         if self.step.windows:
             self.step.windows[w].passed()
 
-    def _perform_beside(self, w: int, runs: Sequence[Computation]) -> None:
+    def _carry_out_on_two_streams(self, w: int, runs: Sequence[Computation]) -> None:
         """Run computations of a worker that has two streams to compute on.
 
         Each computation receives on the worker's compute stream, computes on the stream of its
@@ -164,7 +164,7 @@ class Executor:
             wait_stream(stream, main)
         marks = [self._begun(run) for run in runs]
         if len(runs) == 2:
-            self.step.crew.cells.beside(*runs)
+            self.step.crew.cells.overlap(*runs)
         else:
             (run,) = runs
             run.on(run.stream, run.compute)

@@ -47,7 +47,7 @@ __all__: list[str] = []
 # autograd runs each on the caller's stream of its device.
 
 
-#: The least size of a gradient that is added as soon as it is there, in bytes.
+#: The size in bytes from which a gradient is added to its sum as soon as it is computed.
 LARGE = 2**18
 
 
@@ -60,14 +60,14 @@ class Sums:
     """
 
     def __init__(self) -> None:
-        #: The tensors, by identity.
+        #: The tensors that have got a gradient, by identity.
         self.tensors: dict[int, Tensor] = {}
         self._sums: dict[int, Tensor] = {}
         #: The tensors whose sum has memory of its own, which may be changed in place.
         self._own: set[int] = set()
-        #: The tensors whose gradients shall be added at once, and have no hook yet.
+        #: The tensors whose gradients a hook is to add, as long as they have no such hook.
         self._waiting: dict[int, Tensor] = {}
-        #: The hooks of others: the table that each is in, and its key there.
+        #: The hooks that add gradients: for each, the dict of hooks that it is in, and its key.
         self._hooks: list[tuple[dict[int, Any], int]] = []
 
     def add(self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
@@ -76,13 +76,13 @@ class Sums:
         for tensor, grad in zip(tensors, grads):
             key = id(tensor)
             total = self._sums.get(key)
-            # One that was added as soon as it was there is the sum.
+            # A hook that has added a gradient returns the sum in its place.
             # guard: sums instead of gradients
             if grad is None or grad is total:
                 continue
             self.tensors[key] = tensor
             if total is None:
-                # Detached, so that it can be seen whether the gradient's memory is still shared.
+                # A tensor of its own, by which is_alone() sees if anybody still holds the gradient.
                 self._sums[key] = grad.detach()
                 continue
             # guard: sums of what is not ours
@@ -95,7 +95,7 @@ class Sums:
                     sums.append(total)
                     terms.append(grad)
             else:
-                # One by one, so that the memory of the two terms is free for the next sum.
+                # One sum at a time, so that the memory of its terms is free for the next one.
                 self._sums[key] = total + grad
                 if not self._sums[key].is_sparse:
                     self._own.add(key)
@@ -111,9 +111,9 @@ class Sums:
         But on the CPU, they do not wait: a small one that stays in memory beside a freed large one
         would fragment it, and leave no room for the next large one.
         """
-        found = [x for x in tensors if type(x) in (Tensor, Parameter) and x.is_leaf]
-        large = [x for x in found if x.nbytes >= LARGE]
-        chosen = found if large and large[0].device == CPU else large
+        leaves = [x for x in tensors if type(x) in (Tensor, Parameter) and x.is_leaf]
+        large = [x for x in leaves if x.nbytes >= LARGE]
+        chosen = leaves if large and large[0].device == CPU else large
         self._waiting = {id(x): x for x in chosen}
         try:
             yield
@@ -128,11 +128,11 @@ class Sums:
         if not self._waiting:
             return
         for key in [*self._waiting.keys() & self._sums.keys()]:
-            tensor, found = self._waiting.pop(key), self._sums[key]
-            if is_alone(found):
+            tensor, total = self._waiting.pop(key), self._sums[key]
+            if is_alone(total):
                 self._own.add(key)
-            # Without Python where the sum has memory of its own: this adds in place.
-            add = found.add_ if key in self._own else partial(self._add_at_once, tensor)
+            # add_() adds in place without Python, for which the threads of backward would queue.
+            add = total.add_ if key in self._own else partial(self._add_at_once, tensor)
             handle: Any = tensor.register_hook(add)
             self._hooks.append((handle.hooks_dict_ref(), handle.id))
 
@@ -149,10 +149,10 @@ class Sums:
     def take(self, tensor: Tensor) -> Tensor:
         """Remove a tensor's sum, and return it in memory of its own; zeros if there is none."""
         key = id(tensor)
-        found = self._sums.pop(key, None)
-        if found is None:
+        total = self._sums.pop(key, None)
+        if total is None:
             return torch.zeros_like(tensor)
-        return found if key in self._own else found.clone()
+        return total if key in self._own else total.clone()
 
     def move_to(self, others: Mapping[int, Sums]) -> None:
         """Add each gradient to the sums of its tensor, by identity, and release it."""
@@ -168,17 +168,17 @@ class Sums:
 
     def scaled(self, tensors: Sequence[Tensor], factor: Tensor) -> list[Tensor | None]:
         """The gradients, multiplied by a tensor of shape ``()``; this object releases them."""
-        own = [self._sums[key] for key in self._sums if key in self._own]
-        # The factor of an accelerator is not read, for which the host would wait.
-        if own and not (factor.device == CPU and factor == 1):
-            _torch.multiply_each(own, factor)
-        del own
+        in_place = [self._sums[key] for key in self._sums if key in self._own]
+        # A factor on an accelerator is not compared with 1, since the host would wait for it.
+        if in_place and not (factor.device == CPU and factor == 1):
+            _torch.multiply_each(in_place, factor)
+        del in_place
         for key in self._sums:
             if key not in self._own:
                 self._sums[key] = self._sums[key] * factor
-        found = [self._sums.pop(id(tensor), None) for tensor in tensors]
+        grads = [self._sums.pop(id(tensor), None) for tensor in tensors]
         self._sums.clear()
-        return found
+        return grads
 
 
 class HandOver(torch.autograd.Function):
@@ -194,7 +194,7 @@ class HandOver(torch.autograd.Function):
         *tensors: Tensor,
     ) -> Tensor:
         ctx.sums, ctx.caller = sums, caller
-        # Not saved for backward, since the caller may change weights in place before it.
+        # save_for_backward() would make it an error to change weights in place before backward.
         ctx.tensors = tensors
         return torch.zeros((), device=device, dtype=dtype)
 
@@ -202,20 +202,17 @@ class HandOver(torch.autograd.Function):
     @uncompiled
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tensors, ctx.tensors = ctx.tensors, ()
-        found = ctx.sums.scaled(tensors, grad)
+        grads = ctx.sums.scaled(tensors, grad)
         # guard: recording what is handed over
-        record_all(found, ctx.caller)
+        record_all(grads, ctx.caller)
         if current_stream(ctx.caller.device) != ctx.caller:
-            # A hook may put another tensor in a gradient's place.
+            # A hook of a weight may have put another tensor in .grad, which must be recorded, too.
             _torch.queue_callback(partial(_record_grads, tensors, ctx.caller))
-        return (None, None, None, None, *found)
+        return (None, None, None, None, *grads)
 
 
 def _record_grads(tensors: Iterable[Tensor], stream: AbstractStream) -> None:
-    """At the end of backward, record gradients of weights on the caller's stream.
-
-    A hook of the caller's may have put another tensor there, which no stream of ours knows.
-    """
+    """Record the gradients of weights on the caller's stream, at the end of backward."""
     # guard: recording what hooks return
     record_all([x.grad for x in tensors if x.is_leaf], stream)
 
@@ -257,33 +254,32 @@ class Outcome(torch.autograd.Function):
         ctx.done = True
         if ctx.divisor is not None:
             grad = grad / ctx.divisor
-        found = [grad.to(x, non_blocking=x.type != "cpu") for x in ctx.devices]
-        return (None, None, *found)
+        factors = [grad.to(x, non_blocking=x.type != "cpu") for x in ctx.devices]
+        return (None, None, *factors)
 
 
 # The sums of a step's gradients, until backward of its loss hands them over.
 #
-# Cells leave the gradients of weights here, worker by worker; those of the caller's tensors come
-# by the post. All of them are summed up over micro-batches, and multiplied by the gradient of the
-# loss.
+# Cells add the gradients of weights to the sums of their worker. The gradients of the caller's
+# tensors come by the post, as those of a stage's input do, and are summed up at the end.
 
 
 def copies_of_weights(stages: Stages) -> list[dict[Tensor, Tensor]]:
-    """Copies, for each stage, of weights that are at home on the device of another one.
+    """Copies, for each stage, of weights that are on the device of another stage.
 
     Autograd records the copying, so the backward that hands gradients over goes on to the weights.
     """
-    made: dict[tuple[Tensor, torch.device], Tensor] = {}
-    found: list[dict[Tensor, Tensor]] = []
-    for places, device in zip(stages.lent, stages.devices):
-        own: dict[Tensor, Tensor] = {}
-        for x in [table[name] for table, name in places]:
+    copies: dict[tuple[Tensor, torch.device], Tensor] = {}
+    by_stage: list[dict[Tensor, Tensor]] = []
+    for entries, device in zip(stages.lent, stages.devices):
+        of_stage: dict[Tensor, Tensor] = {}
+        for x in [table[name] for table, name in entries]:
             if x is not None and x.device != device:
-                if (x, device) not in made:
-                    made[x, device] = x.to(device, non_blocking=True)
-                own[x] = made[x, device]
-        found.append(own)
-    return found
+                if (x, device) not in copies:
+                    copies[x, device] = x.to(device, non_blocking=True)
+                of_stage[x] = copies[x, device]
+        by_stage.append(of_stage)
+    return by_stage
 
 
 def in_place_of(copies: Mapping[Tensor, Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
@@ -302,25 +298,26 @@ class StepSums:
         copies: Sequence[Mapping[Tensor, Tensor]],
     ) -> None:
         self._plan = plan
-        #: For each stage, its weights that require a gradient; the last one has those of the loss.
+        #: For each stage, its weights that require a gradient, and for the last one the loss's.
         self.weights: list[list[Tensor]] = [
-            [x for x in in_place_of(own, parameters_of(modules_of(module))) if x.requires_grad]
-            for module, own in zip(modules, copies)
+            [x for x in in_place_of(of_stage, parameters_of(modules_of(module))) if x.requires_grad]
+            for module, of_stage in zip(modules, copies)
         ]
-        #: For each stage, their nodes in autograd's graph, as far as cells have met them.
-        self.nodes: list[set[Any]] = [{x.grad_fn for x in own} for own in self.weights]
+        #: For each stage, the nodes of its weights in autograd's graph that cells have met so far.
+        self.nodes: list[set[Any]] = [{x.grad_fn for x in of_stage} for of_stage in self.weights]
         #: For each micro-batch, the tensors that came from the caller.
         self._inputs = [[*batch] for batch in batches]
-        #: Those that require a gradient.
-        self._given = [x for x in chain(*self._inputs) if x.requires_grad]
-        self._without_hooks = without_hooks([*chain(*self.weights), *self._given])
+        #: The tensors that came from the caller and require a gradient.
+        self._inputs_with_grad = [x for x in chain(*self._inputs) if x.requires_grad]
+        self._without_hooks = without_hooks([*chain(*self.weights), *self._inputs_with_grad])
         #: For each worker, the sums of the gradients of its weights.
         self.by_worker = [Sums() for _ in plan.devices]
 
     def begin(self, within: ExitStack) -> None:
         """Begin a step; hooks of weights and inputs see nothing until the block ends."""
         within.enter_context(self._without_hooks)
-        # Whoever hands over makes nodes anew, for streams of its own.
+        # The nodes of weights belong to streams of this step. Without references they are freed,
+        # and HandOver makes new ones, which belong to its streams.
         within.callback(self.nodes.clear)
 
     def prepare(self, within: ExitStack) -> None:
@@ -330,13 +327,13 @@ class StepSums:
 
     def _weights_of_one(self) -> list[list[Tensor]]:
         """For each worker, the weights that no other worker has."""
-        found: list[dict[int, Tensor]] = [{} for _ in self.by_worker]
+        tables: list[dict[int, Tensor]] = [{} for _ in self.by_worker]
         for w, weights in zip(self._plan.schedule.placement, self.weights):
-            found[w].update({id(x): x for x in weights})
-        count = Counter(chain(*found))
-        # Another worker has a thread of its own.
+            tables[w].update({id(x): x for x in weights})
+        count = Counter(chain(*tables))
+        # Not weights of two workers, whose threads might change one sum at the same time.
         # guard: sums of weights that workers share
-        return [[x for key, x in own.items() if count[key] == 1] for own in found]
+        return [[x for key, x in table.items() if count[key] == 1] for table in tables]
 
     def met(self, j: int, strays: Sequence[Tensor]) -> None:
         """Take weights that a stage uses, and that are not among its own, for its own."""
@@ -345,24 +342,24 @@ class StepSums:
         self.weights[j] += strays
 
     def zeros(self, links: Links, post: Post, dtype: torch.dtype) -> list[Tensor]:
-        """Make zeros whose backward hands the gradients over, to the tensors that have got one.
+        """Make zeros whose backward hands the gradients over.
 
-        Autograd would call the hooks of others with None.
+        Tensors without a gradient are left out, since autograd would call their hooks with None.
         """
         of_caller = Sums()
-        for i, given in enumerate(self._inputs if self._given else ()):
-            for found in post.receive_grads(-1, i).values():
-                of_caller.add(given, found)
+        for i, inputs in enumerate(self._inputs if self._inputs_with_grad else ()):
+            for grads in post.receive_grads(-1, i).values():
+                of_caller.add(inputs, grads)
         sources = [of_caller, *self.by_worker]
         reached = {*chain(*[source.reached() for source in sources])}
         #: By stream, the sums, and the tensors that they belong to. A weight stays on its stream.
         parts: dict[AbstractStream, tuple[Sums, list[Tensor]]] = {}
         owner: dict[int, Sums] = {}
-        first = links.outside[0], self._given
+        first = links.outside[0], self._inputs_with_grad
         for stream, some in [first, *zip(links.stage_streams, self.weights)]:
             for x in some:
                 if id(x) in reached and id(x) not in owner:
-                    # A layer may use a weight of another device.
+                    # A layer may use a weight that is on another device than its stage.
                     at = stream if x.device == stream.device else current_stream(x.device)
                     if at not in parts:
                         parts[at] = Sums(), []

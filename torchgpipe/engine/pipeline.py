@@ -124,7 +124,8 @@ class Pipeline:
 
     def _run(self, tasks: Sequence[Task]) -> None:
         with self.step.numbers:
-            # The caller may have changed parameters, and will change them, or read buffers.
+            # Wait before and after: the caller may have changed parameters on its streams, and will
+            # change them again, or read buffers.
             # guard: after the caller
             self.step.lanes.wait_for_caller()
             try:
@@ -149,19 +150,19 @@ class Pipeline:
         fence = self.step.fence
         # The phonies of the cells that backward must come to after this one.
         phonies = fence.before(i, j) if fence else []
-        # The stream of each call is that of its backward, too. What comes from no other stream, or
-        # goes to none, has no lane there: then the call is on the compute stream.
+        # Each call is made on a stream, on which autograd also runs its backward. A part that comes
+        # from another stream, or goes to one, is on a lane there, and else on the compute stream.
         # guard: join [1] before the layers
         if batch.requires_grad:
             # guard: join [1]
-            batch = cell.arrive(batch, phonies)  # [1], on the lane where the input comes
+            batch = cell.arrive(batch, phonies)  # on the lane where the input comes
             batch = cell.compute(batch)  # on the compute stream
         else:
             batch = cell.arrive(batch)
             batch = cell.compute(batch)
             # guard: join [1']
-            batch = cell.merge(batch, phonies)  # [1'], on the lane where the output leaves
+            batch = cell.merge(batch, phonies)  # on the lane where the output leaves
         if fence:
             # guard: fork [2]
-            batch = cell.branch(batch, fence, i + 1 == len(self.batches))  # [2], on that lane
+            batch = cell.branch(batch, fence, i + 1 == len(self.batches))  # on that lane, too
         self.batches[i] = self.parcels[i].packed(batch)

@@ -59,9 +59,9 @@ class Recording:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        #: Context around the layers of the first micro-batch, given the mark of their forward.
+        #: Makes a context manager for the layers of the first micro-batch, from their mark.
         self.within: Callable[[Mark], AbstractContextManager[Any]] = nullcontext
-        #: The backward that is under way where there are no streams.
+        #: The backward that is under way on the CPU.
         self._running: Mark | None = None
 
     def looking(self, mark: Mark) -> AbstractContextManager[Any]:
@@ -70,7 +70,7 @@ class Recording:
 
     def begin_step(self) -> None:
         """Take note that another step begins."""
-        # The next mark is of another step, so it must not end the backward of this one.
+        # The first forward of this step must not end a backward of the step before.
         self._running = None
         self.recorder.begin_step()
 
@@ -97,8 +97,8 @@ class Recording:
         before: set[Node | None] = set()
         number = 0
         if is_ended:
-            # Nodes alone, since the layers release their input. None in the first stage, where all
-            # micro-batches may share one node of the caller's input, which runs after all of them.
+            # The nodes of the input, not its tensors, which the layers release. The first stage
+            # has none that could tell: its micro-batches may share one node of the caller's.
             before = {x.grad_fn for x in tensors(value) if x.requires_grad and forward.stage}
             number = next_number()
         self.recorder.begin(forward)
@@ -138,25 +138,24 @@ class Recording:
         here, there = lanes
         source, target = stages
         if here.device == there.device:
-            # Nothing is copied.
             return copy
 
         def run(*tensors: Tensor) -> Any:
             going = self.recorder.begin(copy_mark(there, source, target, i), here)
-            found = copy(*tensors)
+            copies = copy(*tensors)
             self.recorder.end(going)
             back = copy_mark(here, target, source, i)
             back.step = going.step
-            for node in _nodes(found):
+            for node in _nodes(copies):
                 node.register_prehook(partial(self._begin, back, (there,)))
                 node.register_hook(partial(self._end, back))
-            return found
+            return copies
 
         return run
 
     def _begin(self, mark: Mark, others: Sequence[AbstractStream], *_: Any) -> None:
-        # A cell with several outputs begins with the first gradient. Another backward of the same
-        # graph is not recorded.
+        # Backward of a cell begins with the first gradient of its outputs. Gradients of the other
+        # outputs, and of a second backward through the graph, change nothing.
         if mark.start is None:
             self._end_running(mark)
             self.recorder.begin(mark, *others)
@@ -175,8 +174,8 @@ class Recording:
         running = self._running
         if running is None or has_streams(mark.stream.device):
             return
-        own = running.stage, running.microbatch
-        if mark.kind == "R" and own == (mark.stage, mark.microbatch):
+        its_cell = running.stage, running.microbatch
+        if mark.kind == "R" and its_cell == (mark.stage, mark.microbatch):
             return
         self._running = None
         self.recorder.end(running)
@@ -197,7 +196,7 @@ def _first(nodes: Iterable[Node], number: int) -> Node:
     count = itertools.count()
     waiting = [(number_of(x), next(count), x) for x in nodes]
     heapq.heapify(waiting)
-    found = {*nodes}
+    seen = {*nodes}
     first = waiting[0]
     while waiting:
         entry = heapq.heappop(waiting)
@@ -205,8 +204,8 @@ def _first(nodes: Iterable[Node], number: int) -> Node:
         if first[0] == number:
             break
         for above, _ in entry[2].next_functions:
-            # What is older belongs to the caller, or to another cell.
-            if above is not None and above not in found and number_of(above) >= number:
-                found.add(above)
+            # A node with a lower number belongs to the caller, or to another cell.
+            if above is not None and above not in seen and number_of(above) >= number:
+                seen.add(above)
                 heapq.heappush(waiting, (number_of(above), next(count), above))
     return first[2]

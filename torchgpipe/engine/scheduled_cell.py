@@ -130,27 +130,27 @@ class EagerCell(Cell):
 
     def __init__(self, body: Body, context: Context, *of_cell: Any) -> None:
         super().__init__(*of_cell)
-        # Not the step, which has the cells: the memory of a step that fails would stay with it.
+        # Not the step, which refers to its cells: such a cycle would keep a failed step in memory.
         self._body, self._context = body, context
-        #: Runs the layers on a micro-batch, and the loss if they are the last ones.
+        #: Runs the layers on a micro-batch, and in the last stage the loss.
         self.run: Callable[..., Batch] = body.run
         if self.criterion is not None:
             self.run = partial(self.run, after=self.criterion.after(self.i))
-        #: For each part of the input and of the output, the edges of its tensors, each tensor once.
+        #: For each part of the input and of the output, its tensors' edges in autograd's graph.
         self._inputs: dict[Any, list[GradientEdge | None]] = {}
         self._outputs: dict[Any, list[GradientEdge | None]] = {}
         self._checkpoint: Checkpoint | None = None
         self._offloaded: Offloaded | None = None
         self._halves: Halves | None = None
-        #: How many hooks were registered in this process when the cell began; if there are more
-        #: later, somebody has added one to the cell's graph, perhaps.
+        #: How many hooks were registered in this process when the cell began. If there are more
+        #: later, one of them may be in the cell's graph.
         self._hooks = count_hooks()
 
     def forward(self, batch: Batch) -> Batch:
         batch = self._enter(batch.take())
         run, context, body = self.run, self._context, self._body
         if self.again:
-            # R itself notes where it is.
+            # NOTHING instead of a note on errors: the computation of R adds that itself.
             self._checkpoint = body.checkpoint(run, context, self.stream, NOTHING)
             run = self._checkpoint.forward
         elif body.offloading is not None and body.offloading.sends(self.i):
@@ -168,11 +168,11 @@ class EagerCell(Cell):
         needing = [*filter(_requires_grad, batch)] if torch.is_grad_enabled() else []
         if not needing:
             return batch.replace([x.detach() for x in batch])
-        found, ends = enter(*needing)
+        outputs, ends = enter(*needing)
         edges = dict(zip(map(id, needing), ends))
         for key, part in batch.parts.items():
             self._inputs[key] = [edges.get(x) for x in dict.fromkeys(map(id, part))]
-        entered = iter(found)
+        entered = iter(outputs)
         return batch.replace([next(entered) if x.requires_grad else x.detach() for x in batch])
 
     def look_for_strays(self, nodes: set[Any]) -> list[Tensor]:
@@ -197,36 +197,36 @@ class EagerCell(Cell):
     def backward(
         self, grads: Gradients
     ) -> tuple[Gradients, Sequence[Tensor], Sequence[Tensor | None]]:
-        roots, given = self._roots(grads)
+        roots, root_grads = self._roots(grads)
         inputs, self._inputs = self._inputs, {}
         edges = [edge for part in inputs.values() for edge in part if edge is not None]
-        found = backward(roots, given, [*edges, *self.weights])
-        return _by_part(inputs, found), self.weights, found[len(edges) :]
+        results = backward(roots, root_grads, [*edges, *self.weights])
+        return _by_part(inputs, results), self.weights, results[len(edges) :]
 
     def backward_input(self, grads: Gradients) -> Gradients:
-        roots, given = self._roots(grads)
+        roots, root_grads = self._roots(grads)
         inputs, self._inputs = self._inputs, {}
         edges = [edge for part in inputs.values() for edge in part if edge is not None]
         hooked = count_hooks() != self._hooks
-        self._halves = Halves(roots, given, edges, self.weights, _forget, hooked)
+        self._halves = Halves(roots, root_grads, edges, self.weights, _forget, hooked)
         return _by_part(inputs, self._halves.input())
 
     def backward_weight(self) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
         halves, self._halves = self._halves, None
         assert halves is not None
-        found = halves.weight()
-        return [halves.weights[x] for x in found], list(found.values())
+        by_weight = halves.weight()
+        return [halves.weights[x] for x in by_weight], list(by_weight.values())
 
     def _roots(self, grads: Gradients) -> tuple[list[GradientEdge], list[Tensor]]:
         outputs, self._outputs = self._outputs, {}
-        edges, found = [], []
-        for key, given in grads.items():
-            for edge, grad in zip(outputs[key], given):
+        edges, root_grads = [], []
+        for key, part in grads.items():
+            for edge, grad in zip(outputs[key], part):
                 if edge is not None and grad is not None:
                     edges.append(edge)
-                    found.append(grad)
+                    root_grads.append(grad)
         grads.clear()
-        return edges, found
+        return edges, root_grads
 
 
 _requires_grad = attrgetter("requires_grad")
@@ -236,10 +236,10 @@ def _by_part(
     parts: dict[Any, list[GradientEdge | None]], grads: Sequence[Tensor | None]
 ) -> Gradients:
     rest = iter(grads)
-    found: Gradients = {}
+    by_part: Gradients = {}
     for key, edges in parts.items():
-        found[key] = [None if edge is None else next(rest) for edge in edges]
-    return found
+        by_part[key] = [None if edge is None else next(rest) for edge in edges]
+    return by_part
 
 
 def _forget(saved: Any) -> None:

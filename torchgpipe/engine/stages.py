@@ -41,7 +41,7 @@ class Stages:
         devices: Sequence[torch.device],
         skip_layout: SkipLayout | None = None,
     ) -> None:
-        # Not a copy: a partition may be replaced between steps.
+        # Not a copy of the list, since a partition may be replaced there between steps.
         self.partitions = partitions
         self.devices = devices
         #: A number for each partition. Partitions with the same one share layers or tensors.
@@ -50,9 +50,9 @@ class Stages:
         locks = {group: threading.RLock() for group in self.groups}
         #: For each partition, a lock that is held while the partition computes.
         self.locks = [locks[group] for group in self.groups]
-        #: For each partition, where it holds tensors that partitions on other devices have, too.
+        #: For each partition, its dict entries with tensors that other devices' partitions share.
         self.lent: list[list[TableEntry]] = [
-            found or [] for found in places_of(zip(self.partitions, devices))
+            entries or [] for entries in places_of(zip(self.partitions, devices))
         ]
         self.skip_layout = skip_layout or inspect_skip_layout(self.partitions)
         self.pool = StreamPool()
@@ -74,7 +74,7 @@ class Stages:
         schedule: str | None = None,
     ) -> None:
         """Take note of what a plan has predicted."""
-        # No plan knows that partitions on the CPU compute one after another.
+        # Plans take it that partitions compute at the same time, which several on the CPU do not.
         if [*self.devices].count(CPU) > 1:
             return
         sizes = {str(device): size for device, size in memory.items()}
@@ -93,10 +93,9 @@ class Stages:
         plan = self.prediction
         if plan and not plan.holds(settings.chunks, modes, schedule):
             plan = None
-        each = enumerate(zip(self.partitions, self.devices, modes))
         parts = [
             part_of(j, *x, loss if j == len(modes) - 1 else None)
-            for j, x in each
+            for j, x in enumerate(zip(self.partitions, self.devices, modes))
             if rank is None or len(x[0])
         ]
         title = "partition" if rank is None else "stage"

@@ -44,8 +44,7 @@ __all__: list[str] = []
 
 # The fence: forks and joins that fix the order in which autograd comes to cells in backward.
 #
-# ``torchgpipe/engine/pipeline.py`` has its picture. Under a device map, a course forks tensors
-# that leave a stage, and joins tensors that arrive there.
+# ``torchgpipe/engine/pipeline.py`` has its picture. ``torchgpipe/mapped/cell.py`` uses it, too.
 
 
 class Fence:
@@ -64,13 +63,13 @@ class Fence:
 
     def before(self, i: int, j: int) -> list[Tensor]:
         """The phonies of the cells that backward shall come to after the cell ``(i, j)``."""
-        # A micro-batch may skip a stage of a device map.
-        found = self._first(i, range(1, i + 1), j)
-        # A list, since another thread may add stages.
+        # The last micro-batch that has a cell here: under a device map, i - 1 may have none.
+        phonies = self._first(i, range(1, i + 1), j)
+        # A copy of the dict's items, since another thread may add a stage meanwhile.
         for k, ahead in [*self.ahead[j].items()]:
             # guard: lead [3]
-            found = found + self._first(i, ahead, k)  # [3]
-        return found
+            phonies = phonies + self._first(i, ahead, k)
+        return phonies
 
     def fork(
         self, i: int, j: int, checkpoints: Sequence[Checkpoint], *tensors: Tensor
@@ -116,12 +115,13 @@ class StepWeights:
         if not (has_streams(weight.device) and has_streams(device)):
             return weight.to(device)
         source = self._lanes[weight.device]
-        own = self._aliases(weight, source)[device]
+        alias = self._aliases(weight, source)[device]
         if weight.device == device:
-            return own
-        # Copied from a lane, since the compute stream there must not wait for the gradient.
+            return alias
+        # Copied from a lane of the weight's device. If it were copied from the compute stream, that
+        # would wait in backward for the gradient from the other device.
         with use_stream(lane):
-            arriving = copy(source, lane, own)
+            arriving = copy(source, lane, alias)
         with use_stream(compute):
             return wait(lane, compute, *arriving)[0]
 
@@ -159,7 +159,6 @@ class Step:
         self.modules: list[nn.Module] = [*stages.partitions]
         if after is not None:
             self.modules[-1] = nn.ModuleList([self.modules[-1], after])
-        #: The layers of each partition.
         self.bodies: list[Body] = []
         order: Order | None = None
         for j, (layers, x, lock) in enumerate(zip(stages.partitions, self.modules, stages.locks)):
@@ -197,27 +196,27 @@ class PipelineStep(Step):
                     body.offloading = Offloading(memory, offload, j, leaving(m), recorder)
         self.lanes = Lanes(stages)
         if any(stages.lent):
-            self._lend()
-        #: The fence, if forks and joins are needed. On the CPU alone autograd has one thread, which
-        #: runs the node that was recorded last first, and so keeps the order by itself.
+            self._copy_shared_weights()
+        #: The fence; None on the CPU alone, where autograd has one thread. That keeps the order by
+        #: itself, since it runs the node first that was recorded last.
         self.fence: Fence | None = None
         if torch.is_grad_enabled() and {*stages.devices} != {torch.device("cpu")}:
             self.fence = Fence(self.lanes.ahead)
 
-    def _lend(self) -> None:
-        """Have partitions compute with copies of weights that others have, too."""
+    def _copy_shared_weights(self) -> None:
+        """Have partitions compute with copies of weights that they share with other devices."""
         devices, compute = self.stages.devices, self.lanes.compute
         lanes = [self.lanes.lane(0, j, VALUE) for j in range(len(devices))]
         weights = StepWeights(
             dict(zip(devices, lanes)), {device: current_stream(device) for device in devices}
         )
-        for body, places, stream, lane in zip(self.bodies, self.stages.lent, compute, lanes):
-            lend(body, places, partial(weights.bring, stream, lane))
+        for body, entries, stream, lane in zip(self.bodies, self.stages.lent, compute, lanes):
+            compute_with_copies(body, entries, partial(weights.bring, stream, lane))
 
 
-def lend(
-    body: Body, places: Sequence[TableEntry], bring: Callable[[Sequence[Tensor]], Sequence[Tensor]]
+def compute_with_copies(
+    body: Body, entries: Sequence[TableEntry], bring: Callable[[Sequence[Tensor]], Sequence[Tensor]]
 ) -> None:
-    """Have a partition compute with what a function makes of some tensors."""
-    if places:
-        body.call = partial(Lent(places, bring, body.lock).call, body.layers)
+    """Have a partition compute with the copies that a function makes of some of its weights."""
+    if entries:
+        body.call = partial(Lent(entries, bring, body.lock).call, body.layers)

@@ -41,7 +41,8 @@ from torchgpipe.schedule.trips import trips
 __all__: list[str] = []
 
 
-#: What a user may give: a name, a function of the numbers of workers and micro-batches, or a value.
+#: How a user says a schedule: a name, a function of the numbers of workers and micro-batches, or
+#: the schedule.
 Choice: TypeAlias = str | Callable[[int, int], Schedule] | Schedule
 
 
@@ -79,17 +80,17 @@ class StepPlan:
     names: Sequence[str]
     keepings: Sequence[Keeping] = ()
 
-    # A plan serves for many steps.
+    # All properties below are cached, since a plan serves for many steps.
     @cached_property
     def again(self) -> frozenset[tuple[int, int]]:
         """The cells ``(stage, micro-batch)`` with an R."""
-        found = operations_of(self.schedule.program)
-        return frozenset((op.stage, op.microbatch) for op in found if op.kind == "R")
+        ops = operations_of(self.schedule.program)
+        return frozenset((op.stage, op.microbatch) for op in ops if op.kind == "R")
 
     @cached_property
     def offloads(self) -> list[Offload | None]:
         """For each stage, what leaves for the host, if anything does."""
-        # What the CPU keeps is in the memory of the host.
+        # What a stage on the CPU keeps is in the memory of the host already.
         return [
             offload_of(mode) if has_streams(self.devices[w]) else None
             for mode, w in zip(self.keepings, self.schedule.placement)
@@ -103,16 +104,16 @@ class StepPlan:
         """
         prefetch = [int(offload is not None) for offload in self.offloads]
         lines = self.schedule.program if any(prefetch) else ()
-        found = [(line, trips(line, prefetch)) for line in lines]
-        return {(x.stage, x.microbatch): line[x.back] for line, own in found for x in own}
+        trips_of = [(line, trips(line, prefetch)) for line in lines]
+        return {(x.stage, x.microbatch): line[x.back] for line, cells in trips_of for x in cells}
 
     @cached_property
     def fetches(self) -> dict[Instruction, list[tuple[int, int]]]:
         """The offloaded cells to copy back from the host before each instruction."""
-        found: dict[Instruction, list[tuple[int, int]]] = {}
+        fetches: dict[Instruction, list[tuple[int, int]]] = {}
         for cell, instruction in self.leaving.items():
-            found.setdefault(instruction, []).append(cell)
-        return found
+            fetches.setdefault(instruction, []).append(cell)
+        return fetches
 
     @cached_property
     def counts(self) -> Counter[torch.device]:
@@ -136,14 +137,14 @@ class StepPlan:
 
     @cached_property
     def needs(self) -> list[list[int]]:
-        """For each instruction, the places of those of other workers that it needs."""
-        place: dict[Op, tuple[int, int]] = {}
-        found = []
+        """For each instruction, the numbers of those of other workers that it needs."""
+        numbers: dict[Op, tuple[int, int]] = {}
+        needs = []
         for number, (w, instruction, edges) in enumerate(self.order):
-            place.update(dict.fromkeys(operations(instruction), (w, number)))
-            sources = dict.fromkeys([place[source] for source, _ in edges])
-            found.append([other for worker, other in sources if worker != w])
-        return found
+            numbers.update(dict.fromkeys(operations(instruction), (w, number)))
+            sources = dict.fromkeys([numbers[source] for source, _ in edges])
+            needs.append([other for worker, other in sources if worker != w])
+        return needs
 
 
 def plan(
@@ -161,8 +162,8 @@ def plan(
         TypeError: the choice is none of these.
         ValueError: the schedule has faults, or does not fit the model.
     """
-    each = keepings_of(modes, len(devices))
-    words = tuple(map(recomputed_by, each))
+    keepings = keepings_of(modes, len(devices))
+    words = tuple(map(recomputed_by, keepings))
     schedule = completed(_fitting(choice, devices, m), words, skips, forward=forward)
     of_worker = dict(zip(schedule.placement, devices))
     return StepPlan(
@@ -170,7 +171,7 @@ def plan(
         tuple(of_worker[w] for w in range(len(schedule.program))),
         in_order(schedule),
         [f"worker {w}" for w in range(len(schedule.program))],
-        () if forward else choosing(each),
+        () if forward else choosing(keepings),
     )
 
 
@@ -196,8 +197,8 @@ def completed(
 
 
 def _fitting(choice: Choice, devices: Sequence[torch.device], m: int) -> Schedule:
-    # There is a worker for each device. Where all stages are on one device, as on the CPU, there
-    # may be any number of them.
+    # There is a worker for each device. If all stages are on one device, as on the CPU, a name may
+    # make a schedule of any number of workers that divides the number of stages.
     count, stages = len({*devices}), len(devices)
     counts = [count] if count > 1 else [w for w in range(stages, 0, -1) if stages % w == 0]
     return _checked(chosen(choice, stages, counts, m), devices, m)
@@ -222,7 +223,7 @@ def chosen(choice: Choice, stages: int, counts: Sequence[int], m: int) -> Schedu
     verify_choice(choice)
     tries = _tries(choice, stages, counts, m)
     first = next(tries)
-    # If none fits, the first one is in the message.
+    # If no schedule fits, the error of _checked() tells about the first one.
     return next((x for x in chain([first], tries) if len(x.placement) == stages), first)
 
 
@@ -266,11 +267,11 @@ def _tries(choice: Any, stages: int, counts: Sequence[int], m: int) -> Iterator[
         for name, divisor in (("stages_per_worker", workers), ("waves", 2 * workers)):
             if stages % divisor == 0:
                 try:
-                    found = named(choice, workers, m, **{name: stages // divisor})
+                    schedule = named(choice, workers, m, **{name: stages // divisor})
                 except TypeError:
-                    # Other schedules have no such parameter.
+                    # The schedule of this name has no such parameter.
                     continue
-                yield found
+                yield schedule
 
 
 def _checked(schedule: Schedule, devices: Sequence[torch.device], m: int) -> Schedule:

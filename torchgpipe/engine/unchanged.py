@@ -19,7 +19,7 @@ __all__: list[str] = []
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Run a model in train mode; leave its buffers, its mode and random numbers as they were."""
     buffers = {x: x.clone() for x in model.buffers()}
-    # A forward may also put other tensors in the place of its buffers.
+    # The dicts of buffers, too: a forward may replace a buffer by another tensor.
     tables = [(module._buffers, {**module._buffers}) for module in model.modules()]
     modes = {module: module.training for module in model.modules()}
     generators = {generator_of(x.device) for x in model.parameters()} | {CPU}
@@ -35,7 +35,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             table.update(before)
         with torch.no_grad():
             for x, values in buffers.items():
-                # Tensors without values cannot be compared, and are copied at no cost.
+                # equal() raises for tensors without values (meta), whose copy below is free.
                 with suppress(RuntimeError):
                     if x.equal(values):
                         continue

@@ -42,10 +42,10 @@ __all__: list[str] = []
 try:
     import resource
 except ImportError:
-    # Not on Windows.
+    # Windows has no such module.
     resource = None  # type: ignore[assignment]
 
-#: On Linux, and not on macOS.
+#: The argument by which getrusage() tells about one thread: Linux has it, macOS does not.
 RUSAGE_THREAD: int | None = getattr(resource, "RUSAGE_THREAD", None)
 
 logger = logging.getLogger(__name__)
@@ -142,11 +142,11 @@ class Round:
         self.tasks: dict[Key, list[Task]] = {}
         for task in tasks:
             self.tasks.setdefault(task.worker, []).append(task)
-        #: A lock for each task that others need, held until the task is done or will never be.
+        #: A lock for each task that others need, held until that is done or will never be run.
         self.gates = {name: threading.Lock() for task in tasks for name in task.needs}
         for gate in self.gates.values():
             gate.acquire()
-        #: The workers that run no task any more.
+        #: The workers that run none of these tasks any more.
         self.ended: SimpleQueue[Key] = SimpleQueue()
         self.errors: dict[Any, BaseException] = {}
         self.stopped = False
@@ -158,9 +158,9 @@ class Round:
             return
         remaining.reverse()
         nested = self.context.nested
-        # Autocast has one cache of cast weights for the process, which any thread clears that
-        # leaves its outermost block. So this thread is in the caller's block, if there is one.
-        # Otherwise blocks of layers are the outermost ones here, as in the caller's thread.
+        # A thread that leaves its outermost autocast block clears the cache of cast weights, which
+        # all threads share. If the caller is in a block, it needs that cache. Then this keeps the
+        # blocks that layers enter here from being outermost ones.
         if nested:
             # guard: casts of the caller's block
             torch.autocast_increment_nesting()
@@ -182,27 +182,28 @@ class Round:
             if nested:
                 torch.autocast_decrement_nesting()
             if self.stopped:
-                # The caller may have gone on, and have left its block.
+                # The caller may have left its autocast block, and so have cleared the cache, before
+                # layers here cast weights again.
                 # guard: casts after a failure
                 torch.clear_autocast_cache()
             self._end(worker, remaining)
-            # The error refers to this frame.
+            # An error refers to this frame, which must not keep the tensors of tasks in memory.
             del self, remaining
 
     def abandon(self) -> None:
         """Make no further task start."""
         self.stopped = True
         for worker in [*self.tasks]:
-            # The worker may begin its tasks at the same time.
+            # By pop(), since the worker's thread may take these tasks at the same time.
             remaining = self.tasks.pop(worker, None)
             if remaining is not None:
                 self._end(worker, remaining)
 
     def _end(self, worker: Key, remaining: list[Task]) -> None:
-        # Workers that wait for these tasks see that the round has stopped.
+        # Workers that wait for these tasks go on, and see that the round has stopped.
         for task in remaining:
             self._open(task)
-        # The caller goes on, and expects the tensors of these tasks to be free.
+        # The caller may go on from here, and tasks must not keep their tensors in memory.
         remaining.clear()
         self.ended.put(worker)
 
@@ -220,7 +221,7 @@ class Workers:
         #: Whether a cell was seen to block the caller.
         self.seen_to_block = False
         self._rounds = 0
-        #: The seconds that a task took the last time, by the caller and by the workers.
+        #: The mean seconds of a task in the last step of the caller, and of the workers.
         self._seconds = {"caller": 0.0, "workers": math.inf}
         self._workers: dict[Key, Worker] = {}
 
@@ -256,7 +257,7 @@ class Workers:
             return "caller"
         self._rounds += 1
         faster, slower = sorted(self._seconds, key=lambda way: self._seconds[way])
-        # The first round of the workers takes longer, as threads start.
+        # 1 and 2 are powers of two: workers get a second try at once, as the first starts threads.
         is_power_of_two = self._rounds & (self._rounds - 1) == 0
         return slower if is_power_of_two else faster
 
@@ -268,7 +269,7 @@ class Workers:
         asleep = took - (thread_time() - worked)
         if self.seen_to_block or asleep < max(ASLEEP, took / 2):
             return
-        # A thread that the system has interrupted for others slept, too, but did not block.
+        # A thread that the system has interrupted slept, too, but its cells did not block it.
         blocked, interrupted = (after - x for x, after in zip(before, _switches()))
         if blocked >= interrupted:
             self.seen_to_block = True
@@ -285,18 +286,18 @@ class Workers:
             for key in working:
                 self._worker(key).submit(partial(round.work, key))
             while working and not round.stopped:
-                # With a timeout: Python handles a Ctrl-C that came just before only after get().
+                # Without a timeout, a Ctrl-C that came just before get() would wait for its end.
                 with suppress(Empty):
                     working.remove(round.ended.get(timeout=0.1))
         finally:
-            # The caller may have been interrupted anywhere.
+            # Also after a Ctrl-C, which may have come anywhere above.
             round.abandon()
             until = monotonic() + PATIENCE
             with suppress(Empty):
                 while working:
                     working.remove(round.ended.get(timeout=max(0, until - monotonic())))
             errors, round.errors = round.errors, {}
-            # These refer to this frame.
+            # The errors refer to this frame: a cycle would keep their tensors in memory.
             del round
         try:
             if errors:

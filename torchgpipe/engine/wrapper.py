@@ -32,13 +32,10 @@ from torchgpipe.values.microbatch import VALUE, Batch, joined
 __all__: list[str] = []
 
 
-# The base of the wrappers: their settings, and the attributes that each process makes anew.
-
-
 class MadeAnew(nn.Module):
     """A module with attributes that are not copied or pickled, but made anew."""
 
-    #: The names of these attributes.
+    #: The names of the attributes that are made anew.
     _own: ClassVar[tuple[str, ...]]
 
     def _prepare(self) -> None:
@@ -65,9 +62,9 @@ class Wrapper(MadeAnew):
     _checkpoint: Keepings
 
     def __setattr__(self, name: str, value: Any) -> None:
-        found = getattr(type(self), name, None)
-        if isinstance(value, nn.Module) and isinstance(found, property):
-            # nn.Module would register a module, and not call the setter, which refuses it.
+        attribute = getattr(type(self), name, None)
+        if isinstance(value, nn.Module) and isinstance(attribute, property):
+            # nn.Module would register a module and not call the setter, which raises an error.
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
@@ -146,7 +143,7 @@ class Wrapper(MadeAnew):
         self._traps.sequence_first(self._layers, self._chunks)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        # The .to(device), .cuda() and the like of this module, and of a parent, call this.
+        # .to(device), .cuda() and the like call this, on this module or on one around it.
         _, devices = self._traced()
         for device in dict.fromkeys(devices):
             if fn(torch.empty(0, device=device)).device != device:
@@ -156,7 +153,7 @@ class Wrapper(MadeAnew):
     @property
     def checkpoint(self) -> Keeping | list[Keeping]:
         """The mode: what backward computes again. To change one of a list, assign a new list."""
-        # A new list, so that changes of it do not change the setting unchecked.
+        # A new list, since changes within the list would not be checked.
         return [*self._checkpoint] if isinstance(self._checkpoint, tuple) else self._checkpoint
 
     @checkpoint.setter
@@ -212,7 +209,7 @@ def compute(
         RuntimeError: a layer changed in place a tensor that every micro-batch gets.
     """
     _, devices = wrapper._traced()
-    own = [*wrapper._updated, *updated_in(loss)]
+    layers = [*wrapper._updated, *updated_in(loss)]
     looks = (
         m > 1 and wrapper.training and torch.is_grad_enabled() and not wrapper._traps.knows_state
     )
@@ -221,16 +218,16 @@ def compute(
         # guard: what is interrupted
         SavedSettings(devices, modes),
         deferred_updates(wrapper._norms),
-        updates(own, m),
+        updates(layers, m),
         unchanged(whole),
     ):
-        found = step()
+        result = step()
         if looks:
             wrapper._traps.knows_state = True
             warn_of_changes(before, wrapper, loss, m)
-    # The first layer to be compiled in this process may have been compiled here.
+    # A layer may have been compiled during the step, as the first one in this process.
     prepare_if_compiled()
-    return found
+    return result
 
 
 class MiniBatch:
@@ -244,7 +241,7 @@ class MiniBatch:
         wrapper._begin()
         verify_no_transform()
         self.wrapper, self.loss = wrapper, loss
-        #: The input, as all checks read it.
+        #: The input, flattened once for all checks.
         self.flat = flat = FlatInput(input)
         self.division = division = flat.division(wrapper.chunks)
         #: The micro-batches. A step replaces each by its output.
@@ -266,7 +263,7 @@ class MiniBatch:
             verify_filled(x, "input", devices)
         if wrapper.training and torch.is_grad_enabled():
             wrapper._traps.idle(wrapper._width, division)
-        #: The tensors that every micro-batch gets.
+        #: The tensors that every micro-batch gets whole.
         self.whole = _in_all(batches)
         self._shapes = batches[0].shapes
 
@@ -296,9 +293,9 @@ class MiniBatch:
         Args:
             blocks: the places of tensors with several rows for each row, block by block.
         """
-        found = joined(self.batches, self.division, blocks)
+        output = joined(self.batches, self.division, blocks)
         self.warn_of_coupled(self.batches[0].shapes, self.batches[-1].shapes)
-        return found
+        return output
 
 
 def _in_all(batches: Sequence[Batch]) -> list[Tensor]:

@@ -295,7 +295,7 @@ class GraphCells(Cells):
         with gate:
             function()
 
-    def beside(self, one: Computation, other: Computation) -> None:
+    def overlap(self, one: Computation, other: Computation) -> None:
         first, second = [run.on(run.stream, _begun, run) for run in (one, other)]
         if first is not None and second is not None:
             streams = Interleaving(
@@ -304,14 +304,14 @@ class GraphCells(Cells):
                 (one.label, other.label),
             )
             one.on(one.stream, first.compute_beside, second, streams)
-        super().beside(one, other)
+        super().overlap(one, other)
 
 
 def _begun(run: Computation) -> PartCall | None:
     """Begin a computation if a graph computes it."""
     with run.turn, run.numbers():
         cell = run.cell
-        return cell.begin(run.op.kind, run.given) if isinstance(cell, GraphCell) else None
+        return cell.begin(run.op.kind, run.received) if isinstance(cell, GraphCell) else None
 
 
 def _cell(stages: Sequence[StageInStep], run: Forward) -> Cell:

@@ -126,7 +126,7 @@ class StageGraphs:
             weights = run.step.sums.weights[self.j]
             with body.lock:
                 joint, form = trace(
-                    now.state.places, now.tensors, compute, run.given, more, weights, marks
+                    now.state.places, now.tensors, compute, run.received, more, weights, marks
                 )
         except UntraceableError as error:
             self.say(str(error))
@@ -193,7 +193,7 @@ class StageInStep:
             The entry of the kind, which has the graph if there is one, or None if the cell is an
             eager one anyway; and the tensors among the further arguments of the loss.
         """
-        batch, criterion = run.given, run.criterion
+        batch, criterion = run.received, run.criterion
         more, structure = of_loss(criterion, run.i)
         fault = self.settings.fault or self.state.fault
         if batch.shared:
@@ -261,7 +261,7 @@ def traced_all(step: ScheduledStep, graphs: Sequence[StageGraphs]) -> list[Trace
     for j, stage in enumerate(graphs):
         batch = parcels.unpacked(batch, layout.popped[j])
         run = Forward(step, step.plan.schedule.placement[j], Op(j, "F", 0))
-        run.given = batch
+        run.received = batch
         entry, _ = stage.begin(settings, step.copies[j]).find(run, at_once=True)
         if entry is None or entry.traced is None:
             raise ValueError(

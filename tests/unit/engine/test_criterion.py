@@ -30,9 +30,9 @@ def test_sum_and_weight(number):
 
 def test_a_weight_that_is_known_too_late():
     criterion = run(lambda x: (x.sum(), len(x)))
-    late, criterion.found[1] = criterion.found[1], None
+    late, criterion.losses[1] = criterion.losses[1], None
     assert criterion.grad(0) == 1
-    criterion.found[1] = late
+    criterion.losses[1] = late
     assert criterion.grad(1) == 1
     assert criterion.total() == (1.5, 4)
 
@@ -84,7 +84,7 @@ def test_losses_keep_no_more_than_a_number():
         return torch.as_strided(x * 1, (), (), 1)
 
     criterion = run(spacious)
-    for loss, _ in criterion.found:
+    for loss, _ in criterion.losses:
         assert loss.untyped_storage().nbytes() == loss.nbytes
     assert criterion.total()[0] == 1.25
 
