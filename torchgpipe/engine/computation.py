@@ -243,8 +243,8 @@ class Computation(noted):
 
     def compute(self) -> None:
         """Compute, with the random numbers of the cell, when the device has its turn."""
-        # The turn comes first. Who has it may trace a graph in cells.compute(), and then waits until
-        # nobody else computes there: if somebody there waited for the turn, both would for ever.
+        # The turn comes first. Who has it may trace a graph in cells.compute(), and waits until
+        # nobody else computes there. If somebody there waited for the turn, both would for ever.
         with self.turn, self.numbers():
             self.step.crew.cells.compute(self._compute)
 

@@ -130,7 +130,7 @@ class EagerCell(Cell):
 
     def __init__(self, body: Body, context: Context, *of_cell: Any) -> None:
         super().__init__(*of_cell)
-        # Not the step, which refers to its cells: such a cycle would keep a failed step in memory.
+        # Not the step, which has the cells: such a cycle would keep a failed step in memory.
         self._body, self._context = body, context
         #: Runs the layers on a micro-batch, and in the last stage the loss.
         self.run: Callable[..., Batch] = body.run
