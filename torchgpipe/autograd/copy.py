@@ -42,11 +42,10 @@ __all__: list[str] = []
 # partition current. If all were called on the compute stream, it would wait, in backward, for
 # gradients that it does not need yet.
 #
-# What leaves the compute stream leaves as a clone, in either direction, since the compute stream
-# goes on while the copy is made and may change the original. Autograd adds to a gradient *in
-# place* if nothing else on the host refers to it, and a layer may return the same buffer each
-# time. Recording a tensor on a stream does not help, since that only keeps its memory from being
-# reused.
+# In both directions the compute stream clones a tensor before it is copied, since it goes on during
+# the copy, and may change the original. Autograd adds to a gradient *in place* if nothing else on
+# the host refers to it, and a layer may return the same buffer each time. ``record_stream()`` does
+# not help, since it only keeps memory from being reused.
 
 
 def leave(
@@ -156,7 +155,8 @@ def _copied(
     tensors: Sequence[Tensor], prev_stream: AbstractStream, next_stream: AbstractStream
 ) -> tuple[Tensor, ...]:
     if get_device(prev_stream) == get_device(next_stream):
-        # .to() returns a tensor that is on the device already as it is.
+        # Not the tensor itself, as .to() would return it: autograd would make a view of that, and
+        # layers could not change the view in place.
         tensors = [alias(tensor) for tensor in tensors]
         # guard: hand-over by Copy
         hand_over(tensors, prev_stream, next_stream)
@@ -172,10 +172,10 @@ def moved(
 ) -> tuple[Any, ...]:
     """Copy tensors to the device of the next stream."""
     device = get_device(next_stream)
-    # The host reads and writes the CPU's memory without waiting for any stream.
+    # A copy from or to the CPU blocks, since the host uses that memory without waiting for streams.
     non_blocking = "cpu" not in (get_device(prev_stream).type, device.type)
-    # PyTorch orders a copy between two devices with the current streams of both. One of the two is
-    # current already.
+    # PyTorch orders a copy between two devices with the current streams of both devices. That of
+    # one device is right already; this sets that of the other one.
     with use_stream(other):
         return tuple([x if x is None else x.to(device, non_blocking=non_blocking) for x in tensors])
 
@@ -193,7 +193,7 @@ def hand_over(
 ) -> None:
     """Make tensors of one stream ready for another."""
     if prev_stream == next_stream:
-        # A device without streams has done all that was issued before.
+        # A stream does its work in order, and need not wait for itself.
         return
     # guard: waiting
     wait_stream(next_stream, prev_stream)
@@ -205,15 +205,15 @@ def hand_over(
 # Shared: one tensor for several users, whose gradients are added when all have arrived.
 #
 # Autograd adds up gradients as soon as they arrive, on the stream of the node that receives them.
-# If the last device used the first device's weight itself, the first would wait, in the middle of
-# its backward, until the last is done. So each user gets an alias. The gradients are added in the
-# backward of this function, which runs when the last of them has arrived.
+# If the last device used the first device's weight itself, the first device would wait, in the
+# middle of its backward, until the last one is done. So each user gets an alias. The gradients are
+# added in the backward of this function, which runs when the last gradient has arrived.
 
 
 def shared(tensor: Tensor, count: int) -> tuple[Tensor, ...]:
     """Make ``count`` aliases of a tensor, which share its memory, as views do."""
-    found: tuple[Tensor, ...] = Shared.apply(tensor, count)
-    return found
+    aliases: tuple[Tensor, ...] = Shared.apply(tensor, count)
+    return aliases
 
 
 class Shared(torch.autograd.Function):
@@ -230,8 +230,8 @@ class Shared(torch.autograd.Function):
         total: Tensor | None = None
         for grad in grads:
             if grad is not None:
-                # Not in place, since hooks may hold what has come.
-                # PyTorch adds a sparse gradient to a dense one, and not the other way round.
+                # Not in place, since hooks may hold a gradient that has arrived.
+                # PyTorch computes dense + sparse, and not sparse + dense.
                 pair = (total, grad) if total is None or not total.is_sparse else (grad, total)
                 total = grad if pair[0] is None else pair[0] + pair[1]
         return total, None

@@ -30,10 +30,10 @@ __all__: list[str] = []
 # another.
 #
 # A fork is a view of the tensor, and its phony a copy of no element of the fork. Autograd passes
-# through both without calling Python, for which all of its threads would have to queue. An empty
-# view would keep the memory of the tensor until the last cell has been computed. The fork is made
-# by ``expand_as``, whose derivative hands a gradient on as it is. The derivative of ``view_as``
-# hands on a view, and autograd does not add another gradient to a view in place.
+# through both without calling Python, for which all of its threads would have to queue. The phony
+# is no empty view, which would keep the tensor's memory until the last cell has been computed. The
+# view is made by ``expand_as``, whose derivative hands on the gradient itself. ``view_as`` would
+# hand on a view of it, and autograd does not add another gradient to a view in place.
 
 
 # Phonies: empty tensors that carry nothing but a dependency.
@@ -51,7 +51,7 @@ def get_phony(device: torch.device, *, requires_grad: bool) -> Tensor:
     """
     key = (device, requires_grad)
     if key not in _phonies:
-        # The phony outlives the modes in which it is made, and is none of their operators.
+        # Later steps use the phony, too. So it is no inference tensor, and no mode sees it made.
         with torch.inference_mode(False), _torch.without_modes():
             _phonies[key] = torch.empty(0, device=device, requires_grad=requires_grad)
     return _phonies[key]
@@ -145,7 +145,7 @@ def needs_backward(tensors: Iterable[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-# The nodes of recomputation: the one that starts it, and the one that its input hangs on.
+# The nodes of recomputation: Recompute starts it, and its input comes from Unpack.
 
 
 class Recompute(torch.autograd.Function):

@@ -28,8 +28,8 @@ Not every node can be run in halves:
 - Compiled layers free what they have saved when they run, and refuse to run in a backward that
   keeps its graph (PyTorch issue 161904). If a cell has one on the way to the input, I is its whole
   backward, and W hands on the gradients of the weights.
-- So it is with PyTorch's checkpoints in layers: each half would compute them again, and selective
-  ones refuse the second time.
+- I is also the whole backward of a cell with PyTorch's checkpoints in layers: each half would run
+  them again, and selective checkpoints refuse the second time.
 - Where nothing that requires a gradient came in, there is nothing to do for I.
 
 Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), for the halves.
@@ -60,7 +60,7 @@ End: TypeAlias = Tensor | GradientEdge
 
 logger = logging.getLogger(__name__)
 
-#: Where the edges of a node lead to: nowhere that matters, to the input, to weights, or to both.
+#: Flags of a node: its edges lead to the input of the cell, or to weights, or to both.
 INPUT, WEIGHT = 1, 2
 
 
@@ -78,10 +78,10 @@ def backward(
     if not (roots and ends):
         return (None,) * len(ends)
     with torch.autograd.set_multithreading_enabled(False):
-        found: tuple[Tensor | None, ...] = _torch.run_backward(
+        results: tuple[Tensor | None, ...] = _torch.run_backward(
             tuple(roots), tuple(grads), keep, False, tuple(ends), True, False
         )
-    return found
+    return results
 
 
 def leaves(
@@ -111,15 +111,15 @@ def leaves(
         waiting += [x for x, _ in edges]
         if not edges:
             ends.append(node)
-    found = []
+    strays = []
     known = {id(x) for x in weights} if ends else set()
     for node in ends:
         leaf = getattr(node, "variable", None)
         if id(leaf) in known:
             nodes.add(node)
         elif leaf is not None:
-            found.append(leaf)
-    return found
+            strays.append(leaf)
+    return strays
 
 
 class Graph:
@@ -129,16 +129,16 @@ class Graph:
         self, roots: Iterable[GradientEdge], inputs: Node | None, weights: Iterable[Tensor]
     ) -> None:
         self.weights = {id(x): x for x in weights}
-        #: For each node, where its edges lead to.
+        #: For each node, its flags INPUT and WEIGHT.
         self.leads: dict[Node, int] = {}
-        #: The nodes and their edges, each after those that it leads to.
+        #: All nodes with their edges, each after the nodes that its edges lead to.
         self.nodes: list[tuple[Node, Any]] = []
         self._leaves: dict[Node, int] = {}
         if inputs is not None:
             self.leads[inputs] = INPUT
         for x in self.weights.values():
             if x.grad_fn is not None:
-                # A weight that is computed: the graph after it is not this cell's.
+                # This weight was computed from others, in a graph that is not the cell's.
                 self.leads[x.grad_fn] = WEIGHT
                 self._leaves[x.grad_fn] = id(x)
         for root in roots:
@@ -157,13 +157,13 @@ class Graph:
                 stack.append((node, edges))
                 stack += [(x, None) for x, _ in edges if x is not None and x not in leads]
                 continue
-            found = 0
+            flags = 0
             for x, _ in edges:
                 if x is not None:
-                    found |= leads[x]
+                    flags |= leads[x]
             if not edges:
-                found = self._leaf(node)
-            leads[node] = found
+                flags = self._leaf(node)
+            leads[node] = flags
             self.nodes.append((node, edges))
 
     def _leaf(self, node: Node) -> int:
@@ -176,19 +176,19 @@ class Graph:
 
     def below(self, node: Node) -> set[int]:
         """The identities of the weights that a node leads to."""
-        found: set[int] = set()
+        weights: set[int] = set()
         seen = {node}
         stack = [node]
         while stack:
             node = stack.pop()
             if node in self._leaves:
-                found.add(self._leaves[node])
+                weights.add(self._leaves[node])
                 continue
             for x, _ in node.next_functions:
                 if x is not None and x not in seen and self.leads.get(x, 0) & WEIGHT:
                     seen.add(x)
                     stack.append(x)
-        return found
+        return weights
 
 
 class Boundary:
@@ -198,20 +198,20 @@ class Boundary:
 
     def __init__(self, node: Node, edges: list[tuple[int, GradientEdge]]) -> None:
         self.node = node
-        #: The edges to weights, by their place among the node's edges.
+        #: The edges to weights alone, each with its index among the node's edges.
         self.edges = edges
-        #: The gradients that arrive at the node, once they have.
+        #: The gradients that have arrived at the node.
         self.grads: list[tuple[Tensor | None, ...]] = []
-        # A hook in C, which is called after everybody else's. It notes the gradients as those hooks
-        # have left them, since the node computes with these.
+        # The last hook of the node, which runs no Python, notes the gradients as other hooks have
+        # left them: the node computes with these.
         note_gradients(node, self.grads.append)
 
     def run(self) -> list[tuple[GradientEdge, Tensor]]:
         """Compute the gradients of the edges to weights, within a backward that needs these."""
         if not self.grads:
             return []
-        found = self.node(*self.grads.pop())
-        outputs = found if isinstance(found, tuple) else (found,)
+        result = self.node(*self.grads.pop())
+        outputs = result if isinstance(result, tuple) else (result,)
         return [(edge, outputs[k]) for k, edge in self.edges if outputs[k] is not None]
 
 
@@ -231,7 +231,7 @@ class Halves:
         self._graph: Graph | None = graph
         self._roots, self._grads, self._inputs = list(roots), list(grads), inputs
         self._forget, self._hooked = forget, hooked
-        #: The weights, and the gradients that I has computed, by identity.
+        #: The weights by identity, and the gradients of those that I has computed.
         self.weights = graph.weights
         self._early: dict[int, Tensor | None] = {}
         self._boundaries: list[Boundary] = []
@@ -250,16 +250,16 @@ class Halves:
             early = list(graph.weights)
         else:
             early = self._find_boundaries(graph, on_the_way)
-        # A root that leads to weights alone waits for W. But if gradients of some weights are
-        # computed now, all roots take part now.
+        # A root that leads to weights alone waits for W. But all roots take part if I computes the
+        # gradients of some weights, since each root may lead to these.
         now = [bool(early) or bool(graph.leads[root.node] & INPUT) for root in self._roots]
         roots = [root for root, due in zip(self._roots, now) if due]
         grads = [grad for grad, due in zip(self._grads, now) if due]
         later = len(early) < len(graph.weights)
         first = [graph.weights[x] for x in early]
         count = len(self._inputs)
-        found = backward(roots, grads, [*self._inputs, *first], keep=later)
-        self._early = dict(zip(early, found[count:]))
+        computed = backward(roots, grads, [*self._inputs, *first], keep=later)
+        self._early = dict(zip(early, computed[count:]))
         rest = [
             (root, grad)
             for root, grad in zip(self._roots, self._grads)
@@ -274,7 +274,7 @@ class Halves:
                     if node not in needed:
                         # guard: what only the input needed
                         _let_go(node, self._forget)
-        return found[:count]
+        return computed[:count]
 
     @property
     def noted(self) -> list[Tensor]:
@@ -285,7 +285,7 @@ class Halves:
     def weight(self) -> dict[int, Tensor | None]:
         """Compute the gradients of the weights; return them by the identities of the weights."""
         late = [(x, weight) for x, weight in self.weights.items() if x not in self._early]
-        found, self._early = self._early, {}
+        by_weight, self._early = self._early, {}
         roots, grads = self._roots, self._grads
         self._roots, self._grads = [], []
         if late:
@@ -295,37 +295,39 @@ class Halves:
             grads += [grad for _, grad in arrived]
             del arrived
             ends = [weight for _, weight in late]
-            found.update(zip([x for x, _ in late], backward(roots, grads, ends)))
-        return found
+            by_weight.update(zip([x for x, _ in late], backward(roots, grads, ends)))
+        return by_weight
 
     def _find_boundaries(self, graph: Graph, on_the_way: Collection[tuple[Node, Any]]) -> list[int]:
         """Find the boundaries; return the weights whose gradients must be computed in I."""
         early: set[int] = set()
-        found = []
+        candidates = []
         for node, edges in on_the_way:
-            own = [
+            branches = [
                 (k, GradientEdge(x, number))
                 for k, (x, number) in enumerate(edges)
                 if x is not None and graph.leads[x] == WEIGHT
             ]
-            if not own:
+            if not branches:
                 continue
             # guard: hooks of nodes
             if isinstance(node, BackwardCFunction) or (self._hooked and changes_gradients(node)):
-                early.update(*(graph.below(edge.node) for _, edge in own))
+                early.update(*(graph.below(edge.node) for _, edge in branches))
             else:
-                found.append((node, own))
+                candidates.append((node, branches))
         if early:
-            # Nodes between these weights and others run only once, so these others are early, too.
-            below = [graph.below(edge.node) for _, own in found for _, edge in own]
+            # A node that leads to early weights and to others runs once, in I, for all of them.
+            below = [graph.below(edge.node) for _, branches in candidates for _, edge in branches]
             below += [graph.below(x.node) for x in self._roots if graph.leads[x.node] == WEIGHT]
             while reached := [x for x in below if x & early and not x <= early]:
                 early.update(*reached)
-        for node, own in found:
+        for node, branches in candidates:
             if early:
-                own = [(k, edge) for k, edge in own if not graph.below(edge.node) <= early]
-            if own:
-                self._boundaries.append(Boundary(node, own))
+                branches = [
+                    (k, edge) for k, edge in branches if not graph.below(edge.node) <= early
+                ]
+            if branches:
+                self._boundaries.append(Boundary(node, branches))
         return [x for x in graph.weights if x in early]
 
 
@@ -348,7 +350,7 @@ def is_checkpointed(node: Node) -> bool:
         saved = getattr(node, name)
         if isinstance(saved, tuple):
             saved = saved[0] if saved else None
-        # A freed Python function has no such attribute; without packing hooks, it is None.
+        # Without hooks that pack, data is None; a function in Python that was freed has none.
         packed = getattr(saved, "data", None)
         if packed is not None:
             return type(packed).__module__ == "torch.utils.checkpoint"
@@ -365,13 +367,13 @@ def _let_go(node: Any, forget: Callable[[Any], None]) -> None:
     """Make a node release the tensors that it has saved."""
     for name in _saved(node.__class__):
         saved = getattr(node, name)
-        for one in saved if isinstance(saved, tuple) else (saved,):
-            # Nothing may be saved there, or hooks may have packed it already.
+        for item in saved if isinstance(saved, tuple) else (saved,):
+            # This raises if nothing is saved there, or if a hook has packed it, as a slot.
             try:
-                one.register_hooks(_nothing, _gone)
+                item.register_hooks(_nothing, _gone)
             except (RuntimeError, AttributeError):
                 with suppress(RuntimeError, AttributeError):
-                    forget(one.data)
+                    forget(item.data)
 
 
 @uncompiled
@@ -411,17 +413,17 @@ def _run(boundaries: Sequence[Boundary]) -> list[tuple[GradientEdge, Tensor]]:
     """Run boundaries in a backward of their own, which computes gradients of weights alone."""
     if not boundaries:
         return []
-    found: list[tuple[GradientEdge, Tensor]] = []
+    arrived: list[tuple[GradientEdge, Tensor]] = []
 
     def run() -> None:
         for boundary in boundaries:
-            found.extend(boundary.run())
+            arrived.extend(boundary.run())
 
     start = torch.zeros((), device="cpu", requires_grad=True)
     with torch.enable_grad():
         within = Within.apply([run], start)
     edges = [edge for boundary in boundaries for _, edge in boundary.edges]
     root = torch.autograd.graph.get_gradient_edge(within)
-    # A boundary must come to its node in this thread, where the caller has set the stream.
+    # backward() runs the boundaries in this thread, where the caller has set their stream.
     backward([root], [torch.ones((), device="cpu")], [start, *edges])
-    return found
+    return arrived

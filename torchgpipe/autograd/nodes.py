@@ -19,27 +19,27 @@ from torchgpipe.autograd.fork_join import Unpack, get_phony, pass_on
 __all__: list[str] = []
 
 
-# Hooks: tensor hooks must see whole gradients only, and a trace uses hooks to take times.
+# Hooks: users' hooks must see gradients of mini-batches alone, and a trace takes times by hooks.
 
 
 _lock = threading.Lock()
 #: How many hooks :func:`note_gradients` has registered.
-_own = 0
+_noted = 0
 
 
 def count_hooks() -> int:
     """Count the hooks that others have registered so far, in the whole process."""
     with _lock:
-        # A count of all handles, which takes less time than to look at the hooks of a node.
-        return int(_torch.count_handles()) - _own
+        # PyTorch numbers all hooks. To read that number is faster than to look at a node's hooks.
+        return int(_torch.count_handles()) - _noted
 
 
 def note_gradients(node: Any, note: Callable[[Any], None]) -> None:
     """Call a function with the gradients that arrive at a node, after all hooks of others."""
-    global _own
+    global _noted
     with _lock:
         node.register_prehook(note)
-        _own += 1
+        _noted += 1
 
 
 def changes_gradients(node: Any) -> bool:
@@ -72,7 +72,7 @@ def before_node(tensor: Tensor, hook: Callable[..., None]) -> None:
         return
     tensor._backward_hooks = {0: hook}
     register(tensor)
-    # The node holds the dict of hooks; the tensor itself shows none to its users.
+    # The node holds the dict of hooks, and users of the tensor must not find it there.
     tensor._backward_hooks = None
 
 
@@ -85,8 +85,8 @@ class without_hooks:
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self.tensors = tensors
-        #: The tables that were emptied, and what was in them.
-        self.found: list[tuple[dict[int, Any], dict[int, Any]]] = []
+        #: The dicts of hooks that were emptied, each with its hooks.
+        self.emptied: list[tuple[dict[int, Any], dict[int, Any]]] = []
 
     def __enter__(self) -> without_hooks:
         self.add(self.tensors)
@@ -97,22 +97,22 @@ class without_hooks:
         for x in tensors:
             table = x._backward_hooks
             if table:
-                self.found.append((table, dict(table)))
-                # In place, since autograd holds the table.
+                self.emptied.append((table, dict(table)))
+                # In place, since autograd holds this dict.
                 table.clear()
 
     def __exit__(self, *_: object) -> None:
-        for table, found in reversed(self.found):
+        for table, hooks in reversed(self.emptied):
             added = dict(table)
             table.clear()
-            table.update(found | added)
+            table.update(hooks | added)
 
 
 # The sequence numbers of nodes, by which autograd chooses among nodes that are ready.
 #
-# Backward runs the one with the highest number first: what was recorded last. But each thread
-# counts for itself. Where several threads record, one after another, a thread must go on where
-# the one before it has stopped.
+# Backward runs the node with the highest number first, which was recorded last. But each thread
+# counts for itself. If several threads record one graph, one after another, each must go on from
+# the number where the thread before it has stopped.
 
 
 def next_number() -> int:
@@ -152,7 +152,7 @@ def between(
         end: called when all of this backward is done, and not if it raises.
         *tensors: outputs, of which one requires a gradient.
     """
-    # Looked up now, since an error in backward would come too late.
+    # queue_callback is looked up now: PyTorch may lack it, and backward is too late for an error.
     outputs: tuple[Tensor, ...] = Between.apply(begin, end, _torch.queue_callback, *tensors)
     return outputs
 
@@ -189,7 +189,7 @@ def drain_after_failure(outputs: Iterable[Tensor]) -> None:
     other micro-batches in memory until the thread runs backward again.
     """
     if not has("queue_callback"):
-        # Then the memory is freed by the next backward.
+        # Without it, the next backward of the thread frees the memory.
         return
     for tensor in outputs:
         if tensor.grad_fn is not None:
@@ -217,8 +217,8 @@ class Last(Done):
 
     @uncompiled
     def __call__(self) -> None:
-        # Not a flag that __del__ reads: Python would swallow a Ctrl-C that comes within __del__.
-        # Types do not know that an object may become one of its base class.
+        # An object of Done has no __del__. A flag that __del__ reads would not do, since Python
+        # swallows a Ctrl-C that comes within __del__. mypy does not know that a class may change.
         self.__class__ = Done  # type: ignore[assignment]
 
     @uncompiled
@@ -228,13 +228,13 @@ class Last(Done):
 
 def drain_queue() -> None:
     """Run a backward, which runs all that is left in this thread's queue after one has failed."""
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
-    # Autograd runs the node that was recorded last first, by numbers that begin anew in each
-    # thread. Recorded in a new thread, this one comes after all that is left.
-    thread = threading.Thread(target=lambda: found.append(_record()))
+    recorded: list[tuple[Tensor, Tensor, Tensor]] = []
+    # Autograd runs the node with the highest number first, and numbers begin anew in each thread.
+    # So a node that is recorded in a new thread comes after all nodes that are left.
+    thread = threading.Thread(target=lambda: recorded.append(_record()))
     thread.start()
     thread.join()
-    torch.autograd.grad(*found[0])
+    torch.autograd.grad(*recorded[0])
 
 
 def _record() -> tuple[Tensor, Tensor, Tensor]:
@@ -242,7 +242,7 @@ def _record() -> tuple[Tensor, Tensor, Tensor]:
     return input.clone(), input, torch.ones(())
 
 
-# The beginning of a cell's graph, for cells whose backward runs by itself.
+# The beginning of a cell's graph, under a schedule, which runs the backward of each cell alone.
 
 
 MESSAGE = (
@@ -271,16 +271,16 @@ def enter(*tensors: Tensor) -> tuple[Sequence[Tensor], list[GradientEdge]]:
         The tensors, and the edges at which backward of the cell ends, with their gradients.
     """
     phony = get_phony(tensors[0].device, requires_grad=True)
-    # PyTorch's own node takes a third of the time, but gives tensors new version counters. If
-    # another stage has the memory, too, it would not notice that this one changes it in place.
+    # PyTorch's own node takes a third of the time of Enter, but gives tensors new version counters.
+    # Another stage with the same memory would not notice that this stage changes it in place.
     # guard: changes of what arrives
     unseen = all(map(is_alone, tensors))
-    # What arrives is a leaf, which the graph would keep for the gradient.
+    # A tensor that arrives is a leaf, which the graph would keep alive, to set its .grad.
     # guard: letting go of what arrives
     detached = [x.detach() for x in tensors]
     if unseen:
-        _, *found = _torch.dead_end(MESSAGE.encode(), 1 + len(detached))(phony, *detached)
-        # Without what nodes in Python need.
-        return found, [GradientEdge(x.grad_fn, x.output_nr) for x in found]
+        _, *outputs = _torch.dead_end(MESSAGE.encode(), 1 + len(detached))(phony, *detached)
+        # get_gradient_edge() takes longer, for nodes in Python.
+        return outputs, [GradientEdge(x.grad_fn, x.output_nr) for x in outputs]
     others: Sequence[Tensor] = Enter.apply(phony, *detached)
     return others, [get_gradient_edge(x) for x in others]

@@ -19,7 +19,7 @@ Identities: TypeAlias = tuple[list[int], list[int]]
 
 _version = attrgetter("_version")
 
-#: A tensor whose changes nobody counts.
+#: An inference tensor, whose changes nobody counts.
 with torch.inference_mode():
     _UNCOUNTED = torch.empty(0, device="cpu")
 
@@ -38,7 +38,7 @@ def address_of(tensor: Tensor) -> int:
     try:
         return tensor.data_ptr()
     except (RuntimeError, ValueError, NotImplementedError):
-        # Sparse and lazy tensors.
+        # Sparse and lazy tensors have none.
         return -1
 
 
@@ -56,7 +56,7 @@ def counter_of(tensor: Tensor) -> Tensor:
     if tensor.is_inference():
         return _UNCOUNTED
     counter = tensor.detach()
-    # Sparse tensors and those of functorch refuse, so their memory is kept.
+    # Sparse tensors and those of functorch refuse another .data, so their memory is kept.
     with suppress(RuntimeError):
         counter.data = get_phony(tensor.device, requires_grad=False)
     return counter
