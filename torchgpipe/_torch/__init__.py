@@ -20,5 +20,5 @@ def __getattr__(name: str) -> Any:
     """Look a name of the table up, and keep the result as an attribute of this module."""
     if name not in NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = look_up(name)
-    return found
+    value = globals()[name] = look_up(name)
+    return value

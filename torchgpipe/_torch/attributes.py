@@ -24,7 +24,7 @@ GLOBAL_HOOKS = (
 )
 
 aten = torch.ops.aten
-#: Views by shape. As long as nobody changes their memory, a copy can replace such a view.
+#: Operators whose view has another shape. While nobody changes the memory, a copy can replace it.
 VIEWS = {aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default}
 
 
@@ -40,8 +40,8 @@ def has_global_hooks() -> bool:
 
 def storage_of(tensor: Tensor) -> int:
     """The identity of a tensor's storage, which views share; fake tensors have one, too."""
-    found: int = tensor.untyped_storage()._cdata
-    return found
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
 
 
 # The modules of a model, found faster than by PyTorch, which names each on the way.
@@ -49,21 +49,21 @@ def storage_of(tensor: Tensor) -> int:
 
 def modules_of(root: nn.Module) -> list[nn.Module]:
     """All modules that a module consists of, itself included, as ``root.modules()`` has them."""
-    found: dict[nn.Module, None] = {}
+    modules: dict[nn.Module, None] = {}
     waiting = [root]
     while waiting:
         module = waiting.pop()
-        if module not in found:
-            found[module] = None
+        if module not in modules:
+            modules[module] = None
             if children := module._modules:
                 waiting += [x for x in reversed(children.values()) if x is not None]
-    return [*found]
+    return [*modules]
 
 
 def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """The parameters of modules, each once, as ``root.parameters()`` has those of its modules."""
-    found = [x for module in modules for x in module._parameters.values() if x is not None]
-    return [*dict.fromkeys(found)]
+    parameters = [x for module in modules for x in module._parameters.values() if x is not None]
+    return [*dict.fromkeys(parameters)]
 
 
 # Memory that one tensor has alone, so that nobody notices what is done with it.
@@ -71,17 +71,17 @@ def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
 
 def is_alone(tensor: Tensor) -> bool:
     """Whether a tensor has contiguous memory of its own, which nobody else can write to."""
-    # A subclass may have its memory in tensors that it holds.
+    # A subclass may have its memory in tensors that it wraps.
     if type(tensor) is not Tensor or tensor.layout != torch.strided:
         return False
     storage = tensor.untyped_storage()
-    # Memory that PyTorch has not allocated may be anybody's.
+    # Memory that is not resizable was not allocated by PyTorch, and others may use it.
     return (
         tensor.is_contiguous()
         and storage.nbytes() == tensor.nbytes
         and storage.resizable()
         and _torch.count_uses(storage._cdata) == _uses_of_one()
-        # The memory of a conjugate that is computed later has other values.
+        # With either bit, the values in memory are not those of the tensor.
         and not (tensor.is_conj() or tensor.is_neg())
     )
 
@@ -91,13 +91,13 @@ def _uses_of_one() -> int:
     """The number of uses that memory of one tensor has while somebody asks."""
     tensor = torch.empty(1, device="cpu")
     storage = tensor.untyped_storage()
-    found: int = _torch.count_uses(storage._cdata)
-    return found
+    uses: int = _torch.count_uses(storage._cdata)
+    return uses
 
 
-# Selective checkpoints: the policy that a mode of PyTorch's asks.
+# Selective checkpoints: PyTorch's mode for their first run, which asks the policy.
 #
-# Where an attribute is missing, a policy does what PyTorch alone does.
+# If PyTorch lacks an attribute of the mode, the mode is left as PyTorch makes it.
 
 
 def keeps_results(mode: Any) -> bool:

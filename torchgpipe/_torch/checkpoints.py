@@ -20,8 +20,8 @@ class Repeated(threading.local):
 
 repeated = Repeated()
 
-#: Where a checkpoint that is not reentrant begins: from PyTorch 2.14 on, and before.
-#: Without any, such checkpoints repeat neither the names of modules nor lent weights.
+#: The function in which checkpoints that are not reentrant begin: from PyTorch 2.14 on, and before.
+#: If PyTorch has neither, their functions run again without the weights and names of the first run.
 BEGINNINGS = (
     "_checkpoint_without_reentrant_generator_impl",
     "_checkpoint_without_reentrant_generator",
@@ -55,17 +55,17 @@ def _replace() -> None:
     function = room.CheckpointFunction
     forward = function.forward
 
-    def first(ctx: Any, own: Callable[..., Any], *args: Any) -> Any:
-        again = _again(own)
-        found = forward(ctx, own, *args)
+    def first(ctx: Any, run: Callable[..., Any], *args: Any) -> Any:
+        again = _again(run)
+        output = forward(ctx, run, *args)
         ctx.run_function = again
-        return found
+        return output
 
     function.forward = staticmethod(first)
     name = next(filter(partial(hasattr, room), BEGINNINGS), None)
     if name is not None:
         begin = getattr(room, name)
-        setattr(room, name, lambda own, *args, **kwargs: begin(_again(own), *args, **kwargs))
+        setattr(room, name, lambda run, *args, **kwargs: begin(_again(run), *args, **kwargs))
 
 
 def _again(function: Callable[..., Any]) -> Callable[..., Any]:

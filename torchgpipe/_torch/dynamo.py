@@ -49,7 +49,7 @@ def uncompiled(function: Function) -> Function:
     :func:`torch.compiler.disable`: that imports the compiler, and wraps the function.
     """
     _unmarked.append(function.__code__)
-    # Functions have attributes that types do not know.
+    # mypy does not know these attributes of functions.
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
         "torchgpipe compiles no more than the layers: compile these"
@@ -108,12 +108,12 @@ def watch(layers: nn.Module, within_cell: Callable[[], bool]) -> None:
     if _preparation.done or "torch._dynamo" not in sys.modules:
         return
     optimized = _torch.OptimizedModule
-    found = [
+    compiled = [
         x
         for x in modules_of(layers)
         if x._compiled_call_impl is not None or isinstance(x, optimized)
     ]
-    if any(map(is_compiled, found)):
+    if any(map(is_compiled, compiled)):
         prepare()
         return
     known = vars(_torch).get("compile_callbacks")
@@ -122,11 +122,11 @@ def watch(layers: nn.Module, within_cell: Callable[[], bool]) -> None:
         return
     if not has("compile_callbacks"):
         return
-    # The callback runs while the compiler holds a lock, so it must not look names up.
+    # Looked up now, since the compiler holds a lock while the callback runs, which must not do so.
     _ = _torch.set_lru_cache, _torch.ensure_guard
     mark_if_possible()
     _preparation.within_cell = within_cell
-    # Whoever resets the compiler removes all callbacks.
+    # A reset of the compiler removes all callbacks, so this may have to be registered again.
     if _preparation not in _torch.compile_callbacks.start_callbacks:
         _torch.compile_callbacks.register_start_callback(_preparation)
 
@@ -192,7 +192,6 @@ def prepare() -> None:
     config, count = _torch.compiler_config, torch.accelerator.device_count()
     config.recompile_limit = max(config.recompile_limit, GRAPHS * count)
     if hasattr(graph, "contextvars"):
-        # Types take it for the module that it was.
         graph.contextvars = _copied
     _preparation.done = True
 
@@ -223,13 +222,13 @@ _copied = SimpleNamespace(**{**vars(contextvars), "copy_context": _Context})
 # The guard of CUDA devices, where PyTorch is for CUDA and there is no GPU.
 #
 # The first thread that enters a mode of fake tensors then registers a guard that does nothing, for
-# the whole process. PyTorch frees it when that thread ends, and goes on to use it (2.11 does).
-# Where there is one, nobody registers another, so the first must be of a thread that never ends.
+# the whole process. PyTorch frees it when that thread ends, and goes on to use it (2.11 does). The
+# first guard stays the only one. So a thread that never ends registers it, before any other does.
 
 
 @cache
 def keep_guard() -> None:
-    """Make that guard last, before this thread traces or compiles anything."""
+    """Have a thread that never ends register the guard, before this one traces or compiles."""
     if not torch.backends.cuda.is_built() or torch.cuda.is_available():
         return
     ensure, registered = _torch.ensure_guard, threading.Event()

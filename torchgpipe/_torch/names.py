@@ -56,9 +56,9 @@ _HOOKS, _TREES = "hooks for saved tensors", "nested structures of tensors"
 _SELECTIVE = "selective checkpoints"
 _COMPILER, _VIRTUAL = "compiled layers", "virtual accelerators"
 
-#: What this package calls each, and the name itself.
+#: The private names, by what this package calls them.
 NAMES: dict[str, Name] = {
-    # Several times as fast as the functions of torch.accelerator.
+    # These four are several times as fast as the functions of torch.accelerator.
     "get_stream": Name(_C + "_accelerator_getStream", _STREAMS, torch.accelerator.current_stream),
     "set_stream": Name(_C + "_accelerator_setStream", _STREAMS, torch.accelerator.set_stream),
     "get_device_index": Name(
@@ -67,7 +67,7 @@ NAMES: dict[str, Name] = {
     "set_device_index": Name(
         _C + "_accelerator_setDeviceIndex", _STREAMS, torch.accelerator.set_device_index
     ),
-    # What a thread has set.
+    # Modes and hooks that a thread has set.
     "set_grad": Name(_C + "_set_grad_enabled", "gradient modes", torch.set_grad_enabled),
     "is_multithreading_enabled": Name(
         _C + "_is_multithreading_enabled", "set_multithreading_enabled"
@@ -102,14 +102,14 @@ NAMES: dict[str, Name] = {
         "torch._C._functorch:is_functorch_wrapped_tensor", "torch.vmap", lambda _: False
     ),
     "unwrapped": Name("torch._C._functorch:get_unwrapped", "torch.vmap"),
-    # Without it, each tensor is looked at.
+    # Without it, each tensor is asked if it has a tangent.
     "forward_level": Name(
         "torch.autograd.forward_ad:_current_level",
         "forward-mode differentiation",
         lambda: 0,
         question=True,
     ),
-    # The public function cannot say that the last query sees all keys, but by a tensor of a mask.
+    # The public function can be told by a mask alone, a tensor, that the last query sees all keys.
     "flash_attention": Name(
         "torch.ops:aten._scaled_dot_product_flash_attention", "attention of slices without masks"
     ),
@@ -121,42 +121,42 @@ NAMES: dict[str, Name] = {
     "run_backward": Name(
         "torch.autograd:Variable._execution_engine.run_backward", "backward within a step"
     ),
-    # How many hooks there were so far. Without it, the hooks of each node are looked for.
+    # The number of hooks so far. Without it, the hooks of each node are looked for.
     "count_handles": Name(
         "torch.utils.hooks:RemovableHandle.next_id",
         "hooks of nodes",
         count().__next__,
         question=True,
     ),
-    # Without it, a function in Python takes three times as long.
+    # A function in Python in its place would take three times as long.
     "dead_end": Name(_C + "_functions.DelayedError", "schedules"),
-    # One call for all weights of a stage.
+    # One call of these changes the gradients of all weights of a stage.
     "add_each": Name("torch:_foreach_add_", "sums of gradients"),
     "multiply_each": Name("torch:_foreach_mul_", "sums of gradients"),
-    # Without it, nobody knows which block of a model a backward is in.
+    # It tells which block of a model a backward is in.
     "current_node": Name(_C + "_current_autograd_node", "memory of the backward of blocks"),
-    # Without it, recomputations of cells go to their ends.
+    # Without it, recomputations of cells run all layers to the end.
     "next_node": Name(_AUTOGRAD + "_get_sequence_nr", "the end of recomputation", lambda: -1),
-    # Without it, memory is not known to be of one tensor, nor to be held by others: no number is
-    # equal to this one, or less.
+    # Without it, no memory counts as that of one tensor, and none as held by others: no comparison
+    # with nan is true.
     "count_uses": Name(_C + "_storage_Use_Count", "memory of one tensor", lambda _: nan),
     "is_alias_of": Name(_C + "_is_alias_of", "views that share memory"),
-    # Selective checkpoints. Without these, policies count what one of the two runs alone does.
+    # Without these, a policy also counts operators that the first run alone calls, or the second.
     "KeepingMode": Name("torch.utils.checkpoint:_CachingTorchDispatchMode", _SELECTIVE, ()),
     "GivingMode": Name("torch.utils.checkpoint:_CachedTorchDispatchMode", _SELECTIVE, ()),
-    # Structures.
+    # Structures of tensors in containers.
     "containers": Name("torch.utils._pytree:SUPPORTED_NODES", _TREES),
     "node_type": Name("torch.utils._pytree:_get_node_type", _TREES),
     "leaves_with_path": Name("torch.utils._pytree:tree_leaves_with_path", _TREES),
     "keystr": Name("torch.utils._pytree:keystr", _TREES),
     # Layers.
     "BatchNorm": Name("torch.nn.modules.batchnorm:_BatchNorm", "batch normalisations"),
-    # The profiler, and graphs.
+    # The meter of memory, and graphs.
     "DispatchMode": Name(
         "torch.utils._python_dispatch:TorchDispatchMode", "memory where no allocator counts it"
     ),
     "FakeTensor": Name("torch._subclasses.fake_tensor:FakeTensor", "stages that are graphs"),
-    # Without it, fake tensors put nothing in a missing GPU's place.
+    # Without it, fake tensors register no guard where there is no GPU.
     "ensure_guard": Name(_C + "_ensureCUDADeviceGuardSet", "stages that are graphs", lambda: None),
     # The compiler.
     "OptimizedModule": Name("torch._dynamo.eval_frame:OptimizedModule", _COMPILER, ()),
@@ -179,8 +179,8 @@ NAMES: dict[str, Name] = {
     "schemas_of": Name(_C + "_jit_get_schemas_for_operator", _VIRTUAL),
 }
 
-#: Attributes of modules, tensors and functions whose names begin with an underscore, and why they
-#: are used where they stand: a function of this room around each would only hide them.
+#: Attributes of modules, tensors and functions whose names begin with an underscore, and what each
+#: is. All rooms use them directly, since functions around them would only hide them.
 ATTRIBUTES = {
     "_modules": "The children of a module by name. Indexing a Sequential takes much longer.",
     "_parameters": "The table of a module's parameters, where others put tensors, too.",
@@ -225,12 +225,12 @@ def look_up(name: str) -> Any:
         owner: Any = import_module(module)
         for attribute in owners:
             owner = getattr(owner, attribute)
-        found = getattr(owner, last)
+        value = getattr(owner, last)
     except (ImportError, AttributeError):
         if instead is None:
             raise _missing(path, feature) from None
         return instead
-    return (lambda: getattr(owner, last)) if question else found
+    return (lambda: getattr(owner, last)) if question else value
 
 
 def has(name: str) -> bool:

@@ -34,10 +34,10 @@ MESSAGES = {
     "RECV_B": ("receive", "B"),
 }
 
-#: What FSDP does to its weights, which our stages see to themselves.
+#: What FSDP does to its weights. Our stages do this themselves, so these actions are left out.
 OTHERS = {"UNSHARD", "RESHARD", "REDUCE_GRAD"}
-#: When a process waits for that, and for what it has sent: ours does so at the end of a step. Until
-#: PyTorch 2.15 there are none.
+#: Waits for FSDP, and for messages that were sent, which PyTorch has from 2.15 on. They are left
+#: out, too, since our processes wait at the end of a step.
 WAITS = {"WAIT_REDUCE_GRAD", "WAIT_SEND_F", "WAIT_SEND_B"}
 
 
@@ -56,26 +56,28 @@ def verify_version() -> None:
 
 
 def lowered(
-    path: str, own: Sequence[int], count: int, chunks: int, device: torch.device, group: Any
+    path: str, its_stages: Sequence[int], count: int, chunks: int, device: torch.device, group: Any
 ) -> list[Any]:
     """The actions of one process for a schedule in a file that has computations alone.
 
     Args:
         path: the file.
-        own: the stages of the process.
+        its_stages: the stages of the process.
         count: the number of all stages.
         chunks: the number of micro-batches.
         device: the device of the process.
         group: the processes.
     """
-    # Nothing is computed by these. With empty examples of their tensors, they do not find shapes by
-    # messages between the processes.
-    stages = [PipelineStage(nn.Identity(), j, count, device, (), (), group=group) for j in own]
-    made: Any = schedules._PipelineScheduleRuntime
-    runtime = made(stages, chunks, loss_fn=_no_loss, scale_grads=False)
+    # These stages compute nothing. Given empty examples of tensors, they do not send each other
+    # messages to find the shapes.
+    stages = [
+        PipelineStage(nn.Identity(), j, count, device, (), (), group=group) for j in its_stages
+    ]
+    runtime_class: Any = schedules._PipelineScheduleRuntime
+    runtime = runtime_class(stages, chunks, loss_fn=_no_loss, scale_grads=False)
     runtime._load_csv(path, format="compute_only")
-    found: list[Any] = runtime.pipeline_order_with_comms[runtime.rank]
-    return [x for x in found if x.computation_type.name not in OTHERS | WAITS]
+    actions: list[Any] = runtime.pipeline_order_with_comms[runtime.rank]
+    return [x for x in actions if x.computation_type.name not in OTHERS | WAITS]
 
 
 def read(action: Any) -> tuple[str, list[tuple[int, str, int]]]:
@@ -84,18 +86,18 @@ def read(action: Any) -> tuple[str, list[tuple[int, str, int]]]:
     Returns:
         The word, and for each part of the action the stage, our letter, and the micro-batch.
     """
-    found = []
+    parts = []
     does = ""
     for x in action.sub_actions or (action,):
         name = x.computation_type.name
         does, letter = MESSAGES[name] if name in MESSAGES else ("compute", LETTERS[name])
-        found.append((x.stage_index, letter, x.microbatch_index))
-    return does, found
+        parts.append((x.stage_index, letter, x.microbatch_index))
+    return does, parts
 
 
 def reduce_gradients(module: Any) -> None:
     """Have FSDP2 reduce the gradients of a module that it has sharded, and let go of the rest."""
-    # PyTorch's stages do so when the last micro-batch is through.
+    # PyTorch's own stages call this method after the last micro-batch.
     stage: Any = SimpleNamespace(submod=module)
     PipelineStage.perform_reduce_grad(stage, 1)
 
