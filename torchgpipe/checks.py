@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 
 __all__: list[str] = []
 
-#: The most stages, workers or micro-batches of a schedule, which lists each computation.
+#: The most stages, workers or micro-batches: a schedule of more would fill the memory.
 MOST = 10**6
 
 #: The classes whose values a message shows; others have texts of several lines, or addresses.
@@ -67,7 +67,7 @@ def checked_flag(value: Any, name: str) -> bool:
     Raises:
         TypeError: it is neither of them, nor 0, 1 or a truth value of NumPy.
     """
-    # Those of NumPy, by the names that they have had.
+    # Truth values of NumPy, which is not imported here, by the old and new names of their class.
     known = isinstance(value, int) or type(value).__name__ in ("bool", "bool_")
     remedy = f"pass {name}=True or {name}=False"
     rule = f"{name} is a choice of two"
@@ -90,7 +90,7 @@ def verify_number(
 
 def is_number(value: Any) -> bool:
     """Whether a value is a real number, which True is not."""
-    # To ask an abstract class takes several times as long.
+    # float and int come first: to ask the abstract class Real takes several times as long.
     return isinstance(value, (float, int, Real)) and not isinstance(value, bool)
 
 
@@ -121,8 +121,8 @@ def listed(value: Any, rule: str, name: str, remedy: str) -> list[Any]:
     Raises:
         TypeError: the value has no entries in an order, or is a text or a table.
     """
-    found = has_entries(value) and not isinstance(value, (str, bytes, Mapping, Set, type))
-    verify(found, rule, name, value, remedy, TypeError)
+    has_order = has_entries(value) and not isinstance(value, (str, bytes, Mapping, Set, type))
+    verify(has_order, rule, name, value, remedy, TypeError)
     return [*value]
 
 

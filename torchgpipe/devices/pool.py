@@ -24,9 +24,9 @@ __all__: list[str] = []
 #
 # Such memory is pinned: the host need not wait for copies of it. Pinning takes long, so buffers
 # are used again, from step to step. They are as large as the next power of two, as PyTorch makes
-# them anyway, so that micro-batches of many sizes find some that fit. PyTorch's own pool would not
-# do: it gives out no memory whose last copy is still to come, and so as much again to a host that
-# is a step ahead.
+# them anyway, so that micro-batches of many sizes find some that fit. PyTorch's own pool gives out
+# a buffer again only when its last copy is done. It would take twice the memory if the host issues
+# the next step before that.
 
 
 class HostMemory:
@@ -35,8 +35,7 @@ class HostMemory:
     def __init__(self, out: AbstractStream, back: AbstractStream) -> None:
         self.out, self.back = out, back
         #: The buffers that nobody uses, by size, each with an event after its last copy; the one
-        #: that was used last is at the right. A deque takes and gives in one step, since several
-        #: threads do.
+        #: that was used last is at the right. Several threads use this: a deque needs no lock.
         self._free: defaultdict[int, deque[tuple[Tensor, Event | None]]] = defaultdict(deque)
         #: The bytes of each buffer that there is.
         self.sizes: list[int] = []
@@ -134,26 +133,26 @@ class StreamPool:
         current = current_stream(device)
         # guard: own streams
         # guard: own streams of workers
-        own = has_streams(device) and count > 1
-        return self.some(device, count) if own else [current] * count
+        has_several = has_streams(device) and count > 1
+        return self.some(device, count) if has_several else [current] * count
 
     def lanes(
-        self, device: torch.device, taken: int, count: int, least: int
+        self, device: torch.device, in_use: int, count: int, least: int
     ) -> list[list[AbstractStream]]:
         """Divide the streams of a device among those that copy, for each to use round-robin.
 
         Args:
             device: where the streams are.
-            taken: how many streams, from the first, are in use already.
+            in_use: how many streams, from the first, are in use already.
             count: how many users share the rest. With too many users, a stream has several.
             least: the least number of streams that each gets.
         """
         if not has_streams(device):
             return [[current_stream(device)] * self.COPIES] * count
-        size = max(least, min(self.COPIES, (self.POOL - 1 - taken) // count))
-        total = min(self.POOL - 1, taken + count * size)
+        size = max(least, min(self.COPIES, (self.POOL - 1 - in_use) // count))
+        total = min(self.POOL - 1, in_use + count * size)
         streams = self.some(device, total)
-        rest = streams[taken:] or streams[-1:]
+        rest = streams[in_use:] or streams[-1:]
         return [[rest[(k * size + turn) % len(rest)] for turn in range(size)] for k in range(count)]
 
     def host(self, device: torch.device) -> HostMemory:
@@ -162,12 +161,12 @@ class StreamPool:
         These are of the last ones in the pool, since lanes take the first ones.
         """
         out, back = self.some(device, self.POOL - 1)[-3:-1]
-        found = self._hosts.get(device)
-        if found is None:
-            found = self._hosts[device] = HostMemory(out, back)
-        # Neither may be the caller's current stream, which may be another one in each call.
-        found.out, found.back = out, back
-        return found
+        memory = self._hosts.get(device)
+        if memory is None:
+            memory = self._hosts[device] = HostMemory(out, back)
+        # Set in each call: the caller's current stream, which neither may be, may have changed.
+        memory.out, memory.back = out, back
+        return memory
 
     def some(self, device: torch.device, count: int) -> list[AbstractStream]:
         """Return the first streams of a device without the caller's; on the CPU, its only one."""
@@ -175,7 +174,7 @@ class StreamPool:
         if not has_streams(device):
             return [current]
         made = self._made.setdefault(device, [])
-        # The caller's current stream may be from the same pool, and another one in the next step.
+        # The caller's current stream may be from this pool, and may change from step to step.
         streams = [stream for stream in made if stream != current]
         while len(made) <= count or len(streams) < count:
             stream = new_stream(device)

@@ -96,7 +96,7 @@ def memory_total(device: torch.device) -> float:
 # names are made when the trace ends.
 
 
-#: The kinds that keep activations.
+#: The kinds of work that keep activations: forward and recomputation.
 KEEPING = "FR"
 
 
@@ -123,14 +123,14 @@ class Mark:
     step: int = -1
     #: The event, or the time, before the work.
     start: torch.Event | float | None = None
-    #: The same on other streams: the work starts after all of them.
+    #: Events, or times, on other streams, all of which the work starts after.
     others: Sequence[tuple[AbstractStream, torch.Event | float]] = ()
     end: torch.Event | float | None = None
     issued: torch.Event | None = None
     #: The bytes in use on the device before the work, and how many more after it.
     in_use: int | None = None
     kept: int | None = None
-    #: Whether its end is final.
+    #: Whether ``end`` is final, and no later call of a hook changes it.
     is_over: bool = False
 
 
@@ -151,8 +151,8 @@ class Recorder:
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._devices = [x for x in dict.fromkeys(devices) if has_streams(x)]
-        #: A stream of each device that does nothing else. Its priority sets it apart: the other
-        #: streams of the device's pool are lanes.
+        #: For each device, a stream that only tells when the host has issued work. By its priority
+        #: it is from another pool than the streams that copy.
         self._timing = {x: torch.Stream(x, priority=-1) for x in self._devices}
         self._marks: list[Mark] = []
         #: The number of the step that is under way.
@@ -163,7 +163,7 @@ class Recorder:
         self.at_steps: list[Callable[[], None]] = []
         for device in self._devices:
             torch.accelerator.synchronize(device)
-        #: The current stream of each device, which has number 0.
+        #: The current stream of each device, which is number 0 in spans.
         self._first = {device: current_stream(device) for device in self._devices}
         self._zero = {device: _timed(stream) for device, stream in self._first.items()}
         self._start = perf_counter()
@@ -207,12 +207,12 @@ class Recorder:
 
         A cell of any model is several modules, whose bytes add up.
         """
-        found: dict[tuple[str, int], int] = {}
+        sizes: dict[tuple[str, int], int] = {}
         for mark in self._marks:
             if mark.kept is not None and mark.step == self.step:
                 key = mark.kind, mark.stage
-                found[key] = found.get(key, 0) + mark.kept
-        return found
+                sizes[key] = sizes.get(key, 0) + mark.kept
+        return sizes
 
     def before(self, stream: AbstractStream) -> WorkTimes:
         """Take the time before a piece of work that is no cell."""
@@ -231,7 +231,7 @@ class Recorder:
         for device in self._devices:
             torch.accelerator.synchronize(device)
         numbers: dict[torch.device, dict[AbstractStream, int]] = {}
-        found = []
+        spans = []
         for mark in self._marks:
             # Work without an end raised an exception, or its gradients never came.
             if mark.start is None or mark.end is None:
@@ -255,8 +255,8 @@ class Recorder:
                 issued=self._time(mark.stream, mark.issued) if mark.issued else None,
                 step=mark.step,
             )
-            found.append(replace(span, name=span.cell))
-        return pieces(found)
+            spans.append(replace(span, name=span.cell))
+        return pieces(spans)
 
     def _time(self, stream: AbstractStream, at: torch.Event | float) -> float:
         """Milliseconds since the recorder was made."""
