@@ -89,7 +89,7 @@ MUTANTS = {
     "casts after a failure": (DROP, "casts that come late"),
     "start of an overlap": (DROP, "overlaps"),
     "end of an overlap": (DROP, "overlaps"),
-    "lending to an overlap, and back": (DROP, "overlaps", "the other order"),
+    "recording for the other stream": (DROP, "overlaps", "the other order"),
     "turns of computations": (("lock if x in shared else ", ""), "turns"),
     "turns beside the CPU": (("{*counts}", "shared"), "the CPU"),
     "draws without turns": (("!= before", "is None"), "draws late"),

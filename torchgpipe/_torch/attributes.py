@@ -81,7 +81,7 @@ def is_alone(tensor: Tensor) -> bool:
         and storage.nbytes() == tensor.nbytes
         and storage.resizable()
         and _torch.count_uses(storage._cdata) == _uses_of_one()
-        # With either bit, the values in memory are not those of the tensor.
+        # With the conjugate or negative bit, memory has other values than the tensor.
         and not (tensor.is_conj() or tensor.is_neg())
     )
 

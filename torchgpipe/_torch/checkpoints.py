@@ -32,7 +32,8 @@ class repeating:
     """Have checkpoints that begin in a ``with`` block call their functions in another way.
 
     Args:
-        make: makes, for each of them, what it calls with its function and the arguments.
+        make: makes a function for each checkpoint, which calls that with its own function and the
+            arguments.
     """
 
     __slots__ = ("_make", "_outer")
@@ -50,7 +51,7 @@ class repeating:
 
 @cache
 def _replace() -> None:
-    """Replace where checkpoints of both kinds begin, once: no hook of theirs is for others."""
+    """Replace, once, the functions in which checkpoints of both kinds begin: they have no hooks."""
     room: Any = checkpoint
     function = room.CheckpointFunction
     forward = function.forward

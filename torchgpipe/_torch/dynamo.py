@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 #: PyTorch's version, as far as it matters here.
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 
-#: How many graphs PyTorch makes of a function by default.
+#: The most graphs that PyTorch makes of a function by default.
 GRAPHS = 8
 
 #: The code of functions that the compiler was not told of yet.
@@ -58,7 +58,7 @@ def uncompiled(function: Function) -> Function:
 
 
 def uncompiled_before_2_13(function: Function) -> Function:
-    """The same for what the compiler of PyTorch 2.13 understands, and older ones fail with."""
+    """Do as :func:`uncompiled` does, where the compiler fails before PyTorch 2.13."""
     return uncompiled(function) if VERSION < (2, 13) else function
 
 
@@ -122,7 +122,7 @@ def watch(layers: nn.Module, within_cell: Callable[[], bool]) -> None:
         return
     if not has("compile_callbacks"):
         return
-    # Looked up now, since the compiler holds a lock while the callback runs, which must not do so.
+    # Looked up now, since the callback must not do so: the compiler holds a lock while that runs.
     _ = _torch.set_lru_cache, _torch.ensure_guard
     mark_if_possible()
     _preparation.within_cell = within_cell

@@ -56,13 +56,13 @@ def verify_version() -> None:
 
 
 def lowered(
-    path: str, its_stages: Sequence[int], count: int, chunks: int, device: torch.device, group: Any
+    path: str, here: Sequence[int], count: int, chunks: int, device: torch.device, group: Any
 ) -> list[Any]:
     """The actions of one process for a schedule in a file that has computations alone.
 
     Args:
         path: the file.
-        its_stages: the stages of the process.
+        here: the stages of the process.
         count: the number of all stages.
         chunks: the number of micro-batches.
         device: the device of the process.
@@ -70,9 +70,7 @@ def lowered(
     """
     # These stages compute nothing. Given empty examples of tensors, they do not send each other
     # messages to find the shapes.
-    stages = [
-        PipelineStage(nn.Identity(), j, count, device, (), (), group=group) for j in its_stages
-    ]
+    stages = [PipelineStage(nn.Identity(), j, count, device, (), (), group=group) for j in here]
     runtime_class: Any = schedules._PipelineScheduleRuntime
     runtime = runtime_class(stages, chunks, loss_fn=_no_loss, scale_grads=False)
     runtime._load_csv(path, format="compute_only")

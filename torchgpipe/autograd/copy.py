@@ -174,8 +174,8 @@ def moved(
     device = get_device(next_stream)
     # A copy from or to the CPU blocks, since the host uses that memory without waiting for streams.
     non_blocking = "cpu" not in (get_device(prev_stream).type, device.type)
-    # PyTorch orders a copy between two devices with the current streams of both devices. That of
-    # one device is right already; this sets that of the other one.
+    # PyTorch makes a copy wait for the current streams of both devices, and these for the copy. On
+    # one of the devices the lane is current already, and use_stream() sets the other's.
     with use_stream(other):
         return tuple([x if x is None else x.to(device, non_blocking=non_blocking) for x in tensors])
 

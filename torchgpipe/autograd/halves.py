@@ -350,7 +350,7 @@ def is_checkpointed(node: Node) -> bool:
         saved = getattr(node, name)
         if isinstance(saved, tuple):
             saved = saved[0] if saved else None
-        # Without hooks that pack, data is None; a function in Python that was freed has none.
+        # What a hook has packed, or None. A freed function in Python has no attribute data.
         packed = getattr(saved, "data", None)
         if packed is not None:
             return type(packed).__module__ == "torch.utils.checkpoint"

@@ -280,7 +280,7 @@ def enter(*tensors: Tensor) -> tuple[Sequence[Tensor], list[GradientEdge]]:
     detached = [x.detach() for x in tensors]
     if unseen:
         _, *outputs = _torch.dead_end(MESSAGE.encode(), 1 + len(detached))(phony, *detached)
-        # get_gradient_edge() takes longer, for nodes in Python.
+        # Not by get_gradient_edge(), which takes longer, for the sake of nodes in Python.
         return outputs, [GradientEdge(x.grad_fn, x.output_nr) for x in outputs]
     others: Sequence[Tensor] = Enter.apply(phony, *detached)
     return others, [get_gradient_edge(x) for x in others]

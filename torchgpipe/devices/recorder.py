@@ -157,9 +157,9 @@ class Recorder:
         self._marks: list[Mark] = []
         #: The number of the step that is under way.
         self.step = -1
-        #: The bytes of the host's memory that each device has, by its name.
+        #: The bytes of the host's pinned memory for each device, by the device's name.
         self.host: dict[str, int] = {}
-        #: What to call when a step begins.
+        #: The functions to call when a step begins.
         self.at_steps: list[Callable[[], None]] = []
         for device in self._devices:
             torch.accelerator.synchronize(device)

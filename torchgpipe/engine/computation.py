@@ -131,7 +131,7 @@ class ScheduledStep(Step):
         super().__init__(stages, plan.schedule.chunks, again, joins, after)
         #: Whether the caller is within autocast, which must be off in backward.
         self.casts = any(x.enabled for x in self.context.modes.autocast)
-        #: For each stage, copies of weights from other devices, with which it computes.
+        #: For each stage, the copies that it computes with in place of other devices' weights.
         self.copies = copies_of_weights(stages)
         for body, entries, copies in zip(self.bodies, stages.lent, self.copies):
             compute_with_copies(body, entries, partial(in_place_of, copies))
@@ -164,9 +164,9 @@ class ScheduledStep(Step):
             known = {*map(id, self.sums.weights[cell.j])}
             # Both cells of an overlap may have used a weight before this finds it in the first one.
             # guard: strays met once
-            met = [x for x in strays if id(x) not in known]
-            self.crew.verify(cell.j, met)
-            self.sums.met(cell.j, met)
+            new = [x for x in strays if id(x) not in known]
+            self.crew.verify(cell.j, new)
+            self.sums.add_strays(cell.j, new)
             cell.weights += strays
 
     def outcome(self, value: Tensor, divisor: Tensor | None) -> Tensor:
@@ -187,13 +187,12 @@ class Computation(noted):
     As a context manager it tells what is computed, in notes on exceptions and by labels.
     """
 
-    #: The value or the gradients that it takes from the inbox, and gives to its cell.
+    #: The value, or the gradients, that its cell is given, once received.
     received: Any = None
 
     def __init__(self, step: ScheduledStep, w: int, op: Op) -> None:
         self.step, self.w, self.op = step, w, op
         self.j, _, self.i = op
-        #: The stream that it computes on.
         self.stream = step.links.stage_streams[self.j]
         #: Whether the stage computes on the second stream of its worker (see ``Links._overlap``).
         self.on_second_stream = self.stream is not step.links.compute[w]
@@ -255,7 +254,7 @@ class Computation(noted):
         """Send what was computed."""
 
     def look_for_strays(self) -> None:
-        """Find weights of other modules that its layers have used: only an F runs layers first."""
+        """Find weights of other modules that the layers have used: only F does."""
 
 
 class Forward(Computation):

@@ -69,8 +69,8 @@ class Draws:
         try:
             yield StepDraws(self.lock, step, shared - {CPU}, is_free=True)
         finally:
-            # Also if the step has failed, since a recomputation got other random numbers. Otherwise
-            # the next step would fail in the same way.
+            # In finally, since a recomputation that gets other random numbers raises. If draws were
+            # not noticed then, the next step would fail in the same way.
             # guard: draws without turns
             self._known[kind] = content(get_state(CPU)) != before
         if self._known[kind]:

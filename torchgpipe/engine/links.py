@@ -127,7 +127,7 @@ class Links:
     ) -> dict[tuple[int, int], tuple[list[AbstractStream], list[AbstractStream]]]:
         """The lanes at both ends of each way: from stage to stage on two streams, and back.
 
-        Workers on a device without streams have one, which has done all that was issued before.
+        On a device without streams, all lanes are its one stream, which does its work at once.
         """
         workers = self._placement
         pairs = dict.fromkeys([*pairwise(range(len(workers))), *plan.schedule.skips])
@@ -172,8 +172,8 @@ class Links:
             record_all(tensors, stream)
 
     def record_on(self, tensors: Iterable[Tensor | None], stream: AbstractStream) -> None:
-        """Announce that tensors of one of a worker's two streams are used on its other one."""
-        # guard: lending to an overlap, and back
+        """Announce that tensors from one of a worker's two streams are used on the other one."""
+        # guard: recording for the other stream
         record_all(tensors, stream)
 
     def record_for_caller(self, tensors: Iterable[Tensor | None], j: int) -> None:

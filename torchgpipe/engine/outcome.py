@@ -39,12 +39,12 @@ __all__: list[str] = []
 # are linear in the loss. So backward has only to multiply them by the gradient of the loss, and
 # to hand them over to the tensors that they belong to::
 #
-#   weights on device 0 ── HandOver ── 0 ┐
-#   weights on device 1 ── HandOver ── 0 ┼─ Outcome ── loss
+#   weights on stream 0 ── HandOver ── 0 ┐
+#   weights on stream 1 ── HandOver ── 0 ┼─ Outcome ── loss
 #                                value ──┘
 #
-# There is one :class:`HandOver` for each device, whose output is a zero on that device. So
-# autograd runs each on the caller's stream of its device.
+# There is one :class:`HandOver` for each stream that has weights, whose output is a zero. It is
+# applied with that stream current, so autograd runs its backward there, where the sums are.
 
 
 #: The size in bytes from which a gradient is added to its sum as soon as it is computed.
@@ -335,8 +335,8 @@ class StepSums:
         # guard: sums of weights that workers share
         return [[x for key, x in table.items() if count[key] == 1] for table in tables]
 
-    def met(self, j: int, strays: Sequence[Tensor]) -> None:
-        """Take weights that a stage uses, and that are not among its own, for its own."""
+    def add_strays(self, j: int, strays: Sequence[Tensor]) -> None:
+        """Add weights of other modules, which the layers of a stage use, to its weights."""
         # guard: hooks of strays
         self._without_hooks.add(strays)
         self.weights[j] += strays

@@ -59,7 +59,7 @@ class Recording:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        #: Makes a context manager for the layers of the first micro-batch, from their mark.
+        #: Makes the context manager around layers, of the first micro-batch, from a forward's mark.
         self.within: Callable[[Mark], AbstractContextManager[Any]] = nullcontext
         #: The backward that is under way on the CPU.
         self._running: Mark | None = None

@@ -63,7 +63,7 @@ class Stages:
         self.recording: Recording | None = None
         #: The figures of the last step that was traced.
         self.figures: StepFigures | None = None
-        #: The figures that a plan had for a step.
+        #: The time and memory that a plan has predicted for a step.
         self.prediction: PlanFigures | None = None
 
     def predict(

@@ -197,8 +197,8 @@ class PipelineStep(Step):
         self.lanes = Lanes(stages)
         if any(stages.lent):
             self._copy_shared_weights()
-        #: The fence; None on the CPU alone, where autograd has one thread. That keeps the order by
-        #: itself, since it runs the node first that was recorded last.
+        #: The fence. The CPU alone needs none: autograd has one thread there, which runs the node
+        #: first that was recorded last.
         self.fence: Fence | None = None
         if torch.is_grad_enabled() and {*stages.devices} != {torch.device("cpu")}:
             self.fence = Fence(self.lanes.ahead)
