@@ -32,7 +32,7 @@ def shown(value: Any) -> str:
         text = repr(value)
     except Exception:
         return type(value).__name__
-    # A tensor in a list has a text of several lines.
+    # The text of a list with a tensor in it has several lines.
     return text if len(text) <= WIDTH and "\n" not in text else f"{type(value).__name__}: too long"
 
 

@@ -66,7 +66,7 @@ def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     return [*dict.fromkeys(parameters)]
 
 
-# Memory that one tensor has alone, so that nobody notices what is done with it.
+# Memory that belongs to one tensor alone, which may be changed in place.
 
 
 def is_alone(tensor: Tensor) -> bool:

@@ -21,9 +21,9 @@ from torchgpipe._torch.names import has
 __all__: list[str] = []
 
 
-# The wrapper runs threads, and autograd functions with a purpose of their own. So its functions
-# are marked, and the compiler breaks the graph there. Three settings of the whole process are
-# changed, and only once a compiled layer is about to run in a cell.
+# A wrapper runs threads, and autograd functions that order backward, which no compiler may change.
+# So its functions are marked, and the compiler breaks the graph there. Three settings of the whole
+# process are changed, but only once a compiled layer is about to run in a cell.
 #
 # The compiler itself is never imported here, since that takes seconds.
 
@@ -31,7 +31,7 @@ __all__: list[str] = []
 Function = TypeVar("Function", bound=Callable[..., Any])
 Result = TypeVar("Result")
 
-#: PyTorch's version, as far as it matters here.
+#: The first two numbers of PyTorch's version.
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 
 #: The most graphs that PyTorch makes of a function by default.

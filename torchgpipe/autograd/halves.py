@@ -55,7 +55,7 @@ from torchgpipe.autograd.nodes import changes_gradients, note_gradients
 __all__: list[str] = []
 
 Node: TypeAlias = Any
-#: The end of a backward: a tensor, or an edge of a node.
+#: What a backward computes the gradient of: a tensor, or an edge of a node.
 End: TypeAlias = Tensor | GradientEdge
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from torchgpipe.autograd.fork_join import get_phony
 
 __all__: list[str] = []
 
-#: The version of each tensor, and its address.
+#: The versions of some tensors, and their addresses.
 Identities: TypeAlias = tuple[list[int], list[int]]
 
 _version = attrgetter("_version")

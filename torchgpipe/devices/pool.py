@@ -37,7 +37,7 @@ class HostMemory:
         #: The buffers that nobody uses, by size, each with an event after its last copy; the one
         #: that was used last is at the right. Several threads use this: a deque needs no lock.
         self._free: defaultdict[int, deque[tuple[Tensor, Event | None]]] = defaultdict(deque)
-        #: The bytes of each buffer that there is.
+        #: The sizes in bytes of all buffers.
         self.sizes: list[int] = []
 
     def take(self, size: int) -> Tensor:

@@ -88,9 +88,9 @@ def memory_total(device: torch.device) -> float:
 # On an accelerator an event is recorded before the work and another one after it, so the host
 # does not wait, and the time is that of the device. On a device without streams the clock tells.
 #
-# Events of different devices cannot be compared. So the times of a device count from an event of
-# its own, and these are recorded together, when all devices have nothing to do. A third event, on
-# a stream that does nothing else, tells when the host issued the work.
+# Events of different devices cannot be compared. So the times of a device count from its first
+# event, and all first events are recorded together, when no device has anything to do. A third
+# event, on a stream that does nothing else, tells when the host issued the work.
 #
 # While a step runs, nothing is done but to read clocks, and to keep the readings. Spans and their
 # names are made when the trace ends.

@@ -265,7 +265,7 @@ class Forward(Computation):
 
     def __init__(self, step: ScheduledStep, w: int, op: Op) -> None:
         super().__init__(step, w, op)
-        #: Whether the cell has an R.
+        #: Whether the schedule recomputes the cell, by an R.
         self.again = (self.j, self.i) in step.plan.again
         #: The loss after the layers, if this is the last stage.
         self.criterion = step.criterion if self.j == step.plan.last else None

@@ -48,9 +48,8 @@ __all__: list[str] = []
 #   worker 1             lane       └─────────────────┘
 #
 # A link leads from a stage to another one on another worker, and back for gradients. Each
-# direction of it has lanes of its own on both devices, used round-robin. So a copy waits for
-# nothing but the computation that made the tensors, and nothing but the computation that needs
-# them waits for it.
+# direction has lanes of its own on both devices, used round-robin. So a copy waits only for the
+# computation that made the tensors, and only the computation that needs them waits for the copy.
 
 
 class Sent(NamedTuple):

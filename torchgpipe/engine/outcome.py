@@ -352,7 +352,7 @@ class StepSums:
                 of_caller.add(inputs, grads)
         sources = [of_caller, *self.by_worker]
         reached = {*chain(*[source.reached() for source in sources])}
-        #: By stream, the sums, and the tensors that they belong to. A weight stays on its stream.
+        #: For each stream, the sums that are handed over there, and their tensors.
         parts: dict[AbstractStream, tuple[Sums, list[Tensor]]] = {}
         owner: dict[int, Sums] = {}
         first = links.outside[0], self._inputs_with_grad

@@ -88,7 +88,7 @@ class Recording:
             self._end_running(again)
             self.recorder.begin(again)
             try:
-                # The recomputation may be cut short, by an exception.
+                # A recomputation ends by an exception as soon as backward has all that it needs.
                 return run(value, **more)
             finally:
                 self.recorder.end(again)

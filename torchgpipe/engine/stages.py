@@ -44,11 +44,11 @@ class Stages:
         # Not a copy of the list, since a partition may be replaced there between steps.
         self.partitions = partitions
         self.devices = devices
-        #: A number for each partition. Partitions with the same one share layers or tensors.
+        #: The group of each partition, a number: partitions of one group share layers or tensors.
         # guard: groups
         self.groups = groups(self.partitions)
         locks = {group: threading.RLock() for group in self.groups}
-        #: For each partition, a lock that is held while the partition computes.
+        #: For each partition, the lock of its group, which is held while one of them computes.
         self.locks = [locks[group] for group in self.groups]
         #: For each partition, its dict entries with tensors that other devices' partitions share.
         self.lent: list[list[TableEntry]] = [
@@ -57,7 +57,7 @@ class Stages:
         self.skip_layout = skip_layout or inspect_skip_layout(self.partitions)
         self.pool = StreamPool()
         self.workers = Workers(devices)
-        #: The buffers that layers change in their forward.
+        #: The buffers that layers were seen to change in forward.
         self.learned: Learned = WeakKeyDictionary()
         #: The spans of steps, while the model is traced.
         self.recording: Recording | None = None

@@ -138,7 +138,7 @@ class StepWeights:
         return self._shared[key][1]
 
 
-# One step: what its cells have in common, whoever orders them.
+# One step: what its cells have in common, whether autograd orders them, or a schedule.
 
 
 class Step:
@@ -153,7 +153,7 @@ class Step:
         after: nn.Module | None = None,
     ) -> None:
         self.stages = stages
-        #: The modes of the caller.
+        #: What the caller's thread has set, such as autocast and modes.
         self.context = Context()
         #: For each partition, the module that has all of its weights.
         self.modules: list[nn.Module] = [*stages.partitions]

@@ -117,7 +117,7 @@ class Wrapper(MadeAnew):
     def _begin(self) -> None:
         """Make sure that the layers can be computed here and now."""
         if self._process != os.getpid():
-            # Neither threads nor streams survive a fork, and a lock may be held for good.
+            # After a fork, threads and streams are gone, and a lock may be held for good.
             self._prepare()
         if is_within_cell():
             raise RuntimeError(
