@@ -261,7 +261,7 @@ class MappedStep:
         return stage.offloadings[offload]
 
     def _lent(self, stage: DeviceVisit, places: Sequence[TableEntry]) -> Lent:
-        """The copies of weights that modules on several devices have, for one of them."""
+        """The copies, on a stage's device, of weights that modules on several devices share."""
         if self._weights is None:
             streams = [self.lasting.pools[0].get(x, 1, skips=False) for x in self.devices]
             lanes = dict(zip(self.devices, [first.values[0] for first, *_ in streams]))
