@@ -86,7 +86,6 @@ class MappedGPipe(Wrapper):
         *(*Wrapper._own, "_lasting", "_workers"),
         *("_calls", "_mapped", "_around", "_takes_cache", "_signed"),
     )
-    #: The model.
     module: nn.Module
     _calls: list[Call]
 
@@ -112,7 +111,7 @@ class MappedGPipe(Wrapper):
             )
         if device_map is sample is devices is memory is None:
             device_map = map_of_accelerate(module)
-        # How many modes a list has to have is known of a map that is there already.
+        # Set first, since _set() checks that there is a checkpoint mode for each entry of a map.
         self._map: Any = device_map if isinstance(device_map, Mapping) else None
         self._set(module, chunks, checkpoint)
         self.threads = threads
@@ -135,15 +134,15 @@ class MappedGPipe(Wrapper):
         self._map = checked_map(device_map, self.module)
         place(self.module, self._map)
 
-    def _rehearse(self, device_map: Mapping[str, Device], given: Arguments) -> None:
+    def _rehearse(self, device_map: Mapping[str, Device], arguments: Arguments) -> None:
         """Train with a sample as one micro-batch, by a map that was measured."""
         self._place(device_map)
         self._prepare()
         try:
             with unchanged(self.module), torch.inference_mode(False), torch.enable_grad():
-                batches, devices = [Batch(given)], [*self._map.values()]
-                own = [x.clone() for x in Near(devices[0]).all_of(*batches[0])]
-                batches[0] = batches[0].replace(own)
+                batches, devices = [Batch(arguments)], [*self._map.values()]
+                inputs = [x.clone() for x in Near(devices[0]).all_of(*batches[0])]
+                batches[0] = batches[0].replace(inputs)
                 step = MappedStep(self._lasting, devices, self.module, 1, {})
                 run = partial(self._run, step, batches, Order(self.module))
                 compute(partial(holding, step.numbers.locks, run), self, [])
@@ -153,7 +152,7 @@ class MappedGPipe(Wrapper):
                 let_go(call)
 
     def _prepare(self) -> None:
-        # The model's own tables, so that all names are those of the model.
+        # The wrapper has the model's own tables of modules and tensors, so names have no prefix.
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[table] = self.module.__dict__[table]
         super()._prepare()
@@ -165,7 +164,7 @@ class MappedGPipe(Wrapper):
             for mapped in mapped_modules(self.module, self._map)
         ]
         self._mapped = {call.mapped.module for call in self._calls}
-        #: The modules around mapped ones, by name.
+        #: The modules that contain mapped ones, with their names.
         self._around = [
             (name, module)
             for name, module in self.module.named_modules()
@@ -179,7 +178,7 @@ class MappedGPipe(Wrapper):
         """The devices by the names of modules."""
         return dict(self._map)
 
-    #: The same, as Hugging Face's trainers look for it: they do not move such a model.
+    #: The map as Trainers of Hugging Face look for it: they do not move a model that has one.
     hf_device_map = device_map
 
     @property
@@ -215,27 +214,27 @@ class MappedGPipe(Wrapper):
         return Description.of(parts, self.chunks, figures=figures, slices=self._slicing.words)
 
     def extra_repr(self) -> str:
-        found = super().extra_repr()
-        return found if self.slices == 1 else f"{found}, slices={self.slices!r}"
+        text = super().extra_repr()
+        return text if self.slices == 1 else f"{text}, slices={self.slices!r}"
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the model, such as its ``config``."""
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # The model's special methods are about the model alone: __deepcopy__ copies it.
+            # Not special methods: the model's __deepcopy__, for one, would copy the model alone.
             if "module" not in self.__dict__ or name.startswith("__"):
                 raise
-        found = getattr(self.module, name)
-        return partial(self._merged, found) if name == "merge_and_unload" else found
+        attribute = getattr(self.module, name)
+        return partial(self._merged, attribute) if name == "merge_and_unload" else attribute
 
     def _merged(self, merge: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Merge the adapters of a model of PEFT, whose modules are replaced by others then."""
         bring_adapters_home(self.module)
-        found = merge(*args, **kwargs)
+        merged = merge(*args, **kwargs)
         if self._calls:
             self._prepare()
-        return found
+        return merged
 
     def unwrap(self, device: Device | None = None) -> nn.Module:
         """Give the plain model back, on one device or as it is spread; the wrapper ends."""
@@ -243,7 +242,7 @@ class MappedGPipe(Wrapper):
         for call in self._calls:
             let_go(call, is_spread=len(places) > 1)
         self._calls = []
-        # Whoever merges adapters calls no module.
+        # Adapters are merged without a call of the modules that would bring them to the weights.
         bring_adapters_home(self.module)
         if device is not None:
             for module in self.module.modules():
@@ -280,15 +279,16 @@ class MappedGPipe(Wrapper):
         m, batches, devices = mini_batch.m, mini_batch.batches, [*self._map.values()]
         if torch.is_grad_enabled():
             verify_trainer()
-        given = None
+        callers_tensors = None
         if all(x.device.type == "cpu" for batch in batches for x in batch):
             mini_batch.map(Near(devices[0]).all_of)
         if m > 1:
-            given = CallersTensors(mini_batch.flat) if torch.is_grad_enabled() else None
-            # A model may change its rows of an input in place. Others must not count as changed.
+            callers_tensors = CallersTensors(mini_batch.flat) if torch.is_grad_enabled() else None
+            # A model may change its rows of an input in place. Each micro-batch has versions of its
+            # own, so that the rows of others do not count as changed.
             mini_batch.map(partial(own_versions, {id(x) for x in mini_batch.whole}))
         output_device = self._output_device
-        # For a copy to the CPU the host waits, so it comes when all micro-batches are issued.
+        # The host waits for a copy to the CPU, so it comes after all micro-batches were issued.
         late = output_device is not None and not has_streams(output_device)
         begin_mini_batch(self)
         step = MappedStep(
@@ -300,39 +300,40 @@ class MappedGPipe(Wrapper):
         run = partial(self._run, step, mini_batch.batches, order)
         mini_batch.compute(partial(holding, step.numbers.locks, run))
         omitted = step.omitted
-        # It refers to the graph, and the graph to the step, if the model came back to a device.
+        # Omitted outputs refer to the graph. If the model came back to a device, the graph refers
+        # to the step. The step must not refer to them, or this would be a reference cycle.
         # guard: letting go of what is omitted
         del step.omitted
         omitted.take(mini_batch.batches, joins=not mini_batch.division.is_ready)
         output = mini_batch.joined(order.blocks)
-        if given:
-            given.watch(output)
+        if callers_tensors:
+            callers_tensors.watch(output)
         if late:
             output = map_leaves(partial(on_device, output_device), output)
         return omitted.put(output, output_device)
 
     def _run(self, step: MappedStep, batches: list[Batch], order: Order) -> None:
         def course(i: int, turns: Turns | None = None) -> None:
-            # With several threads, rows are watched in the first step only, which one thread runs.
+            # The order of rows is watched under one thread alone, which computes the first step.
             known, number = order if turns is None and i < 2 else None, self._slicing.number(i)
             batches[i] = self._course(step, number, batches[i].take(), turns, known)
 
         with step.numbers:
             self._lasting.thread = get_ident()
             try:
-                # A trace may advise several threads: see whether they compute the same.
+                # A trace advises on threads: a traced step finds out whether they compute the same.
                 if self.threads > 1 or self._lasting.recording is not None:
                     self._workers.run(step, self.module, self.threads, course)
                 else:
                     for i in range(step.m):
                         course(i)
                 if step.held is not None:
-                    # The model may take back what it has set.
+                    # After a module's last call, too, nothing may change what the module holds.
                     step.held.verify()
             finally:
                 self._lasting.thread = None
                 step.have_caller_wait()
-                # The graph refers to the step, if the model came back to a device.
+                # Released: the graph keeps the step itself if the model came back to a device.
                 step.fence = step.held = None
         outputs = iter(step.back_to_caller([x for batch in batches for x in batch]))
         batches[:] = [batch.replace([next(outputs) for _ in batch]) for batch in batches]
@@ -346,14 +347,14 @@ class MappedGPipe(Wrapper):
         course = Course(step, i, turns)
         glue = course.glue = Glue(course) if step.needs_glue else None
         outer, current.course = current.course, course
-        given, value = batch.parts[VALUE], batch.take().value
+        inputs, value = batch.parts[VALUE], batch.take().value
         try:
-            with order.begin(given) if order else nullcontext(), glue or nullcontext():
+            with order.begin(inputs) if order else nullcontext(), glue or nullcontext():
                 output = course.calling(self.module)(*value.args, **value.kwargs)
             if self._takes_cache and (self.slices != 1 or not value.kwargs["use_cache"]):
                 output = without_cache_of(output)
             if order:
-                order.end(given, Batch(output).parts[VALUE])
+                order.end(inputs, Batch(output).parts[VALUE])
             return course.end(output)
         except BaseException as error:
             course.note(error)

@@ -117,11 +117,11 @@ MUTANTS = {
     "recording what a visit may replace": (DROP, "mapped replaced"),
     "code of a later visit": (("_later(func", "_moved(func"), "mapped clones"),
     "taking over from an earlier visit": (
-        ("wait(self.before, own, *foreign)", "foreign"),
+        ("wait(self.before, compute, *foreign)", "foreign"),
         "mapped clones",
     ),
     "changes of what an earlier visit has made": (
-        ("found[id(target)].clone()", "target"),
+        ("aliases[id(target)].clone()", "target"),
         "mapped changed",
     ),
     "functions that are told to change in place": (

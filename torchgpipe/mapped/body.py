@@ -27,7 +27,7 @@ from torchgpipe.values.structure import Structure
 __all__: list[str] = []
 
 
-#: Stands for a course while a mapped module is computed.
+#: Stands for the course while a mapped module runs: modules within it are called as they are.
 INSIDE: Any = object()
 
 
@@ -35,7 +35,7 @@ class Current(threading.local):
     """The course that a thread runs, or :data:`INSIDE`; None outside of a step."""
 
     course: Any = None
-    #: How often each module with names on several devices was called.
+    #: How often each module with names on several devices was called: this tells its next name.
     counts: Counter[Mapped] | None = None
 
 
@@ -49,8 +49,8 @@ def calling_by_name(
 
     Checkpoints of PyTorch within it count again in backward as they did in forward.
     """
-    own = Counter(counts)
-    with Swap(current, counts=own), repeating(lambda: partial(calling_by_name, Counter(own))):
+    used = Counter(counts)
+    with Swap(current, counts=used), repeating(lambda: partial(calling_by_name, Counter(used))):
         return inner(*args, **kwargs)
 
 
@@ -108,18 +108,18 @@ class MappedBody(Body):
     ) -> None:
         super().__init__(module, lock, state, False)
         self.call, self.name = inner, name
-        # The model may use an input that the module changes in place, so none is cloned in forward.
+        # The model may read an input that the module has changed in place, so forward clones none.
         self.changes_input, self.in_place = self.in_place, False
         #: How many micro-batches, from the first, are computed under checkpointing.
         self.checkpointed = 0
-        #: Whether outputs may be computed when somebody looks at them. Mode "except_last" keeps all
-        #: of a micro-batch, and policies serve one recomputation.
+        #: Whether outputs may be left out, and computed when they are read. Mode "except_last" does
+        #: not recompute the last micro-batch, and under a policy a cell is recomputed only once.
         self.omits = False
-        #: Whether the module may meet tensors of other devices.
+        #: Whether the module may use tensors of other devices that are not among its arguments.
         self.foreign = False
-        #: Whether another visit of the device calls the module, too.
+        #: Whether another stage calls the module, too.
         self.shared = False
-        #: Its layers that have buffers.
+        #: The module's layers that have buffers; None until they are looked for.
         self.buffered: Sequence[nn.Module] | None = None
 
     def run_alone(self, arguments: tuple[Any, Any]) -> Any:
@@ -127,34 +127,34 @@ class MappedBody(Body):
         args, kwargs = arguments
         return self.call(*args, **kwargs)
 
-    def run_twice(self, batch: Batch, own: list[Any], **more: Any) -> Batch:
+    def run_twice(self, batch: Batch, first_arguments: list[Any], **more: Any) -> Batch:
         """Run the module under checkpointing, in forward or in recomputation.
 
         Args:
             batch: its arguments.
-            own: a list with the arguments as the module is called with them. The first run may
-                change lists and dicts among them. A recomputation has lists and dicts of its own.
+            first_arguments: a list with the arguments for the first run, which may change lists and
+                dicts among them. A recomputation has lists and dicts of its own.
             **more: for :meth:`run`.
         """
-        # As a layer of a partition, for errors about what it saves and changes.
+        # Errors about tensors that the module saves or changes name it as the layer.
         layer.name, layer.kind = self.name, type(self.layers).__name__
         with inside():
             if not is_recomputing():
-                # The checkpoint holds the list until backward.
-                args, kwargs = own.pop()
+                # The checkpoint holds the list until backward, and must not hold the arguments.
+                args, kwargs = first_arguments.pop()
                 return self.run(batch, call=lambda *_, **__: self.call(*args, **kwargs), **more)
             try:
-                # The inputs of recomputation are leaves, which cannot be changed in place.
+                # Clones: a recomputation's inputs are leaves, which cannot be changed in place.
                 return self.run(self.kept(batch), **more)
             finally:
-                # The note on an error names the module as its place.
+                # The note of an error names the module already, so it must name no layer.
                 layer.name = None
 
     def kept(self, batch: Batch) -> Batch:
         """Keep the arguments for a later run: as clones, if this run may change them in place."""
         others = batch.others
         if any(isinstance(x, list | dict) for x in others.values()):
-            # Lists and dicts of a subclass, which PyTorch does not know as containers.
+            # Lists and dicts of an unregistered class are leaves, and the module may change them.
             others = {k: copy(x) if isinstance(x, list | dict) else x for k, x in others.items()}
             batch = batch.copy()
             batch.structures = {VALUE: Structure(batch.structures[VALUE].spec, others)}

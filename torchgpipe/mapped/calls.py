@@ -36,7 +36,7 @@ from torchgpipe.partition.placement import Lent, elsewhere, places_of
 __all__: list[str] = []
 
 
-# Alone: modules bring their own arguments, as they do with the hooks of Accelerate.
+# Alone: without a wrapper, a module copies its arguments to its device, as Accelerate's hooks do.
 
 
 class CallAlone(Interception):
@@ -51,17 +51,17 @@ class CallAlone(Interception):
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, mapped = self.mapped.module, self.mapped
-        # A copy has no weights yet when its call is made.
-        (mapped.lent,) = places_of([(module, self.place(mapped, ()))])
+        # Looked up here, since a deep copy of a module gets its call before its weights.
+        (mapped.lent,) = places_of([(module, self.device_of(mapped, ()))])
         return self.outside(mapped, self.inner or module._call_impl, args, kwargs)
 
-    def place(self, mapped: Mapped, tensors: Sequence[Tensor]) -> torch.device:
+    def device_of(self, mapped: Mapped, tensors: Sequence[Tensor]) -> torch.device:
         """The device of a module: that of the map, unless somebody has moved the module.
 
         Without parameters and buffers it is where the arguments are.
         """
-        own = devices_of(mapped.module) or {x.device for x in tensors}
-        return mapped.device if mapped.device in own or len(own) != 1 else own.pop()
+        devices = devices_of(mapped.module) or {x.device for x in tensors}
+        return mapped.device if mapped.device in devices or len(devices) != 1 else devices.pop()
 
     def outside(
         self,
@@ -70,36 +70,36 @@ class CallAlone(Interception):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Compute the module, whose arguments come to its device."""
-        given, tensors = (args, kwargs), tensors_of((args, kwargs))
-        copies, near = list[Any](), partial(_near, self.place(mapped, tensors))
-        # One copy of each: the module may change it in place, or ask whether two are the same.
+        """Compute the module with its arguments copied to its device."""
+        arguments, tensors = (args, kwargs), tensors_of((args, kwargs))
+        copies, near = list[Any](), partial(_near, self.device_of(mapped, tensors))
+        # One copy of each tensor: the module may change it in place, or compare two by identity.
         here = near(tensors)
-        args, kwargs = map_arguments(lambda x: here[id(x)], given, copies)
+        args, kwargs = map_arguments(lambda x: here[id(x)], arguments, copies)
         if mapped.lent:
             # guard: weights that checkpoints of the model need again
             lent = Lent(mapped.lent, lambda xs: [*near(xs).values()], self._lasting.lock)
             inner = partial(lent.call, inner)
         if may_meet(self._lasting.met, mapped):
             inner = watched(self._lasting.met, mapped, near, inner)
-        handing = handing_back(given, (args, kwargs)) if copies else nullcontext()
-        with noted(f"raised in {mapped.place}"), handing:
+        handing = handing_back(arguments, (args, kwargs)) if copies else nullcontext()
+        with noted(f"raised in {mapped.words}"), handing:
             return inner(*args, **kwargs)
 
-    def alone(self, module: nn.Module, inner: Callable[..., Any] | None = None) -> CallAlone:
+    def unwrapped(self, module: nn.Module, inner: Callable[..., Any] | None = None) -> CallAlone:
         """A call of the module, or of a copy of it, that has no wrapper."""
         mapped = self.mapped
-        own = Mapped(mapped.name, mapped.key, module, mapped.device, mapped.place)
-        return CallAlone(own, inner, self._lasting)
+        copy = Mapped(mapped.name, mapped.key, module, mapped.device, mapped.words)
+        return CallAlone(copy, inner, self._lasting)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CallAlone | None:
         module: Any = memo.get(id(self.mapped.module))
         is_spread = ON_COPY in vars(self.mapped.module)
-        return self.alone(module) if is_spread and module is not None else None
+        return self.unwrapped(module) if is_spread and module is not None else None
 
 
-#: The attribute of a module with names on several devices by which a deep copy of the module gets a
-#: call of its own.
+#: The attribute by which a deep copy of a mapped module gets a call of its own. It is there if the
+#: model is on several devices.
 ON_COPY = "_torchgpipe_on_copy"
 
 
@@ -141,7 +141,7 @@ def devices_of(module: nn.Module) -> set[torch.device]:
 
 def _near(device: torch.device, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
     for x in tensors:
-        # A checkpoint of PyTorch has what came on a lane, or is of a later visit.
+        # A checkpoint of PyTorch may read here what belongs to a lane or a later visit's stream.
         # guard: recording for a checkpoint of PyTorch
         record_stream(x, current_stream(x.device))
     return {id(x): x.to(device) for x in tensors}
@@ -161,15 +161,15 @@ class Call(CallAlone):
 
     def __init__(self, mapped: Mapped, inner: Callable[..., Any] | None, lasting: Lasting) -> None:
         super().__init__(mapped, inner, lasting)
-        #: The devices on which its tensors are at home, or copies of them while they are lent.
+        #: The devices where its tensors, or copies of them, may be; empty if it has no tensors.
         self._homes = devices_of(mapped.module)
         if self._homes:
             self._homes |= {x.device for x in (mapped, *mapped.names)}
 
-    def place(self, mapped: Mapped, tensors: Sequence[Tensor]) -> torch.device:
-        # A checkpoint of PyTorch computes a module again where a step has computed it.
+    def device_of(self, mapped: Mapped, tensors: Sequence[Tensor]) -> torch.device:
+        # A checkpoint of PyTorch must compute the module where the step did, unless it was moved.
         is_moved = self._homes and self._homes.isdisjoint(devices_of(mapped.module))
-        return super().place(mapped, tensors) if is_moved else mapped.device
+        return super().device_of(mapped, tensors) if is_moved else mapped.device
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -179,7 +179,7 @@ class Call(CallAlone):
         if course is INSIDE:
             return inner(*args, **kwargs)
         if course is None:
-            # A checkpoint of PyTorch computes the module again in a thread of autograd.
+            # In backward, a checkpoint of PyTorch may call the module in a thread of autograd.
             if self._lasting.thread is not None and _torch.graph_task() == -1:
                 raise RuntimeError(
                     "within a step, the modules of a device map must be called in the thread that "
@@ -197,20 +197,20 @@ def intercept(mapped: Mapped, lasting: Lasting, *, is_spread: bool) -> Call:
     module: nn.Module = mapped.module
     inner: Any = module._compiled_call_impl
     if isinstance(inner, CallAlone):
-        # Of another wrapper around the same module.
+        # The call is that of another wrapper, which the new one replaces.
         inner = inner.inner
-    found = Call(mapped, inner, lasting)
+    call = Call(mapped, inner, lasting)
     lasting.has_names |= bool(mapped.names)
-    put_call(module, found, is_spread=is_spread)
-    return found
+    put_call(module, call, is_spread=is_spread)
+    return call
 
 
 def is_intercepted(call: Call) -> bool:
     """Whether calls of the module still go to its wrapper, even if it was compiled since."""
     module: nn.Module = call.mapped.module
-    found: Any = module._compiled_call_impl
-    if found is not None and not isinstance(found, CallAlone):
-        call.inner, call.compiled = found, True
+    installed: Any = module._compiled_call_impl
+    if installed is not None and not isinstance(installed, CallAlone):
+        call.inner, call.compiled = installed, True
         module._compiled_call_impl = call
     return module._compiled_call_impl is call
 
@@ -219,7 +219,7 @@ def let_go(call: Call, *, is_spread: bool = False) -> None:
     """Make calls of a module go to the module itself again."""
     if is_intercepted(call):
         module = call.mapped.module
-        put_call(module, call.alone(module, call.inner), is_spread=is_spread)
+        put_call(module, call.unwrapped(module, call.inner), is_spread=is_spread)
         if not is_spread:
             module._compiled_call_impl = call.inner
 
@@ -255,10 +255,10 @@ def verify_calls(
             )
     for call in calls:
         lent = call.mapped.lent or ()
-        if found := elsewhere(call.mapped.module, call.mapped.device, lent, devices):
+        if moved := elsewhere(call.mapped.module, call.mapped.device, lent, devices):
             raise RuntimeError(
                 "parameters and buffers must stay on the device of their module "
-                f"({call.mapped.name}: {found}); move the tensor back, or wrap the model anew with "
+                f"({call.mapped.name}: {moved}); move the tensor back, or wrap the model anew with "
                 "another map"
             )
 
@@ -276,7 +276,7 @@ class Signed:
     def __get__(self, wrapper: nn.Module | None, owner: type) -> Callable[..., Any]:
         if wrapper is None:
             return self.function
-        # Not kept as a bound method, which would refer to the object that it is kept in.
+        # Bound anew each time: a wrapper that keeps its bound method would be a reference cycle.
         return MethodType(wrapper.__dict__.get("_signed", self.function), wrapper)
 
 
@@ -285,12 +285,12 @@ def signed(method: Any, model: Callable[..., Any]) -> Callable[..., Any]:
 
     It has the code object of the method, by which torch.compile knows what not to compile.
     """
-    found: Any = FunctionType(method.__code__, method.__globals__, method.__name__)
-    own = [*inspect.signature(method).parameters.values()]
-    given = inspect.signature(model)
-    found.__doc__ = method.__doc__
-    # These include the marks that torch.compile reads.
-    found.__dict__.update(method.__dict__)
-    found.__signature__ = given.replace(parameters=[own[0], *given.parameters.values()])
-    function: Callable[..., Any] = found
+    copy: Any = FunctionType(method.__code__, method.__globals__, method.__name__)
+    first, *_ = inspect.signature(method).parameters.values()
+    signature = inspect.signature(model)
+    copy.__doc__ = method.__doc__
+    # The attributes of the method include marks that torch.compile reads.
+    copy.__dict__.update(method.__dict__)
+    copy.__signature__ = signature.replace(parameters=[first, *signature.parameters.values()])
+    function: Callable[..., Any] = copy
     return function

@@ -52,21 +52,21 @@ class Cell:
 
     def __init__(self, step: MappedStep, i: int, stage: DeviceVisit) -> None:
         self.step, self.i, self.stage = step, i, stage
-        #: The stream of the visit of the device before this one.
+        #: The stream of the device's previous visit; in the first visit, its own.
         self.before = stage.compute
         #: Whether a mapped module was called here.
         self.entered = False
-        #: The lane on which tensors come and go.
+        #: The copy stream (lane) on which tensors arrive and leave.
         self.lane = stage.lanes[i % len(stage.lanes)]
-        #: The checkpoints of the modules that were called here.
         self.checkpoints: list[Checkpoint] = []
-        #: What lets leave for the host what modules have saved, one for each of their modes.
+        #: What moves saved tensors of modules to the host's memory, one for each setting.
         self._leaving: list[Offloading] = []
-        #: What was computed in this visit, if it is not the first one.
+        #: Tensors that were computed in this visit, by identity; none in a device's first visit.
         self._made: dict[int, weakref.ref[Tensor]] = {}
         #: The tensors that were copied here, and those that were cloned to leave.
         self._come, self._left = Copies(), Copies()
-        #: Whether a received tensor needs a gradient: its join holds this cell's backward back.
+        #: Whether a received tensor needs a gradient: its join already orders this cell's backward,
+        #: so tensors that leave get no join.
         self._held = False
 
     @property
@@ -75,17 +75,17 @@ class Cell:
         return labels.of("F", self.stage.number, self.i)
 
     def known(self, missing: list[Tensor], tensor: Tensor) -> Tensor:
-        """The tensor on this device, if nothing has to be done for that.
+        """The tensor, or its copy, on this device; the tensor itself if it has to be fetched.
 
         Args:
-            missing: a list to which the tensor is added otherwise.
+            missing: a list to which a tensor that has to be fetched is added.
             tensor: a tensor on any device.
         """
         stage = self.stage
         if not stage.visit:
-            found = self._come.get(tensor)
-            if found is not None:
-                return found
+            copy = self._come.get(tensor)
+            if copy is not None:
+                return copy
             if tensor.device == stage.device:
                 return tensor
         missing.append(tensor)
@@ -101,13 +101,13 @@ class Cell:
         """
         copies: list[Any] = []
         missing: list[Tensor] = []
-        found = map_arguments(partial(self.known, missing), value, copies, objects)
-        # Most often nothing is needed that has not come yet.
+        arguments = map_arguments(partial(self.known, missing), value, copies, objects)
+        # Most often all arguments are on this device, or were copied here before.
         if missing:
             copies.clear()
             fetched = self.fetch(tensors_of(value), source)
-            found = map_arguments(lambda x: fetched.get(id(x), x), value, copies)
-        return found, copies
+            arguments = map_arguments(lambda x: fetched.get(id(x), x), value, copies)
+        return arguments, copies
 
     def fetch(
         self, tensors: Sequence[Tensor], source: Callable[[torch.device], Cell]
@@ -117,34 +117,34 @@ class Cell:
         Returns:
             The tensors here, by the identities of the originals.
         """
-        own = self.stage.device
-        fetched, missing = self._come.known([x for x in tensors if x.device != own])
+        device_here = self.stage.device
+        fetched, missing = self._come.known([x for x in tensors if x.device != device_here])
         for device in dict.fromkeys(x.device for x in missing):
             originals = tuple([x for x in missing if x.device == device])
-            if has_streams(device) and has_streams(own):
+            if has_streams(device) and has_streams(device_here):
                 arrived = self.receive(source(device), originals)
             else:
-                # Without lanes, since the host waits for such a copy anyway.
-                arrived = tuple([x.to(own) for x in originals])
+                # Without lanes: the host waits for a copy from or to the CPU anyway.
+                arrived = tuple([x.to(device_here) for x in originals])
             fetched |= self._come.added(originals, arrived)
         if self.stage.visit:
-            fetched |= self.taken_over([x for x in tensors if x.device == own])
+            fetched |= self.taken_over([x for x in tensors if x.device == device_here])
         return fetched
 
     def taken_over(self, tensors: Iterable[Tensor]) -> dict[int, Tensor]:
-        """Hand tensors that an earlier cell of this device has left over to this cell's stream.
+        """Hand tensors of an earlier visit of this device over to this cell's stream.
 
-        They are returned by the identities of what was there. Their gradients leave this stream as
+        They are returned by the identities of the originals. Their gradients leave this stream as
         clones, since autograd may add others to them.
         """
-        own = self.stage.compute
+        compute = self.stage.compute
         self._record(tensors)
         known, missing = self._come.known(tensors)
         foreign = tuple([x for x in missing if needs_backward((x,)) and not self.has_made(x)])
         if foreign:
-            with use_stream(own), labels.within(self.label):
+            with use_stream(compute), labels.within(self.label):
                 # guard: taking over from an earlier visit
-                known |= self._come.added(foreign, wait(self.before, own, *foreign))
+                known |= self._come.added(foreign, wait(self.before, compute, *foreign))
         return known
 
     def made(self, value: Any) -> None:
@@ -154,8 +154,8 @@ class Cell:
 
     def has_made(self, tensor: Tensor) -> bool:
         """Whether a tensor was computed in this visit."""
-        found = self._made.get(id(tensor))
-        return found is not None and found() is tensor
+        reference = self._made.get(id(tensor))
+        return reference is not None and reference() is tensor
 
     def receive(self, source: Cell, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Copy tensors to this device on lanes, from the cell on their device."""
@@ -220,17 +220,17 @@ class Cell:
         return fence.fork(self.i, j, checkpoints, *tensors)
 
     def leaving(self, offloading: Offloading) -> Offloaded:
-        """Make what takes tensors that modules of this cell save, to leave for the host."""
+        """Make what moves the tensors that modules of this cell save to the host's memory."""
         if offloading not in self._leaving:
             self._leaving.append(offloading)
         return offloading.cell(self.stage.compute, self.i)
 
     def offload(self) -> None:
-        """Let what was saved leave for the host, once the last module of the cell has run."""
+        """Move what was saved to the host's memory, once the last module of the cell has run."""
         if self._leaving:
-            found, self._leaving = self._leaving, []
+            offloadings, self._leaving = self._leaving, []
             with use_stream(self.stage.compute):
-                for offloading in found:
+                for offloading in offloadings:
                     offloading.offload()
 
     def close(self) -> None:
@@ -245,14 +245,14 @@ class Copies:
 
     def __init__(self) -> None:
         #: The original, held so that no other tensor gets its identity; its version; and the copy.
-        self._found: dict[int, tuple[Tensor, int, Tensor]] = {}
+        self._entries: dict[int, tuple[Tensor, int, Tensor]] = {}
 
     def get(self, tensor: Tensor) -> Tensor | None:
         """The valid copy of a tensor; None if there is none."""
-        found = self._found.get(id(tensor))
-        if found is None:
+        entry = self._entries.get(id(tensor))
+        if entry is None:
             return None
-        _, version, copy = found
+        _, version, copy = entry
         # guard: copies of what has changed
         if version != tensor._version:
             return None
@@ -277,17 +277,17 @@ class Copies:
     def added(self, tensors: Sequence[Tensor], copies: Sequence[Tensor]) -> dict[int, Tensor]:
         """Take note of copies, and return them by the identities of the originals."""
         for tensor, made in zip(tensors, copies):
-            # Without a version counter, no change would be noticed.
+            # Inference tensors have no version, so a change of one would leave its copy stale.
             if (version := version_of(tensor)) >= 0:
-                self._found[id(tensor)] = tensor, version, made
+                self._entries[id(tensor)] = tensor, version, made
         return {id(tensor): made for tensor, made in zip(tensors, copies)}
 
 
 # The RNG state of a course, which it carries from cell to cell.
 #
 # A micro-batch continues its random sequence from device to device, as under
-# :class:`~torchgpipe.GPipe`. So dropout does not depend on the map. Here code between mapped
-# modules may draw, too, on any device.
+# :class:`~torchgpipe.GPipe`, so dropout does not depend on the map. Code between mapped modules may
+# draw, too, on any device.
 
 
 class CourseNumbers:
@@ -298,18 +298,18 @@ class CourseNumbers:
         i: the number of the micro-batch.
         devices: all devices of the map; code in front of the first mapped module is taken to
             compute on the first of them.
-        alone: whether no other course runs at the same time. Otherwise draws are followed only on
-            the device where the course is.
+        is_only: whether no other course runs at the same time. Otherwise draws are followed only
+            on the device where the course is.
     """
 
     def __init__(
-        self, numbers: StepNumbers, i: int, devices: Sequence[torch.device], alone: bool = True
+        self, numbers: StepNumbers, i: int, devices: Sequence[torch.device], is_only: bool = True
     ) -> None:
         self._numbers, self._i = numbers, i
         self._states = numbers.states[i]
         self._all = [*dict.fromkeys(map(generator_of, devices))]
-        #: The generators to compare: none if another course may draw from them.
-        self._generators = self._all if alone else []
+        #: The generators whose states show draws: none if another course may draw from them.
+        self._generators = self._all if is_only else []
         #: Whether code has drawn on another device than that of the present cell.
         self.drawn_behind = False
         #: The state that each generator was seen in last.

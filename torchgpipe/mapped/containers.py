@@ -16,9 +16,7 @@ from torchgpipe.values.structure import ATOMS, flatten
 __all__: list[str] = []
 
 
-# Tensors are looked for, and replaced, in tuples, lists and dicts of arguments.
-
-
+#: The containers in which tensors of arguments are looked for, and replaced.
 CONTAINERS = (tuple, list, dict, deque)
 KNOWN = (Tensor, *CONTAINERS)
 
@@ -30,28 +28,27 @@ def tensors_of(value: Any, objects: list[Any] | None = None) -> list[Tensor]:
         value: the value.
         objects: a list to which all is added that is neither a tensor, nor a container, nor plain.
     """
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     if type(value) in CONTAINERS or isinstance(value, CONTAINERS):
-        _collect(value, found, objects)
+        _collect(value, tensors, objects)
     elif isinstance(value, Tensor):
-        found.append(value)
-    return found
+        tensors.append(value)
+    return tensors
 
 
-def _collect(value: Any, found: list[Tensor], objects: list[Any] | None) -> None:
-    # Most arguments are tensors, and tuples and dicts of them. PyTorch's functions for trees take
-    # several times as long.
+def _collect(value: Any, tensors: list[Tensor], objects: list[Any] | None) -> None:
+    # Not by PyTorch's functions for trees, which take several times as long.
     for x in value.values() if isinstance(value, dict) else value:
-        # Types are asked first, which takes a fifth of the time of isinstance().
-        own = type(x)
-        if own is Tensor:
-            found.append(x)
-        elif own in ATOMS:
+        # Types are compared first, which takes a fifth of the time of isinstance().
+        kind = type(x)
+        if kind is Tensor:
+            tensors.append(x)
+        elif kind in ATOMS:
             continue
-        elif own in CONTAINERS or isinstance(x, CONTAINERS):
-            _collect(x, found, objects)
+        elif kind in CONTAINERS or isinstance(x, CONTAINERS):
+            _collect(x, tensors, objects)
         elif isinstance(x, Tensor):
-            found.append(x)
+            tensors.append(x)
         elif objects is not None:
             objects.append(x)
 
@@ -72,7 +69,7 @@ def map_arguments(
     args = map_tensors(function, args, copies, objects)
     named = map_tensors(function, kwargs, copies, objects)
     if named is not kwargs:
-        # The dict of keyword arguments is made by the call, so the module may fill it.
+        # Python makes this dict for the call alone: what the module does to it is not handed back.
         copies.pop()
     return args, named
 
@@ -96,50 +93,50 @@ def map_tensors(
         objects: as in :func:`tensors_of`.
     """
     kind = type(value)
-    found: Any = None
+    copied: Any = None
     if kind in CONTAINERS:
         for key, x in value.items() if kind is dict else enumerate(value):
-            # In the order of :func:`_collect`.
-            own = type(x)
-            if own is Tensor:
+            # The same cases in the same order as in _collect(), for the same reason.
+            inner_kind = type(x)
+            if inner_kind is Tensor:
                 y = function(x)
-            elif own in ATOMS:
+            elif inner_kind in ATOMS:
                 continue
-            elif own in CONTAINERS or isinstance(x, KNOWN):
+            elif inner_kind in CONTAINERS or isinstance(x, KNOWN):
                 y = map_tensors(function, x, copies, objects)
             else:
                 if objects is not None:
                     objects.append(x)
                 continue
             if y is not x:
-                if found is None:
-                    found = [*value] if kind is tuple else value.copy()
-                found[key] = y
-        if kind is tuple and found is not None:
-            return tuple(found)
+                if copied is None:
+                    copied = [*value] if kind is tuple else value.copy()
+                copied[key] = y
+        if kind is tuple and copied is not None:
+            return tuple(copied)
     elif isinstance(value, Tensor):
         return function(value)
     elif isinstance(value, CONTAINERS):
-        # PyTorch may not know the class, which matters only if a tensor is replaced.
+        # A subclass, which flatten() may refuse. So it is called only if a tensor is replaced.
         others = {id(x): y for x in tensors_of(value, objects) if (y := function(x)) is not x}
         if others:
             tensors, structure = flatten(value)
-            found = structure.unflatten(tuple([others.get(id(x), x) for x in tensors]))
-    if found is None:
+            copied = structure.unflatten(tuple([others.get(id(x), x) for x in tensors]))
+    if copied is None:
         return value
     if copies is not None:
-        copies.append(found)
-    return found
+        copies.append(copied)
+    return copied
 
 
 class handing_back:
-    """Do to lists, dicts and objects what a module does to its copies, in a ``with`` block."""
+    """Do to lists, dicts and objects what a module does to copies of them, in a ``with`` block."""
 
     def __init__(self, value: Any, copy: Any) -> None:
-        #: What holds tensors, and its copy.
-        self._found: list[tuple[Any, Any]] = []
-        #: An element of a copy, its version, and what is in its place, by the element's identity.
-        self._own: dict[int, tuple[Any, int, Any]] = {}
+        #: Each list, dict or object that was copied, and its copy.
+        self._pairs: list[tuple[Any, Any]] = []
+        #: By the identity of an element of a copy: the element, its version, and its original.
+        self._originals: dict[int, tuple[Any, int, Any]] = {}
         self._compare(value, copy)
 
     def _compare(self, value: Any, copy: Any) -> None:
@@ -148,9 +145,9 @@ class handing_back:
         value, copy = (x if isinstance(x, CONTAINERS) else _container(x) for x in (value, copy))
         if value is not None:
             if not isinstance(value, tuple):
-                self._found.append((value, copy))
+                self._pairs.append((value, copy))
             for x, y in zip(_elements(value), _elements(copy)):
-                self._own[id(y)] = y, _version(y), x
+                self._originals[id(y)] = y, _version(y), x
                 self._compare(x, y)
 
     def __enter__(self) -> None:
@@ -160,46 +157,46 @@ class handing_back:
         self.end()
 
     def end(self) -> None:
-        """Do it: a tensor that the module has changed in place replaces the original."""
-        for value, copy in self._found:
+        """Hand changes back: a tensor that the module changed in place replaces the original."""
+        for value, copy in self._pairs:
             wanted = [self._original(x) for x in _elements(copy)]
             if not same(_elements(value), wanted):
                 fill(value, wanted)
 
     def _original(self, x: Any) -> Any:
-        _, version, own = self._own.get(id(x), (x, None, x))
-        return own if version == _version(x) else x
+        _, version, original = self._originals.get(id(x), (x, None, x))
+        return original if version == _version(x) else x
 
 
 def _version(x: Any) -> int:
     return version_of(x) if isinstance(x, Tensor) else 0
 
 
-#: How deep containers are looked into, and at how many values. What is larger is not looked into.
+#: How deep containers are looked into, and how many values one may add. Larger ones are left out.
 DEPTH, COUNT = 6, 1000
 
 _SEQUENCES = (list, deque, set)
 _DICTS = (dict, OrderedDict, defaultdict)
 
-#: Where classes are defined whose objects are not looked into: functions and modules of Python have
-#: attributes, too, and the calls of mapped modules refer to what lasts.
+#: Packages whose objects are not looked into, though they have attributes: functions and modules of
+#: Python, or calls of mapped modules, which refer to the wrapper's state.
 _OTHERS = ("builtins", "torch", "torchgpipe", "threading", "logging")
 
 
 def within(value: Any) -> list[Any]:
     """All that is in the containers and plain objects of a value, and in theirs in turn."""
-    found: list[Any] = []
+    items: list[Any] = []
     waiting, seen = [(value, DEPTH)], set()
     while waiting:
         x, depth = waiting.pop()
         container = x if type(x) is tuple else _container(x)
-        if container is None or id(x) in seen or depth == 0 or len(container) > COUNT - len(found):
+        if container is None or id(x) in seen or depth == 0 or len(container) > COUNT - len(items):
             continue
         seen.add(id(x))
         elements = _elements(container)
-        found += elements
+        items += elements
         waiting += [(element, depth - 1) for element in elements]
-    return found
+    return items
 
 
 def fill(container: Any, elements: list[Any]) -> None:
@@ -227,7 +224,7 @@ def _elements(container: Any) -> list[Any]:
 
 
 def same(now: list[Any], before: list[Any]) -> bool:
-    # Without comparing objects: tensors on an accelerator would make the host wait.
+    # By identity: to compare values of tensors would make the host wait for an accelerator.
     return len(now) == len(before) and all(map(is_, now, before))
 
 
@@ -241,8 +238,8 @@ def attributes_of(x: Any) -> dict[str, Any] | None:
     kind = type(x)
     if kind.__module__.split(".")[0] in _OTHERS or isinstance(x, Tensor | nn.Module):
         return None
-    # A class with its own way to set attributes may keep other state in accord with them.
+    # A class with its own ``__setattr__`` may keep other state consistent with its attributes.
     owners = [owner for owner in kind.__mro__[:-1] if owner is not SimpleNamespace]
-    own = any("__setattr__" in vars(owner) for owner in owners)
-    found: dict[str, Any] | None = None if own else getattr(x, "__dict__", None)
-    return found
+    has_setattr = any("__setattr__" in vars(owner) for owner in owners)
+    attributes: dict[str, Any] | None = None if has_setattr else getattr(x, "__dict__", None)
+    return attributes

@@ -76,14 +76,14 @@ class CourseCells:
         go_on       code between modules     begins     it            it        next visit
         at          tensors that are there   begins     it            it        it
 
-    A cell that is not entered yet has begun for code, or for tensors of the caller. Who enters one
-    takes the turn of the micro-batch on that device, and the RNG state along.
+    A cell begins before it is entered where code between modules computes, or the caller has put
+    tensors. A course that enters a cell waits for its turn there, and brings its RNG state along.
     """
 
     def __init__(self, step: MappedStep, i: int, turns: Turns | None) -> None:
         self._step, self._i, self._turns = step, i, turns
         if turns:
-            # Code before the first mapped module computes on the first device.
+            # Code before the first mapped module computes on the first device, so it needs a turn.
             turns.come(i, (step.devices[0], 0))
         self.present: Cell | None = None
         self._all: list[Cell] = []
@@ -91,17 +91,18 @@ class CourseCells:
         self._way: list[torch.device] = []
         #: The latest cell on each device.
         self._latest: dict[torch.device, Cell] = {}
-        #: The cells of later visits, by device, once the model came back to one.
+        #: The latest cell on each device that the model has come back to.
         self.later: dict[torch.device, Cell] = {}
-        self.numbers = CourseNumbers(step.numbers, i, step.devices, alone=turns is None)
+        self.numbers = CourseNumbers(step.numbers, i, step.devices, is_only=turns is None)
 
     def enter(self, device: torch.device, value: Any) -> Cell:
         """The cell for a mapped module on a device that is called with a value."""
         if self.present is not None and self.present.stage.device == device:
             return self.present
-        found = self._latest.get(device)
+        latest = self._latest.get(device)
         if self._turns:
-            # The next micro-batch needs the phonies of what leaves.
+            # Sent before the turn ends: the next micro-batch here joins the phonies that are forked
+            # here, which order backward.
             # guard: sending before others come
             leaving = [x for x in tensors_of(value) if x.device != device and has_streams(x.device)]
             for source in dict.fromkeys(x.device for x in leaving):
@@ -110,9 +111,9 @@ class CourseCells:
             if self.present:
                 self.present.offload()
                 self._turns.leave(self._i)
-            visit = found.stage.visit + found.entered if found else 0
+            visit = latest.stage.visit + latest.entered if latest else 0
             self._turns.come(self._i, (device, visit))
-        cell = self._begin(device) if found is None or found.entered else found
+        cell = self._begin(device) if latest is None or latest.entered else latest
         cell.entered = True
         self.present = cell
         self._way.append(device)
@@ -121,9 +122,9 @@ class CourseCells:
 
     def go_on(self, device: torch.device) -> Cell:
         """The cell for code between modules that computes on a device."""
-        found = self._latest.get(device)
-        if found is not None and found.entered and found is not self.present:
-            # On the stream of the earlier visit, the next micro-batch would wait for this code.
+        latest = self._latest.get(device)
+        if latest is not None and latest.entered and latest is not self.present:
+            # On the earlier visit's stream, this code would hold up the next micro-batch's cell.
             # guard: code that comes back
             self._begin(device)
         return self.at(device)
@@ -138,7 +139,7 @@ class CourseCells:
         cell = self._latest[device] = Cell(self._step, self._i, self._step.stage(device, visit))
         self._all.append(cell)
         if before:
-            # Code between modules computes on the device, too, with whatever is there.
+            # Code between modules reads tensors of the earlier visit without receiving them.
             # guard: waiting for an earlier visit
             wait_stream(cell.stage.compute, before.stage.compute)
             # guard: streams of a later visit
@@ -163,16 +164,16 @@ class CourseCells:
             The copies, by the identities of the originals.
         """
         devices = self._step.devices
-        # PyTorch takes a 0-dimensional tensor of the CPU on any device.
-        own = [x for x in tensors if x.device in devices and (x.dim() or has_streams(x.device))]
-        places = {x.device for x in own}
-        if target is None and places:
-            # Before the first module it is the last one of the map.
-            target = next(x for x in reversed([*devices, *self._way]) if x in places)
-        if target not in devices or places <= {target}:
+        # PyTorch takes 0-dimensional tensors of the CPU on any device, so these are not copied.
+        movable = [x for x in tensors if x.device in devices and (x.dim() or has_streams(x.device))]
+        sources = {x.device for x in movable}
+        if target is None and sources:
+            # Of the tensors' devices, the one visited last; if none was, the last one of the map.
+            target = next(x for x in reversed([*devices, *self._way]) if x in sources)
+        if target not in devices or sources <= {target}:
             return {}
         assert target is not None
-        return self.go_on(target).fetch([x for x in own if x.device != target], self.at)
+        return self.go_on(target).fetch([x for x in movable if x.device != target], self.at)
 
     def end(self) -> None:
         """Leave the present device, when the model has returned."""
@@ -201,15 +202,15 @@ class Course:
     def __init__(self, step: MappedStep, i: int, turns: Turns | None = None) -> None:
         self.step, self.i = step, i
         self.cells = CourseCells(step, i, turns)
-        #: The module that was called last, and whether an exception of its call is on its way.
+        #: The module that was called last, and whether its call still runs or has raised.
         self._latest: Mapped | None = None
         self._noted = False
-        #: The label that the thread had before, and its hooks for saved tensors.
+        #: The thread's label and saved-tensor hooks when the course began.
         self._outer = labels.current.label
         self._hooks = current_hooks()
         #: The torch-function mode for code between mapped modules, which is off within them.
         self.glue: TorchFunctionMode | None = None
-        #: The code after the latest mapped module, if it may be the last one.
+        #: Notes the code after the latest mapped module, if that may be the last module.
         self.tail: Tail | None = None
 
     def calling(self, model: Callable[..., Any]) -> Callable[..., Any]:
@@ -220,8 +221,8 @@ class Course:
         """Add a note to what the model has raised, unless a mapped module did."""
         if not self._noted:
             last = self._latest
-            place = f"after {last.place}" if last else "in front of the first mapped module"
-            add_note(error, f"raised {place}, micro-batch {self.i}")
+            where = f"after {last.words}" if last else "in front of the first mapped module"
+            add_note(error, f"raised {where}, micro-batch {self.i}")
 
     def call(
         self, mapped: Mapped, module: nn.Module, inner: Callable[..., Any], value: tuple[Any, Any]
@@ -238,7 +239,7 @@ class Course:
             with inside(self.glue):
                 before, cell = self.cells.present, self.cells.enter(mapped.device, value)
                 if labels.observer is not None:
-                    # Code after the module belongs to the cell, too.
+                    # The label stays after the call: code between modules is work of the cell, too.
                     labels.put(cell.label)
                 body = self.step.body(cell.stage, mapped, module, inner)
                 objects: list[Any] = []
@@ -254,7 +255,7 @@ class Course:
                 if cell.stage.visit:
                     cell.made(output)
         except BaseException as error:
-            # The note names the module as its place.
+            # This note names the module, so note_layer() must add no layer.
             layer.name = None
             note_layer(error, self._note(mapped))
             raise
@@ -264,11 +265,11 @@ class Course:
         return output
 
     def _note(self, mapped: Mapped) -> str:
-        return f"raised in {mapped.place}, micro-batch {self.i}"
+        return f"raised in {mapped.words}, micro-batch {self.i}"
 
     def _items(self, cell: Cell, items: dict[Any, Any]) -> dict[Any, Any]:
-        (_, found), _ = cell.arguments(((), items), self.cells.at)
-        return {**found}
+        (_, fetched), _ = cell.arguments(((), items), self.cells.at)
+        return {**fetched}
 
     def _compute(
         self,
@@ -289,8 +290,8 @@ class Course:
         step, stage = self.step, cell.stage
         again, within_checkpoint = self.i < body.checkpointed, is_in_checkpoint()
         if within_checkpoint:
-            # A checkpoint in the model's own code calls the module once more by itself, and matches
-            # what it saves then with what it saves here.
+            # A checkpoint in the model's own code calls the module again in backward, and its hooks
+            # must see the same tensors saved both times. A checkpoint within would hide them.
             # guard: checkpoints around modules
             again = again and current_hooks() == self._hooks
         label = None if labels.observer is None else cell.label
@@ -302,14 +303,14 @@ class Course:
                 step.held.verify(body.layers.modules())
             batch = Batch(Arguments(*value)) if again else None
             if batch is not None and any(x.device != stage.device for x in batch):
-                # What a class that PyTorch knows holds: the module gets a copy of the object.
+                # Tensors in objects of registered classes: the module gets copies of these objects.
                 (here, _), _ = cell.arguments(((*batch,), {}), self.cells.at)
                 batch = batch.replace(here)
                 value, copies = batch.value, [batch]
             run: Callable[..., Any] = (
-                partial(body.run_twice, own=[value]) if again else body.run_alone
+                partial(body.run_twice, first_arguments=[value]) if again else body.run_alone
             )
-            # Most calls have tensors and plain values alone.
+            # Most calls have tensors and plain values alone, and pay nothing for this.
             if objects and (mappings := mappings_of(*value)):
                 run = partial(Exchanged(mappings, partial(self._items, cell), body.lock).call, run)
             if body.foreign:
@@ -323,13 +324,13 @@ class Course:
                     within = noted(self._note(mapped), label and label._replace(kind="R"))
                     checkpoint = body.checkpoint(run, step.new_context(), stage.compute, within)
                     cell.checkpoints.append(checkpoint)
-                    # Whether this may be the last module.
+                    # If this may be the last module, the code after it is recomputed with it.
                     goes_on = step.lasting.last in (None, mapped.name) and self.glue is not None
                     goes_on = goes_on and current_hooks() is None and not is_verifying()
-                    found = checkpoint.forward(body.kept(batch), batch, goes_on=goes_on)
+                    result = checkpoint.forward(body.kept(batch), batch, goes_on=goes_on)
                     if goes_on:
-                        self.tail = Tail(checkpoint, found, body.omits)
-                    output = found.value
+                        self.tail = Tail(checkpoint, result, body.omits)
+                    output = result.value
                 else:
                     if body.offloading is not None:
                         run = partial(cell.leaving(body.offloading).forward, run)
@@ -343,8 +344,8 @@ class Course:
         self, mapped: Mapped, stage: DeviceVisit, shared: bool, label: labels.Label | None
     ) -> Iterator[None]:
         """The stream of a call, and the contexts that few calls need."""
-        # Autocast's cache has weights that were cast on one visit's stream, and may free them any
-        # time.
+        # Autocast caches weights that were cast on one visit's stream, and may free them at any
+        # time. So a visit that shares the module with another one has a cache of its own.
         # guard: weights that were cast
         casts = own_casts() if stage.visit and shared else NOTHING
         undrawn = NOTHING
@@ -359,21 +360,21 @@ class Course:
         self.step.lasting.last = self._latest.name if self._latest else ""
         omitted = self._end_tail(output, batch)
         self.cells.end()
-        # Micro-batches may end on different devices, if the model's code depends on values.
+        # Outputs go where the previous micro-batch's are, even if the model's code ends elsewhere.
         wanted = self.step.output_device
-        places = [wanted] * len(batch) if wanted else self.step.places
-        if len(places) == len(batch):
+        targets = [wanted] * len(batch) if wanted else self.step.places
+        if len(targets) == len(batch):
             moved = [
-                x if x.device == place or id(x) in omitted else self.cells.move(x, place)
-                for x, place in zip(batch, places)
+                x if x.device == target or id(x) in omitted else self.cells.move(x, target)
+                for x, target in zip(batch, targets)
             ]
             batch = batch.replace(moved)
         self.step.places = [x.device for x in batch]
-        found = {id(x): x for x in batch}
+        outputs = {id(x): x for x in batch}
         for device in dict.fromkeys(x.device for x in batch):
             here = [x for x in batch if x.device == device]
-            found |= dict(zip(map(id, here), self.cells.at(device).stay(tuple(here))))
-        return self.step.omitted.without(self.i, batch.replace([found[id(x)] for x in batch]))
+            outputs |= dict(zip(map(id, here), self.cells.at(device).stay(tuple(here))))
+        return self.step.omitted.without(self.i, batch.replace([outputs[id(x)] for x in batch]))
 
     def _end_tail(self, output: Any, batch: Batch) -> set[int]:
         """Drop the tensors that the tail has saved; return the identities of omitted outputs."""
@@ -392,5 +393,5 @@ class Course:
         if labels.current.label is not self._outer:
             labels.put(self._outer)
         self.cells.close()
-        # The mode refers to the course.
+        # The mode refers to the course: as a cycle, only the garbage collector would free them.
         self.glue = self.tail = None

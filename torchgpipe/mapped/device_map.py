@@ -23,7 +23,7 @@ __all__: list[str] = []
 #
 # A list has no code between its entries, be it an ``nn.ModuleList`` or an ``nn.Sequential``, so
 # it may be divided, and lists within lists too. A module with code of its own is kept whole,
-# unless it contains such a list, and is too large to spread blocks evenly.
+# unless it contains such a list and is too large for blocks to be spread evenly over devices.
 
 
 class Wholes(NamedTuple):
@@ -35,8 +35,8 @@ class Wholes(NamedTuple):
     @classmethod
     def of(cls, model: nn.Module, no_split: Collection[str] | None = None) -> Wholes:
         """Divide a model as its user says, or else as the model says."""
-        own = getattr(model, "_no_split_modules", None) if no_split is None else no_split
-        return cls(model, own or ())
+        names = getattr(model, "_no_split_modules", None) if no_split is None else no_split
+        return cls(model, names or ())
 
     def blocks(self) -> dict[str, nn.Module]:
         """The blocks of the model by name."""
@@ -51,20 +51,20 @@ class Wholes(NamedTuple):
     ) -> dict[str, nn.Module] | None:
         """Divide blocks that are too large to be spread evenly; None if there are none."""
         share = sum(costs.values()) / count
-        found: list[tuple[str, nn.Module]] = []
+        pieces: list[tuple[str, nn.Module]] = []
         for name, block in blocks.items():
             parts = [(name, block)]
-            # To divide a list costs nothing, and allows more cuts.
+            # A list is divided from half a device's share on: that cuts through no module's code.
             if costs.get(name, 0.0) > (share / 2 if is_list(block) else share):
                 parts = self._parts(name, block)
-            found += parts
-        divided = self._once(found)
+            pieces += parts
+        divided = self._once(pieces)
         return divided if [*divided] != [*blocks] else None
 
     def _parts(self, name: str, block: nn.Module) -> list[tuple[str, nn.Module]]:
         divisible = name and not self._is_whole(block) and (is_list(block) or _has_list(block))
-        found = [*self._below(name, block)] if divisible else []
-        return found if sum(map(_has_weights, dict(found).values())) > 1 else [(name, block)]
+        parts = [*self._below(name, block)] if divisible else []
+        return parts if sum(map(_has_weights, dict(parts).values())) > 1 else [(name, block)]
 
     def _below(self, name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         within = is_list(module)
@@ -73,7 +73,7 @@ class Wholes(NamedTuple):
                 continue
             path = f"{name}.{child}" if name else child
             if not _has_weights(inner):
-                # An activation between two layers goes with them.
+                # An entry of a list without weights, such as an activation, is a block of its own.
                 if within and not is_list(inner):
                     yield path, inner
             elif self._is_divided(inner, within):
@@ -90,14 +90,14 @@ class Wholes(NamedTuple):
         inner = [x for x in module.modules() if x is not module]
         if any(type(x).__name__ in self.names for x in inner):
             return True
-        own = is_list(module) or any(isinstance(x, nn.ModuleList) and len(x) > 1 for x in inner)
-        return own and not within
+        holds = is_list(module) or any(isinstance(x, nn.ModuleList) and len(x) > 1 for x in inner)
+        return holds and not within
 
-    def _once(self, found: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
+    def _once(self, named: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
         """Modules by name, without shared ones that have no weights."""
         several = with_several_names(self.model)
         return {
-            name: module for name, module in found if _has_weights(module) or module not in several
+            name: module for name, module in named if _has_weights(module) or module not in several
         }
 
     def _is_whole(self, module: nn.Module) -> bool:
@@ -106,7 +106,7 @@ class Wholes(NamedTuple):
 
 def is_called(module: nn.Module) -> bool:
     """Whether a module is called itself, as no ``nn.ModuleList`` is."""
-    # What torch.compile() returns has the attribute, and its class has none.
+    # What torch.compile() returns has ``forward`` as an attribute of the object, not of its class.
     return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
 
 
@@ -128,8 +128,8 @@ def with_several_names(model: nn.Module) -> set[nn.Module]:
 
 
 def _has_list(module: nn.Module) -> bool:
-    own = any(True for _ in module.parameters(recurse=False))
-    return not own and any(
+    has_direct_weights = any(True for _ in module.parameters(recurse=False))
+    return not has_direct_weights and any(
         is_list(x) and sum(map(_has_weights, x.children())) > 1 for x in module.modules()
     )
 
@@ -145,9 +145,9 @@ def _has_weights(module: nn.Module) -> bool:
 #
 #   {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "lm_head": 1}
 #
-# A *mapped module* is computed as a whole: one that the map names, or, if the map also names
-# modules below it, each of its other modules. All code between mapped modules runs where its
-# tensors are.
+# A *mapped module* is computed as a whole. It is a module that the map names. If the map also names
+# modules below that one, each other module below it is a mapped module instead. All code between
+# mapped modules runs where its tensors are.
 
 
 class Mapped:
@@ -160,27 +160,27 @@ class Mapped:
     reference cycle would wait for the garbage collector.
     """
 
-    __slots__ = ("_module", "device", "key", "lent", "name", "names", "place")
+    __slots__ = ("_module", "device", "key", "lent", "name", "names", "words")
 
     def __init__(
-        self, name: str, key: str, module: nn.Module, device: torch.device, place: str
+        self, name: str, key: str, module: nn.Module, device: torch.device, words: str
     ) -> None:
-        self.name, self.key, self.device, self.place = name, key, device, place
+        self.name, self.key, self.device, self.words = name, key, device, words
         self._module = weakref.ref(module)
-        #: Where it holds tensors that modules on several devices share, if there are any.
+        #: Where it has tensors that modules on several devices share; None if it has none.
         self.lent: list[TableEntry] | None = None
-        #: The same module under its further names, in order, if it has names on several devices.
+        #: The module under each further name, in order, if its names are on several devices.
         self.names: Sequence[Mapped] = ()
 
     @property
     def module(self) -> nn.Module:
         """The module, as long as its wrapper or a caller holds it."""
-        found = self._module()
-        assert found is not None
-        return found
+        module = self._module()
+        assert module is not None
+        return module
 
     def called(self, counts: Counter[Mapped] | None) -> Mapped:
-        """The place of this call, of those of a module that has names on several devices.
+        """The module under the name of this call, if it has names on several devices.
 
         Args:
             counts: how often each was called, which this call adds to; None outside of steps.
@@ -217,10 +217,10 @@ def checked_map(device_map: Mapping[str, Device], model: nn.Module) -> dict[str,
             f"own modules are {[name for name, _ in model.named_children()]}"
         )
     devices = checked_devices(device_map.values(), len(device_map))
-    found = dict(zip(device_map, devices))
+    checked = dict(zip(device_map, devices))
     homeless = [
         f"{path}.{name}" if path else name
-        for path, module, key in owned(model, found)
+        for path, module, key in owned(model, checked)
         if key is None
         # A buffer that no state dict has, such as a table of positions, needs no name.
         for name in [*module._parameters, *{*module._buffers} - module._non_persistent_buffers_set]
@@ -230,7 +230,7 @@ def checked_map(device_map: Mapping[str, Device], model: nn.Module) -> dict[str,
             "a device map must cover all parameters and buffers (without a device: "
             f"{homeless[:10]}); add a name that leads to them, or '' for all others"
         )
-    return found
+    return checked
 
 
 def place(model: nn.Module, device_map: Mapping[str, torch.device]) -> None:
@@ -259,7 +259,7 @@ def placed(
     """Each module under each of its names, with its device."""
     first = next(iter(device_map.values()))
     for path, module, key in owned(model, device_map):
-        # Without a name there are only buffers that no state dict has.
+        # A module without a name in the map has only buffers that are in no state dict.
         yield path, module, first if key is None else device_map[key]
 
 
@@ -268,14 +268,14 @@ def owned(
 ) -> Iterator[tuple[str, nn.Module, str | None]]:
     """Each module under each of its names, with the name of the map that it belongs to.
 
-    A name that belongs to nothing is left out if the module has another one that does.
+    A name that belongs to no name of the map is left out if another one of the module does.
     """
-    found = [
+    entries = [
         (path, module, owner(path, device_map))
         for path, module in model.named_modules(remove_duplicate=False)
     ]
-    at_home = {module for _, module, key in found if key is not None}
-    for path, module, key in found:
+    at_home = {module for _, module, key in entries if key is not None}
+    for path, module, key in entries:
         if key is not None or module not in at_home:
             yield path, module, key
 
@@ -297,23 +297,23 @@ def mapped_modules(model: nn.Module, device_map: Mapping[str, torch.device]) -> 
     the map has a name below it, or since it is a list that is not called itself, these are its
     modules with parameters or buffers, and all entries of a list.
     """
-    found: dict[nn.Module, list[Mapped]] = {}
+    by_module: dict[nn.Module, list[Mapped]] = {}
     several = with_several_names(model)
     for key, device in device_map.items():
         named = model.get_submodule(key)
         for name, module in _computed_as_a_whole(key, named, device_map, several):
-            place = f"{name or 'the model'} on {device}"
-            found.setdefault(module, []).append(Mapped(name, key, module, device, place))
+            words = f"{name or 'the model'} on {device}"
+            by_module.setdefault(module, []).append(Mapped(name, key, module, device, words))
     every = [
         (module, x)
-        for module, own in found.items()
-        for x in (own if len({x.device for x in own}) > 1 else own[:1])
+        for module, aliases in by_module.items()
+        for x in (aliases if len({x.device for x in aliases}) > 1 else aliases[:1])
     ]
     for (_, mapped), lent in zip(every, places_of([(module, x.device) for module, x in every])):
         mapped.lent = lent
-    for module, (first, *others) in found.items():
+    for module, (first, *others) in by_module.items():
         first.names = [x for other, x in every if other is module and x in others]
-    return [first for first, *_ in found.values()]
+    return [first for first, *_ in by_module.values()]
 
 
 def _computed_as_a_whole(
@@ -330,8 +330,8 @@ def _computed_as_a_whole(
         return
     for child, inner in module.named_children():
         has_tensors = any(True for _ in inner.parameters()) or any(True for _ in inner.buffers())
-        # A module without tensors is mapped only as an entry of a list, and only if it has one
-        # name. Otherwise it computes where its inputs are.
+        # A module without tensors is mapped only if it is an entry of a list and has one name.
+        # Otherwise it computes where its inputs are.
         if start + child not in device_map and (
             has_tensors or (is_list(module) and inner not in several)
         ):

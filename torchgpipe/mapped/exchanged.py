@@ -37,34 +37,34 @@ def mappings_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MutableMa
 
     The attributes of a plain object that holds tensors are such a mapping, too.
     """
-    found: dict[int, MutableMapping[Any, Any]] = {}
-    _collect((*args, *kwargs.values()), found, set(), DEPTH)
-    return [*found.values()]
+    mappings: dict[int, MutableMapping[Any, Any]] = {}
+    _collect((*args, *kwargs.values()), mappings, set(), DEPTH)
+    return [*mappings.values()]
 
 
 def _collect(
     values: Collection[Any],
-    found: dict[int, MutableMapping[Any, Any]],
+    mappings: dict[int, MutableMapping[Any, Any]],
     seen: set[int],
     depth: int,
 ) -> None:
     if len(values) > COUNT:
         return
     for x in values:
-        # Most are tensors, and isinstance() with an abstract class takes longer.
+        # Most values end here, before isinstance() with an abstract class, which takes longer.
         if isinstance(x, Tensor) or type(x) in ATOMS:
             continue
         inner: Any = x if isinstance(x, dict | list | tuple) else None
         if inner is None and isinstance(x, MutableMapping):
-            inner = found[id(x)] = x
+            inner = mappings[id(x)] = x
         elif inner is None:
             inner = attributes_of(x)
             if inner and tensors_of(inner):
-                found[id(inner)] = inner
+                mappings[id(inner)] = inner
         if inner and depth and id(inner) not in seen:
             seen.add(id(inner))
-            within = inner.values() if isinstance(inner, Mapping) else inner
-            _collect(within, found, seen, depth - 1)
+            contents = inner.values() if isinstance(inner, Mapping) else inner
+            _collect(contents, mappings, seen, depth - 1)
 
 
 class Exchanged:
@@ -78,13 +78,13 @@ class Exchanged:
     ) -> None:
         self._lock = lock
         #: Each mapping, and what the module finds there.
-        self._found = [
+        self._items = [
             (mapping, {k: _fresh(x) for k, x in fetch({**mapping}).items()}) for mapping in mappings
         ]
-        self._versions = self._versions_of_found()
+        self._versions = self._current_versions()
 
-    def _versions_of_found(self) -> list[int]:
-        return [version_of(x) for _, found in self._found for x in tensors_of(found)]
+    def _current_versions(self) -> list[int]:
+        return [version_of(x) for _, contents in self._items for x in tensors_of(contents)]
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function that computes the module, in forward or in recomputation.
@@ -94,29 +94,29 @@ class Exchanged:
         """
         again = is_recomputing()
         # guard: changes in mappings
-        if again and self._versions != self._versions_of_found():
+        if again and self._versions != self._current_versions():
             raise RuntimeError(
                 "under checkpointing, nothing may change in place what a mapping held when a "
-                f"module was called with it (mapping: {type(self._found[0][0]).__name__}); write "
+                f"module was called with it (mapping: {type(self._items[0][0]).__name__}); write "
                 "a new tensor there, or use checkpoint='never'"
             )
         # guard: mappings of several devices
         with self._lock if again else nullcontext():
-            before = [{**mapping} for mapping, _ in self._found]
-            # New containers in each run, so that recomputation finds them unchanged.
-            given = [{k: _fresh(x) for k, x in found.items()} for _, found in self._found]
-            handing = handing_back(before, given)
-            for (mapping, _), items in zip(self._found, given):
+            before = [{**mapping} for mapping, _ in self._items]
+            # New lists and dicts for each run: a recomputation must find them as forward did.
+            copies = [{k: _fresh(x) for k, x in contents.items()} for _, contents in self._items]
+            handing = handing_back(before, copies)
+            for (mapping, _), items in zip(self._items, copies):
                 _fill(mapping, items)
             try:
                 return function(*args, **kwargs)
             finally:
-                # Recomputation restores the mapping entirely.
+                # What forward has written stays. What a recomputation writes is dropped.
                 if not again:
-                    for (mapping, _), items in zip(self._found, given):
+                    for (mapping, _), items in zip(self._items, copies):
                         _fill(items, {**mapping})
                     handing.end()
-                for (mapping, _), had in zip(self._found, before):
+                for (mapping, _), had in zip(self._items, before):
                     _fill(mapping, had)
 
 
@@ -133,19 +133,19 @@ def _fresh(value: Any) -> Any:
     return type(value)(map(_fresh, value)) if type(value) in (list, tuple) else value
 
 
-# Held: what modules hold, which is theirs alone to change.
+# Held: the attributes of modules, which only the modules themselves may change in a step.
 #
 # Some models hand masks and embeddings down by setting them::
 #
 #   self.block.mask = mask
 #   x = self.block(x)
 #
-# A recomputation of the block would find what the last micro-batch has left there, and so would a
-# checkpoint of PyTorch. So this is an error in the first step, whatever the mode. A list may grow,
-# as one in which several modules note what they do.
+# A recomputation of the block would find the mask of the last micro-batch, under a checkpoint of
+# PyTorch, too. So this is an error in the first step, whatever the mode. A list may grow, since
+# several modules may note in it what they do.
 
 
-#: Attributes of every module: flags and dicts; and what libraries wrap for one call of a model.
+#: Attributes that are not compared: every module's, and ``forward``, which libraries wrap.
 _COMMON = frozenset(vars(nn.Module())) | {"forward"}
 
 
@@ -153,7 +153,7 @@ class HeldValues:
     """Attributes and buffers that mapped modules hold, from call to call of a step."""
 
     def __init__(self) -> None:
-        #: By module: the name of the mapped module that has called it last, and what that has left.
+        #: By module: the mapped module that called it last, by name, and its attributes after that.
         self._left: dict[nn.Module, tuple[str, dict[str, list[Any]]]] = {}
 
     def note(self, name: str, module: nn.Module) -> None:
@@ -186,9 +186,9 @@ def _differs(left: list[Any], now: list[Any]) -> bool:
 
 
 def _held(module: nn.Module) -> dict[str, list[Any]]:
-    own = {**vars(module), **module._buffers}
+    attributes = {**vars(module), **module._buffers}
     return {
         key: [x] if type(x) in ATOMS else [x, *within(x)]
-        for key, x in own.items()
+        for key, x in attributes.items()
         if key not in _COMMON
     }

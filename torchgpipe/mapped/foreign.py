@@ -27,7 +27,7 @@ from torchgpipe.mapped.functions import APART, TARGETS, changed_argument
 
 __all__: list[str] = []
 
-#: Whether modules have met foreign tensors, by their names, with gradients and without.
+#: Whether a module has used foreign tensors, by its name and by whether it recorded gradients.
 Met: TypeAlias = dict[tuple[str, bool], bool]
 
 #: Copies tensors to the device of a module, and returns the copies by the originals' identities.
@@ -55,14 +55,14 @@ class Foreign(TorchFunctionMode):
         if (
             len({x.device for x in tensors}) > 1
             and not (func in TARGETS or name in APART)
-            # What a checkpoint of PyTorch computes again has no mode around it then.
+            # A checkpoint of PyTorch computes its code again, but without this mode's copies.
             and not is_in_checkpoint()
         ):
             changed = {id(x) for x in tensors_of(changed_argument(name, args, kwargs))}
             others = {
                 id(x): self._copy(x)
                 for x in dict(zip(map(id, tensors), tensors)).values()
-                # PyTorch takes a 0-dimensional tensor of the CPU on any device.
+                # PyTorch takes 0-dimensional tensors of the CPU on any device, so these stay.
                 if x.device != self._device and (x.dim() or has_streams(x.device))
                 if x.numel() == 1 and id(x) not in changed
             }
@@ -79,7 +79,7 @@ class Foreign(TorchFunctionMode):
 
 def may_meet(met: Met, mapped: Mapped) -> bool:
     """Whether a module may meet foreign tensors, as far as its calls have shown."""
-    # Compiled code would be compiled anew for the mode.
+    # Modules with compiled code are not watched: the mode would have it compiled anew.
     known = met.get((mapped.name, torch.is_grad_enabled()), True)
     return known and not any(map(is_compiled, mapped.module.modules()))
 
@@ -87,7 +87,8 @@ def may_meet(met: Met, mapped: Mapped) -> bool:
 def watched(met: Met, mapped: Mapped, bring: Bring, run: Callable[..., Any]) -> Callable[..., Any]:
     """Make a function that computes a module bring foreign tensors, and note if it meets any."""
     key = mapped.name, torch.is_grad_enabled()
-    # The checkpoint must not hold what brings them, which holds the step.
+    # The first call takes ``bring`` out of the list. The checkpoint keeps this function until
+    # backward, and must not keep the step, to which ``bring`` refers.
     first, copies = [bring], list[Tensor]()
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -107,25 +108,25 @@ def explain(error: RuntimeError, mapped: Mapped, met: Met) -> None:
     """
     if not is_about_devices(error):
         return
-    # What a module uses since its first step, as adapters that were added, comes in the next one.
+    # Watched again in the next step: the module uses a tensor that its first step did not use.
     met[mapped.name, torch.is_grad_enabled()] = True
-    if found := elsewhere_in(mapped.module, mapped.device):
+    if attributes := elsewhere_in(mapped.module, mapped.device):
         raise RuntimeError(
             "modules of a device map must not hand tensors to modules on other devices through "
-            f"lists, dicts or objects that they hold (module: {mapped.place}, found: "
-            f"{', '.join(found[:5])}); call the modules with the object, whose tensors come "
+            f"lists, dicts or objects that they hold (module: {mapped.words}, found: "
+            f"{', '.join(attributes[:5])}); call the modules with the object, whose tensors come "
             "along then, or map them to one device"
         ) from error
 
 
 def elsewhere_in(module: nn.Module, device: torch.device) -> list[str]:
     """The attributes of a module, and of those within, that have tensors of other devices."""
-    found = []
+    attributes = []
     for name, inner in module.named_modules():
         for key, value in vars(inner).items():
-            # Parameters and buffers are looked at before each step.
+            # verify_calls() looks at parameters and buffers before each step.
             if key not in ("_parameters", "_buffers", "_modules"):
-                places = [x.device for x in (value, *within(value)) if isinstance(x, Tensor)]
-                if other := next((x for x in places if x != device), None):
-                    found.append(f"{name}.{key}".lstrip(".") + f" on {other}")
-    return found
+                devices = [x.device for x in (value, *within(value)) if isinstance(x, Tensor)]
+                if other := next((x for x in devices if x != device), None):
+                    attributes.append(f"{name}.{key}".lstrip(".") + f" on {other}")
+    return attributes

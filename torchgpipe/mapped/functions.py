@@ -17,7 +17,7 @@ __all__: list[str] = []
 Move: TypeAlias = Callable[[Any, torch.device], Any]
 
 
-#: Functions that change statistics, which are the second argument.
+#: Functions that change running statistics, their second and third arguments.
 STATISTICS = frozenset({"batch_norm", "instance_norm"})
 
 
@@ -41,7 +41,7 @@ def changed_argument(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 #: Functions that cannot be repeated: they have a side effect, or run backward.
 ONCE = frozenset({"__set__", "grad", "backward"})
 
-#: Functions that do not read the values of their arguments, or treat each tensor separately.
+#: Functions whose tensors may be on several devices: they read no values, or each one separately.
 APART = frozenset({"expand_as", "view_as", "reshape_as", "is_same_size", "is_set_to", "grad"})
 APART |= {"result_type", "can_cast", "broadcast_tensors"}
 
@@ -72,7 +72,7 @@ def _as_tensor(move: Move, data: Any, /, *args: Any, **kwargs: Any) -> tuple[Any
     return data, *args
 
 
-#: For functions that copy between devices: bring the tensor there first, and return the arguments.
+#: By function that copies a tensor to a device: move it there first, and return the arguments.
 TARGETS: dict[Any, Callable[..., tuple[Any, ...]]] = {
     Tensor.to: _to,
     Tensor.cuda: _cuda,

@@ -52,11 +52,11 @@ class Glue(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in ATTRIBUTES:
             return self._moved(func, args, kwargs)
-        # Once for all that follows, since a step may call thousands of functions.
+        # Collected once for all checks below, since a step may call thousands of functions.
         tensors = tensors_of(args) + tensors_of(kwargs) if kwargs else tensors_of(args)
         target, step = changed_argument(name, args, kwargs), self._course.step
         changed = [] if target is None else tensors_of(target)
-        # PyTorch does not tell whether statistics change.
+        # Norms are let through, since a call does not tell whether its statistics change.
         if changed and step.is_spread and name not in STATISTICS and step.has_state(changed):
             raise RuntimeError(
                 "code between the modules of a map of several devices must not change parameters "
@@ -86,8 +86,8 @@ class Glue(TorchFunctionMode):
         if not brought:
             return self._called(func, args, kwargs)
         versions = [(x, version_of(x)) for x in brought.values()]
-        taken = replaced((args, dict(kwargs)), brought)
-        result = self._called(func, *taken)
+        arguments = replaced((args, dict(kwargs)), brought)
+        result = self._called(func, *arguments)
         # guard: changes that would be lost
         if any(version_of(x) != version for x, version in versions):
             raise _apart(name, tensors, "changes one of another device in place")
@@ -125,22 +125,22 @@ class Glue(TorchFunctionMode):
         Tensors that were made in an earlier visit belong to the stream of that visit, and are
         handed over to the stream of this one.
         """
-        found: dict[int, Tensor] = {}
+        aliases: dict[int, Tensor] = {}
         tensors = tensors_of((args, kwargs))
         for device, cell in self._course.cells.later.items():
-            found |= cell.taken_over([x for x in tensors if x.device == device])
-        if not found:
+            aliases |= cell.taken_over([x for x in tensors if x.device == device])
+        if not aliases:
             result = self._moved(func, args, kwargs)
-        # PyTorch's functions hand it on by name.
+        # Functions of torch.nn.functional hand ``inplace`` on as a keyword, so it is in kwargs.
         # guard: functions that are told to change in place
         elif is_in_place(func.__name__) or kwargs.get("inplace"):
-            result = self._changed(func, args, kwargs, found)
+            result = self._changed(func, args, kwargs, aliases)
         else:
-            taken = replaced((args, dict(kwargs)), found)
-            result = self._moved(func, *taken)
-            if any(_torch.is_alias_of(x, y) for x in tensors_of(result) for y in found.values()):
-                # A view must be one of the tensor itself: the model may change the view in place.
-                # Its gradient leaves this visit as a clone, too.
+            arguments = replaced((args, dict(kwargs)), aliases)
+            result = self._moved(func, *arguments)
+            if any(_torch.is_alias_of(x, y) for x in tensors_of(result) for y in aliases.values()):
+                # The result is a view. It must be one of the original tensor, since the model may
+                # change it in place. Its gradient leaves this visit as a clone, too.
                 return self._moved(func, args, kwargs)
         for device, cell in self._course.cells.later.items():
             cell.made([x for x in tensors_of(result) if x.device == device])
@@ -151,19 +151,19 @@ class Glue(TorchFunctionMode):
         func: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        found: Mapping[int, Tensor],
+        aliases: Mapping[int, Tensor],
     ) -> Any:
         """Call a function that changes its first argument in place."""
         if not args:
             args, kwargs = (kwargs["input"],), {k: x for k, x in kwargs.items() if k != "input"}
         target, *others = args
-        others, named = replaced((others, dict(kwargs)), found)
-        if id(target) not in found or func.__name__ in SHAPES:
+        others, named = replaced((others, dict(kwargs)), aliases)
+        if id(target) not in aliases or func.__name__ in SHAPES:
             return self._moved(func, (target, *others), named)
-        # Changed directly, the target would pass one gradient to the earlier visit and to the other
-        # arguments. Copied back from a clone, it passes its gradient to the clone alone.
+        # A direct change would hand one gradient tensor to the earlier visit and to the other
+        # arguments. If a clone is changed and copied back, it goes to the clone alone.
         # guard: changes of what an earlier visit has made
-        clone = found[id(target)].clone()
+        clone = aliases[id(target)].clone()
         result = self._moved(func, (clone, *others), named)
         target.copy_(clone)
         return target if result is clone else result
@@ -181,7 +181,7 @@ class Glue(TorchFunctionMode):
 ATTRIBUTES = frozenset({"__get__", "__set__", "register_hook", "retain_grad", "backward"})
 ATTRIBUTES |= {"register_post_accumulate_grad_hook", "requires_grad_", "record_stream"}
 
-#: Functions that change what a tensor object is, in place, and not its values.
+#: Functions that change a tensor's shape, storage or graph in place, and not its values.
 SHAPES = frozenset({"detach_", "resize_", "resize_as_", "set_", "squeeze_", "unsqueeze_", "t_"})
 SHAPES |= {"transpose_", "swapaxes_", "swapdims_", "as_strided_", "share_memory_", "rename_"}
 

@@ -22,12 +22,12 @@ from torchgpipe.devices.streams import CPU, Device, accelerators
 __all__: list[str] = []
 
 
-#: The label that counts nowhere, for PyTorch's losses and so for those of Transformers.
+#: The label that losses leave out: ``ignore_index`` of PyTorch, which Transformers uses, too.
 IGNORED = -100
 
 
 def base_of(model: nn.Module) -> Any:
-    """The model itself, if it has adapters."""
+    """The model without the adapters that PEFT may have put around it."""
     return getattr(model, "get_base_model", lambda: model)()
 
 
@@ -129,7 +129,7 @@ def release(model: nn.Module) -> None:
             if isinstance(module.forward, partial):
                 hooks.remove_hook_from_module(module)
             else:
-                # Somebody has put another forward around that of Accelerate, which asks for a hook.
+                # Other code wraps Accelerate's forward, which needs a hook: one that does nothing.
                 module._hf_hook = hooks.ModelHook()
 
 

@@ -49,15 +49,15 @@ class CallersTensors:
         given: the arguments of the call.
     """
 
-    def __init__(self, given: FlatInput) -> None:
-        args, kwargs = given.spec.children
+    def __init__(self, arguments: FlatInput) -> None:
+        args, kwargs = arguments.spec.children
         named = [f"args[{k}]" for k in range(len(args.children))] + [*kwargs.context]
         counts = [x.count for x in (*args.children, *kwargs.children)]
         owners = chain(*[[name] * count for name, count in zip(named, counts)])
-        # Counters, since a graph must not keep what it does not need.
-        self._found = [
+        # Version counters alone: the graph must not keep tensors that backward does not need.
+        self._versions = [
             (name, counter_of(x), version_of(x))
-            for name, leaf in zip(owners, given.leaves)
+            for name, leaf in zip(owners, arguments.leaves)
             for x in tensors_in(leaf)
             if not x.requires_grad
         ]
@@ -75,7 +75,7 @@ class CallersTensors:
         Raises:
             RuntimeError: one was changed in place.
         """
-        for name, counter, version in self._found:
+        for name, counter, version in self._versions:
             if version_of(counter) != version:
                 raise RuntimeError(
                     "an input must not be changed in place between a forward and its backward, "

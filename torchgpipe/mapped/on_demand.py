@@ -45,8 +45,8 @@ def omissible(output: Any, batch: Batch, tail: Tail) -> list[Tensor]:
     """
     if not can_fill_itself(output):
         return []
-    own = [x for x in output.values() if isinstance(x, Tensor) and tail.number(x) is not None]
-    return with_rows(own, batch.parts[VALUE]) if any(map(is_loss, own)) else []
+    tensors = [x for x in output.values() if isinstance(x, Tensor) and tail.number(x) is not None]
+    return with_rows(tensors, batch.parts[VALUE]) if any(map(is_loss, tensors)) else []
 
 
 def is_loss(value: Any) -> bool:
@@ -78,10 +78,10 @@ class Filled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, stand_in: Tensor, value: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        found = alias(value)
+        output = alias(value)
         if not ctx.needs_input_grad[0]:
-            ctx.mark_non_differentiable(found)
-        return found
+            ctx.mark_non_differentiable(output)
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
@@ -93,20 +93,20 @@ class Omitted:
 
     def __init__(self) -> None:
         #: By micro-batch: the indices of its omitted tensors, and a checkpoint to compute them.
-        self._found: dict[int, tuple[Sequence[int], Checkpoint]] = {}
+        self._makers: dict[int, tuple[Sequence[int], Checkpoint]] = {}
         self._rows: list[list[Tensor]] = []
         self._places: list[int] = []
 
     def add(self, i: int, batch: Batch, tensors: Sequence[Tensor], maker: Checkpoint) -> None:
         """Note which tensors of a micro-batch are omitted."""
         numbers = {id(x): k for k, x in enumerate(batch)}
-        self._found[i] = [numbers[id(x)] for x in tensors], maker
+        self._makers[i] = [numbers[id(x)] for x in tensors], maker
 
     def without(self, i: int, batch: Batch) -> Batch:
         """The output of a micro-batch, with stand-ins."""
-        if i not in self._found:
+        if i not in self._makers:
             return batch
-        places, _ = self._found[i]
+        places, _ = self._makers[i]
         return batch.replace([StandIn.apply(x) if k in places else x for k, x in enumerate(batch)])
 
     def take(self, batches: list[Batch], *, joins: bool) -> None:
@@ -116,7 +116,7 @@ class Omitted:
             batches: the outputs of all micro-batches.
             joins: whether they will be joined. Otherwise no tensors but stand-ins are replaced.
         """
-        places = {k for places, _ in self._found.values() for k in places}
+        places = {k for places, _ in self._makers.values() for k in places}
         if joins:
             places |= joined_later(batches)
         self._places = sorted(places)
@@ -167,23 +167,23 @@ class Omitted:
         return [join_tensors(tuple(column)) for column in columns]
 
     def _computed(self, i: int) -> dict[int, Tensor]:
-        if i not in self._found:
+        if i not in self._makers:
             return {}
-        places, maker = self._found[i]
+        places, maker = self._makers[i]
         try:
-            found = dict(zip(places, maker.compute()))
+            tensors = dict(zip(places, maker.compute()))
         except RuntimeError as error:
             raise RuntimeError(
                 "what a model returns beside its loss is computed when somebody looks at it, under "
                 f"checkpoint='always', and now it cannot be computed any more ({error}); look at "
                 "it before the optimizer's step, or use checkpoint='except_last'"
             ) from error
-        for x in found.values():
+        for x in tensors.values():
             stream = current_stream(x.device)
             # guard: waiting for what somebody looks at
             wait_stream(stream, maker.stream)
             record_stream(x, stream)
-        return found
+        return tensors
 
 
 def joined_later(batches: Sequence[Batch]) -> set[int]:
@@ -194,12 +194,12 @@ def joined_later(batches: Sequence[Batch]) -> set[int]:
         return set()
     if any(map(is_meta, first)):
         return set()
-    found = [{*map(id, with_rows(filter(is_dense, part), part))} for part in (first, *others)]
+    joinable = [{*map(id, with_rows(filter(is_dense, part), part))} for part in (first, *others)]
     return {
         k
         for k, column in enumerate(zip(first, *others))
-        # Of other classes nobody knows what an empty one is.
-        if all(type(x) is Tensor and id(x) in own for x, own in zip(column, found))
+        # Subclasses are joined at once: they may have no meta tensors to stand for them.
+        if all(type(x) is Tensor and id(x) in ids for x, ids in zip(column, joinable))
     }
 
 
@@ -218,19 +218,19 @@ def there(output: Any) -> dict[str, Any]:
     return {key: output[key] for key in output if key not in missing}
 
 
-def on_reading(like: Any, found: Mapping[str, Any], make: Callable[[], Mapping[str, Any]]) -> Any:
+def on_reading(like: Any, values: Mapping[str, Any], make: Callable[[], Mapping[str, Any]]) -> Any:
     """Make an output that computes its values when one is read, but for some."""
-    own: Any = type(like)
+    kind: Any = type(like)
     state = {**object.__getattribute__(like, "__dict__")}
     if state.pop(MISSING, None):
-        (own,) = own.__bases__
-    output = OrderedDict.__new__(own)
+        (kind,) = kind.__bases__
+    output = OrderedDict.__new__(kind)
     for name in like:
-        OrderedDict.__setitem__(output, name, found.get(name))
-    vars(output).update(state, **found)
-    if names := [name for name in like if name not in found]:
+        OrderedDict.__setitem__(output, name, values.get(name))
+    vars(output).update(state, **values)
+    if names := [name for name in like if name not in values]:
         vars(output)[MISSING] = names, make
-        object.__setattr__(output, "__class__", on_demand(own))
+        object.__setattr__(output, "__class__", on_demand(kind))
     return output
 
 
@@ -241,17 +241,17 @@ HARMLESS |= {"__contains__", "__len__", "__iter__", "__reversed__", "keys"}
 
 
 @cache
-def on_demand(own: type) -> type:
-    """Derive a class of outputs that fill themselves when read, and then become ``own`` again."""
+def on_demand(kind: type) -> type:
+    """Derive a class of outputs that fill themselves when read, and then become ``kind`` again."""
 
     def fill(output: Any) -> None:
-        found = object.__getattribute__(output, "__dict__")
-        names, make = found[MISSING]
-        # Who reads it first may not be the one who needs gradients.
+        attributes = object.__getattribute__(output, "__dict__")
+        names, make = attributes[MISSING]
+        # Whoever reads the output first, perhaps without grad mode, may not be who needs gradients.
         with torch.inference_mode(False), torch.enable_grad():
             made = make()
-        del found[MISSING]
-        object.__setattr__(output, "__class__", own)
+        del attributes[MISSING]
+        object.__setattr__(output, "__class__", kind)
         for name in names:
             output[name] = made[name]
 
@@ -262,7 +262,7 @@ def on_demand(own: type) -> type:
     def filling(name: str) -> Callable[..., Any]:
         def method(output: Any, *args: Any, **kwargs: Any) -> Any:
             fill(output)
-            return getattr(own, name)(output, *args, **kwargs)
+            return getattr(kind, name)(output, *args, **kwargs)
 
         return method
 
@@ -280,14 +280,14 @@ def on_demand(own: type) -> type:
 
     special = [
         x
-        for x in dir(own)
-        if x.startswith("__") and x not in HARMLESS and callable(getattr(own, x))
+        for x in dir(kind)
+        if x.startswith("__") and x not in HARMLESS and callable(getattr(kind, x))
     ]
     table: dict[str, Any] = {name: filling(name) for name in special}
-    table |= {"__getattribute__": get, "__getitem__": item, "__module__": own.__module__}
+    table |= {"__getattribute__": get, "__getitem__": item, "__module__": kind.__module__}
     # Code such as ``type(output)(...)`` must make an object of the output's own class.
-    table["__new__"] = lambda _, *args, **kwargs: own(*args, **kwargs)
-    # By a name of its own, since classes of outputs register themselves by their names.
-    found = type(f"{own.__name__}OnDemand", (own,), table)
-    found.__name__, found.__qualname__ = own.__name__, own.__qualname__
-    return found
+    table["__new__"] = lambda _, *args, **kwargs: kind(*args, **kwargs)
+    # Made under another name, since Transformers registers classes of outputs by their names.
+    subclass = type(f"{kind.__name__}OnDemand", (kind,), table)
+    subclass.__name__, subclass.__qualname__ = kind.__name__, kind.__qualname__
+    return subclass

@@ -36,7 +36,7 @@ class SliceStart(int):
 class SliceMask:
     """The mask by which each query of a slice sees all keys up to that of its own position."""
 
-    # No attributes: their tensors would be brought to the device of whoever is called with this.
+    # Slots: tensors in a ``__dict__`` would be copied to the device of a module that gets this.
     __slots__ = ("_made", "_make")
 
     def __init__(self, make: Callable[..., Tensor]) -> None:
@@ -56,15 +56,15 @@ def takes_slice_masks(model: nn.Module) -> bool:
 
     Those that take masks of blocks, as FlexAttention needs, do not look into them.
     """
-    found = all(
+    supports_masks = all(
         getattr(model, f"_supports_{x}", False) for x in ("attention_backend", "flex_attn", "sdpa")
     )
-    return found and install()
+    return supports_masks and install()
 
 
 @cache
 def install() -> bool:
-    """Make Transformers' functions for ``"sdpa"`` such as know slices, and do else as they did."""
+    """Replace Transformers' functions for ``"sdpa"`` by functions that also know slices."""
     masks: Any = import_module("transformers.masking_utils")
     attention: Any = import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
     before = masks.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], attention["sdpa"]
@@ -74,19 +74,19 @@ def install() -> bool:
     return True
 
 
-def mask_of(plain: Callable[..., Any], causal: Any, *args: Any, **given: Any) -> Any:
+def mask_of(plain: Callable[..., Any], causal: Any, *args: Any, **options: Any) -> Any:
     """Make a mask as Transformers does, or a :class:`SliceMask` for a slice that is just causal."""
-    start = given.get("q_offset")
+    start = options.get("q_offset")
     if (
         isinstance(start, SliceStart)
         and start > 0
-        and given.get("mask_function") is causal
-        and given.get("attention_mask") is None
-        and given.get("allow_is_causal_skip")
-        and not given.get("kv_offset")
+        and options.get("mask_function") is causal
+        and options.get("attention_mask") is None
+        and options.get("allow_is_causal_skip")
+        and not options.get("kv_offset")
     ):
-        return SliceMask(partial(plain, *args, **given))
-    return plain(*args, **given)
+        return SliceMask(partial(plain, *args, **options))
+    return plain(*args, **options)
 
 
 def attend(
@@ -96,31 +96,31 @@ def attend(
     key: Tensor,
     value: Tensor,
     attention_mask: Any,
-    **given: Any,
+    **options: Any,
 ) -> Any:
     """Compute attention as Transformers does, of ``(rows, heads, positions, features)``."""
     if isinstance(attention_mask, SliceMask):
-        dropout = given.get("dropout", 0.0)
-        if _has_kernel(query, key, value, dropout, given):
-            found = _torch.flash_attention(
-                *(query, key, value, dropout), is_causal=True, scale=given.get("scaling")
+        dropout = options.get("dropout", 0.0)
+        if _has_kernel(query, key, value, dropout, options):
+            output = _torch.flash_attention(
+                *(query, key, value, dropout), is_causal=True, scale=options.get("scaling")
             )
-            return found[0].transpose(1, 2).contiguous(), None
+            return output[0].transpose(1, 2).contiguous(), None
         attention_mask = attention_mask.on(query.device)
-    return plain(module, query, key, value, attention_mask, **given)
+    return plain(module, query, key, value, attention_mask, **options)
 
 
 def _has_kernel(
-    query: Tensor, key: Tensor, value: Tensor, dropout: float, given: dict[str, Any]
+    query: Tensor, key: Tensor, value: Tensor, dropout: float, options: dict[str, Any]
 ) -> bool:
-    if given.get("position_bias") is not None or given.get("softcap") is not None:
+    if options.get("position_bias") is not None or options.get("softcap") is not None:
         return False
-    # PyTorch's kernels take features by eights, and as many of keys as of values.
+    # FlashAttention takes multiples of 8 features, as many of keys as of values, in one dtype.
     features = query.shape[-1]
     if features % 8 or value.shape[-1] != features or not query.dtype == key.dtype == value.dtype:
         return False
     grouped = query.shape[1] != key.shape[1]
-    # The virtual accelerator says it for itself.
+    # The module of the virtual accelerator has a function of its own for this.
     module = torch.get_device_module(query.device)
     ask = getattr(module, "can_use_flash_attention", cuda.can_use_flash_attention)
     return bool(ask(cuda.SDPAParams(query, key, value, None, dropout, False, grouped)))

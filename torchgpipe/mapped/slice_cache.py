@@ -30,26 +30,26 @@ __all__: list[str] = []
 
 
 class Extend(torch.autograd.Function):
-    """Continue what the slice before has seen: ``seen before, own → the end of both``."""
+    """Add a slice to what the slice before has seen: ``before, added → the end of both``."""
 
     @staticmethod
-    def forward(ctx: Any, before: Tensor | None, own: Tensor, seen: Tensor) -> Tensor:
+    def forward(ctx: Any, before: Tensor | None, added: Tensor, seen: Tensor) -> Tensor:
         """Return ``seen``, memory of shape ``(..., positions, features)`` that has both."""
         ctx.set_materialize_grads(False)
-        ctx.length = seen.shape[-2] - own.shape[-2]
+        ctx.length = seen.shape[-2] - added.shape[-2]
         ctx.lost = 0 if before is None else before.shape[-2] - ctx.length
         return seen
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
-        before = own = None
+        before = added = None
         if grad is not None and ctx.needs_input_grad[0]:
             before = grad[..., : ctx.length, :]
             if ctx.lost:
                 before = nn.functional.pad(before, (0, 0, ctx.lost, 0))
         if grad is not None and ctx.needs_input_grad[1]:
-            own = grad[..., ctx.length :, :]
-        return before, own, None
+            added = grad[..., ctx.length :, :]
+        return before, added, None
 
 
 class Past:
@@ -63,30 +63,30 @@ class Past:
     def __init__(self, starts: Sequence[int], window: int | None) -> None:
         self._starts, self.window = starts, window
         self._buffer: Tensor | None = None
-        #: What the latest slice has seen. Its graph must not outlive forward: a checkpoint, which
-        #: is part of the graph, keeps the cache, and Python's collector sees no such circles.
+        #: What the latest slice has seen. It is released after forward: its graph refers to a
+        #: checkpoint, and that to this cache, a cycle that Python's collector does not see.
         self._latest: Tensor | None = None
 
     def first(self, k: int) -> int:
         """The first position that slice ``k`` sees."""
         return 0 if self.window is None else max(0, self._starts[k] - self.window)
 
-    def seen(self, k: int, own: Tensor) -> Tensor:
+    def seen(self, k: int, added: Tensor) -> Tensor:
         """Positions that slice ``k`` sees, its own included: ``(..., positions, features)``."""
         start, end = self._starts[k : k + 2]
         if self._buffer is None:
-            self._buffer = own.new_empty(*own.shape[:-2], self._starts[-1], own.shape[-1])
-        # Of a version of its own: what later slices write is no change of what this one sees.
+            self._buffer = added.new_empty(*added.shape[:-2], self._starts[-1], added.shape[-1])
+        # ``data`` has a version of its own: what later slices write is no change of this slice.
         memory = self._buffer.data
         seen = memory[..., self.first(k) : end, :]
-        found: Tensor
+        output: Tensor
         if is_recomputing():
-            # The graph of a recomputation is not used, and the memory has this slice's part.
-            found = Extend.apply(None, own, seen)
+            # The memory has this slice's part already, and nobody uses a recomputation's graph.
+            output = Extend.apply(None, added, seen)
         else:
-            memory[..., start:end, :] = own.detach()
-            found = self._latest = Extend.apply(self._latest, own, seen)
-        return found
+            memory[..., start:end, :] = added.detach()
+            output = self._latest = Extend.apply(self._latest, added, seen)
+        return output
 
     def let_go(self) -> None:
         """Release the graph of the latest slice."""
@@ -149,15 +149,15 @@ class KeptLayers:
 
 def known(caches: Any) -> tuple[type, ...]:
     """The classes of layers of Transformers' caches that keep nothing but keys and values."""
-    # A dummy is of a layer that keeps nothing, as those with the keys of an earlier one.
-    own = "DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"
-    return tuple(getattr(caches, name) for name in own if hasattr(caches, name))
+    # A DummyLayer keeps nothing: its layer of the model uses the keys of an earlier layer.
+    names = "DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"
+    return tuple(getattr(caches, name) for name in names if hasattr(caches, name))
 
 
 @cache
 def cache_class() -> Any:
     """The class of the caches, derived from Transformers' own, which models ask for."""
-    caches: Any = import_module("transformers.cache_utils")  # To mypy, its classes are any objects.
+    caches: Any = import_module("transformers.cache_utils")  # Any: mypy does not know its classes.
 
     class SliceLayer(caches.DynamicLayer):  # type: ignore[misc]
         """The keys and values of one layer, as one slice finds them."""
@@ -170,10 +170,10 @@ def cache_class() -> Any:
             self.length = layers.starts[k]
 
         def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-            found = self._layers.past(self._number)
+            past_keys, past_values = self._layers.past(self._number)
             if not is_recomputing():
                 self.length = self._layers.starts[self._k + 1]
-            return found[0].seen(self._k, keys), found[1].seen(self._k, values)
+            return past_keys.seen(self._k, keys), past_values.seen(self._k, values)
 
         def get_seq_length(self) -> int:
             return self._layers.starts[self._k] if is_recomputing() else self.length

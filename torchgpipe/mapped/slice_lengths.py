@@ -13,7 +13,7 @@ from torchgpipe.values.division import divided
 
 __all__: list[str] = []
 
-#: The number of slices, their lengths, or "auto": of so many tokens, and of equal time.
+#: The number of slices, their lengths, or "auto": about TOKENS tokens each, and equal times.
 Slices: TypeAlias = int | Sequence[int] | str
 TOKENS = 2048
 
@@ -27,19 +27,19 @@ def checked_slices(slices: Any) -> Slices:
     """
     if slices == "auto":
         return "auto"
-    given = [slices] if isinstance(slices, int) else slices
-    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+    numbers = [slices] if isinstance(slices, int) else slices
+    if not isinstance(numbers, Sequence) or isinstance(numbers, str) or not numbers:
         raise TypeError(
             "slices is the number of slices of a sequence, a list with the length of each, or "
             f"'auto' (slices: {slices!r}); pass such as slices=8"
         )
-    wrong = [x for x in given if isinstance(x, bool) or not isinstance(x, int) or x < 1]
+    wrong = [x for x in numbers if isinstance(x, bool) or not isinstance(x, int) or x < 1]
     if wrong:
         raise ValueError(
             f"slices of a sequence are at least one token long, and one (slices: {slices!r}); pass "
             "such as slices=8"
         )
-    return slices if isinstance(slices, int) else tuple(given)
+    return slices if isinstance(slices, int) else tuple(numbers)
 
 
 def count_of(slices: Slices, devices: int, length: int) -> int:
@@ -85,5 +85,5 @@ def equal_times(count: int, length: int, model: nn.Module) -> list[int]:
     w = sum(x.numel() for x in model.parameters()) / (2 * features)
     all_of_it = w * length + length**2 / 2
     ends = [round(sqrt(w**2 + 2 * all_of_it * k / count) - w) for k in range(count + 1)]
-    found = [end - start for start, end in pairwise(ends)]
-    return found if all(found) else divided(length, count)
+    lengths = [end - start for start, end in pairwise(ends)]
+    return lengths if all(lengths) else divided(length, count)

@@ -28,17 +28,17 @@ def joined(outputs: Sequence[Any], sizes: Sequence[Extent] | Extent, left_out: i
     if not can_fill_itself(outputs[0]):
         return _joined([*outputs], sizes, left_out)
     values = [there(x) for x in outputs]
-    found = {
+    ready = {
         name: _joined([x[name] for x in values], sizes, left_out)
         for name, x in values[0].items()
         if not (isinstance(x, Tensor) and x.dim())
     }
 
     def make() -> dict[str, Any]:
-        names = [name for name in outputs[0] if name not in found]
+        names = [name for name in outputs[0] if name not in ready]
         return {name: _joined([x[name] for x in outputs], sizes, left_out) for name in names}
 
-    return on_reading(outputs[0], found, make)
+    return on_reading(outputs[0], ready, make)
 
 
 def _joined(values: list[Any], sizes: Sequence[Extent] | Extent, left_out: int) -> Any:
@@ -62,10 +62,10 @@ def _joined_slices(parts: list[Tensor], rows: int, lengths: Sequence[int], left_
     if not parts[0].dim():
         return torch.stack(parts).mean(0)
     if all(x.shape[:2] == (rows, size) for x, size in zip(parts, lengths)):
-        found = torch.cat(parts, 1)
-        return found[:, :-left_out] if left_out else found
+        output = torch.cat(parts, 1)
+        return output[:, :-left_out] if left_out else output
     if all(x.shape[0] == rows * size for x, size in zip(parts, lengths)):
-        # As routers have them.
+        # Rows and positions are one dimension, as in what routers of experts return.
         return torch.cat([x.unflatten(0, (rows, -1)) for x in parts], 1).flatten(0, 1)
     raise ValueError(
         "outputs of slices have rows in dimension 0 and positions in dimension 1, by which "

@@ -1,4 +1,4 @@
-"""The proof of slices: what a model makes of a few tokens in two slices is what it makes of them.
+"""The proof of slices: a model computes the same for a few tokens at once and in two slices.
 
 Code that detaches what is in the cache, or looks across the whole sequence otherwise, has the same
 outputs in slices, or nearly, and other gradients. So a few tokens are computed before the first
@@ -20,21 +20,21 @@ from torchgpipe.values.structure import leaves_of
 
 __all__: list[str] = []
 
-#: So many tokens are computed.
+#: How many tokens are computed, at once and in two slices.
 TOKENS = 32
 
 #: How many entries of the gradient of each parameter are compared.
 SAMPLE = 4096
 
-#: The norm of a parameter's gradient counts as this share of the norm of all, if it is smaller.
+#: The least norm that errors of a parameter's gradient are divided by, per norm of all gradients.
 LEAST = 1e-3
 
-#: How far outputs of early tokens may change with later ones, as a rule by nothing. Experts get
-#: other numbers of tokens, so that their products may be rounded otherwise.
+#: How far outputs of the first tokens may change, by rounding, when later tokens are others. It may
+#: be EXPERTS times as much in models with experts, whose products get other numbers of tokens.
 EARLY = {torch.float64: 1e-9, torch.float32: 1e-5}
 HALF_EARLY, EXPERTS = 1e-3, 20
 
-#: How far gradients may differ, per unit of their norm: by rounding, in half precision, too.
+#: How far gradients may differ by rounding, per norm; HALF is for half precision.
 CLOSE = {torch.float64: 1e-4, torch.float32: 1e-3}
 HALF = 0.2
 
@@ -56,16 +56,16 @@ def prove(
     Raises:
         ValueError: they differ.
     """
-    own = [x for x in model.parameters() if x.requires_grad and x.is_floating_point()]
-    if not own:
+    parameters = [x for x in model.parameters() if x.requires_grad and x.is_floating_point()]
+    if not parameters:
         return
-    name, dtype = type(model).__name__, max((x.dtype for x in own), key=_rounding)
+    name, dtype = type(model).__name__, max((x.dtype for x in parameters), key=_rounding)
     with unchanged(model):
-        (expected, shapes), (again, _) = gradient(whole, own), gradient(whole, own)
+        (expected, shapes), (again, _) = gradient(whole, parameters), gradient(whole, parameters)
         if not expected.equal(again):
-            # Layers that draw are left out, since slices draw other numbers.
+            # Two equal calls differ, so layers draw: evaluation mode switches dropout off.
             model.eval()
-            expected, shapes = gradient(whole, own)
+            expected, shapes = gradient(whole, parameters)
         early = changed_early(whole, sequence)
         has_experts = any("expert" in x for x, _ in model.named_modules())
         if not early <= EARLY.get(dtype, HALF_EARLY) * (EXPERTS if has_experts else 1):
@@ -75,7 +75,7 @@ def prove(
                 "tokens behind them); use slices=1"
             )
         try:
-            found, found_shapes = gradient(slices, own)
+            sliced, sliced_shapes = gradient(slices, parameters)
         except (AttributeError, IndexError, RuntimeError, TypeError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -84,18 +84,19 @@ def prove(
                 f"(model: {name}, {TOKENS} tokens in two slices: "
                 f"{type(error).__name__}: {error}); use slices=1"
             ) from error
-    if any(shapes[x] != found_shapes[x] for x in shapes.keys() & found_shapes.keys()):
+    if any(shapes[x] != sliced_shapes[x] for x in shapes.keys() & sliced_shapes.keys()):
         raise ValueError(
             "outputs of slices must have a place for each token, by which they are joined (model: "
-            f"{name}, shapes of {TOKENS} tokens: {shapes}, in two slices: {found_shapes}); use "
+            f"{name}, shapes of {TOKENS} tokens: {shapes}, in two slices: {sliced_shapes}); use "
             "slices=1"
         )
-    off, close = furthest(found, expected, [min(SAMPLE, x.numel()) for x in own]), CLOSE.get(dtype)
-    if not off <= (close or HALF):
+    off = furthest(sliced, expected, [min(SAMPLE, x.numel()) for x in parameters])
+    close = CLOSE.get(dtype, HALF)
+    if not off <= close:
         raise ValueError(
             "a model that is computed in slices must have the gradients of the whole sequence "
             f"(model: {name}, {TOKENS} tokens in two slices: off by {off:.2%}, "
-            f"allowed: {close or HALF:.2%}); use slices=1"
+            f"allowed: {close:.2%}); use slices=1"
         )
 
 
@@ -110,7 +111,7 @@ def changed_early(whole: Callable[..., Any], sequence: Mapping[str, Tensor]) -> 
     """
     ((name, tokens),) = sequence.items()
     half = tokens.shape[1] // 2
-    # They are in the vocabulary.
+    # Tokens of the same sequence, since others may not be in the vocabulary.
     others = torch.cat([tokens[:, :half], tokens.flip(1)[:, half:]], 1)
     with torch.no_grad():
         outputs = whole(), whole(**{name: others})
@@ -120,22 +121,22 @@ def changed_early(whole: Callable[..., Any], sequence: Mapping[str, Tensor]) -> 
 
 def _early(output: Any, sizes: Sequence[int]) -> Tensor:
     """The outputs of the first tokens, on the CPU, if there are some for each token."""
-    found = [x for x in _leaves(output) if x.shape[:2] == sizes]
-    return found[0][:, : sizes[1] // 2].cpu().double() if found else torch.zeros(())
+    outputs = [x for x in _leaves(output) if x.shape[:2] == sizes]
+    return outputs[0][:, : sizes[1] // 2].cpu().double() if outputs else torch.zeros(())
 
 
-def furthest(found: Tensor, expected: Tensor, sizes: Sequence[int]) -> float:
+def furthest(sliced: Tensor, whole: Tensor, sizes: Sequence[int]) -> float:
     """Compare the gradients of parameters: the most that one is off, per unit of its norm.
 
     Args:
-        found: the samples of all parameters.
-        expected: the same.
+        sliced: samples of the gradients in slices, of all parameters.
+        whole: the same of the whole sequence.
         sizes: how many numbers there are of each.
     """
-    # Keys have small gradients, so that the norm of all would hide that they are detached. But of
-    # some parameters, as of biases of keys, the gradient is all rounding.
-    least = LEAST * expected.norm().clamp(min=1e-30)
-    pairs = zip(found.split([*sizes]), expected.split([*sizes]))
+    # Each gradient has its own norm: that of all would hide a missing gradient of keys, which is
+    # small. It has a least value, since some gradients, as of biases of keys, are all rounding.
+    least = LEAST * whole.norm().clamp(min=1e-30)
+    pairs = zip(sliced.split([*sizes]), whole.split([*sizes]))
     errors = [(x - y).norm() / y.norm().clamp(min=least) for x, y in pairs]
     return float(torch.stack(errors).max())
 
@@ -150,15 +151,15 @@ def gradient(
     """
     with torch.enable_grad():
         output = call()
-        found = output.get("loss") if isinstance(output, Mapping) else None
-        if found is None:
-            # Squares of what a norm returns add up to the same number whatever goes in.
-            found = next(
+        loss = output.get("loss") if isinstance(output, Mapping) else None
+        if loss is None:
+            # Not a sum of squares: it is constant after a norm, so its gradient would be zero.
+            loss = next(
                 x[:, x.shape[1] // 2 :].float().sin()
                 for x in _leaves(output)
                 if x.requires_grad and x.dim() > 1
             )
-        grads = torch.autograd.grad(found.mean(), parameters, allow_unused=True)
+        grads = torch.autograd.grad(loss.mean(), parameters, allow_unused=True)
     parts = [
         torch.zeros(min(SAMPLE, x.numel()))
         if grad is None

@@ -14,22 +14,22 @@ from torchgpipe.mapped.hugging_face import base_of
 
 __all__: list[str] = []
 
-#: The names of arguments of which one has the sequence.
+#: The names that the argument with the sequence may have.
 SEQUENCES = ("input_ids", "inputs_embeds")
 
-#: The names of the argument for the cache.
+#: The names that the argument for the cache may have.
 CACHES = ("cache", "past_key_values", "layer_past")
 
-#: What the names of arguments with images and sounds begin with.
+#: What names of arguments with images or sounds begin with.
 MEDIA = ("pixel_values", "image_", "video_", "audio_", "input_features", "input_values")
 
 
-def verified(model: nn.Module, given: Mapping[str, Any], sequence: str) -> str:
+def verified(model: nn.Module, arguments: Mapping[str, Any], sequence: str) -> str:
     """Check that a model can be called in slices.
 
     Args:
         model: the model.
-        given: the arguments of the call.
+        arguments: the arguments of the call.
         sequence: the name of the argument that has the sequence; empty if there is none.
 
     Returns:
@@ -61,9 +61,9 @@ def verified(model: nn.Module, given: Mapping[str, Any], sequence: str) -> str:
     if not sequence:
         raise ValueError(
             "slices divide the sequence that a model is called with by name "
-            f"(names: {[*SEQUENCES]}, arguments: {[*given]}); pass it by name, or use slices=1"
+            f"(names: {[*SEQUENCES]}, arguments: {[*arguments]}); pass it by name, or use slices=1"
         )
-    if given.get("labels") is not None and all(x.kind != x.VAR_KEYWORD for x in takes.values()):
+    if arguments.get("labels") is not None and all(x.kind != x.VAR_KEYWORD for x in takes.values()):
         raise ValueError(
             "the loss of a slice needs the label behind its last token, as shift_labels, which "
             f"this model does not take (model: {kind}); compute the loss from its logits"
@@ -83,32 +83,32 @@ def verified(model: nn.Module, given: Mapping[str, Any], sequence: str) -> str:
     return cache
 
 
-def verify_part(kind: str, given: Mapping[str, Any], name: str, cache: str) -> None:
+def verify_part(kind: str, arguments: Mapping[str, Any], name: str, cache: str) -> None:
     """Check the arguments of a micro-batch, whose sequence and cache have these names."""
-    sequence = given[name]
+    sequence = arguments[name]
     if not isinstance(sequence, Tensor) or sequence.dim() < 2 or not sequence.shape[1]:
         raise ValueError(
             "slices divide a tensor of rows and positions, one at least "
             f"({name}: {type(sequence).__name__}, shape: "
             f"{[*getattr(sequence, 'shape', ())]}); pass such a tensor"
         )
-    if given.get(cache) is not None or given.get("use_cache"):
+    if arguments.get(cache) is not None or arguments.get("use_cache"):
         raise ValueError(
             "a model that computes slices gets its cache from the wrapper "
             f"(arguments: {cache}, use_cache); leave them away, or set slices = 1 to write text"
         )
-    if isinstance(given.get("logits_to_keep"), Tensor) or given.get("logits_to_keep"):
+    if isinstance(arguments.get("logits_to_keep"), Tensor) or arguments.get("logits_to_keep"):
         raise ValueError(
             "logits_to_keep counts tokens from the end of the sequence, and each slice would "
             "count from its own (logits_to_keep: "
-            f"{given['logits_to_keep']}); leave it away, or use slices=1, as for GRPO and RLOO"
+            f"{arguments['logits_to_keep']}); leave it away, or use slices=1, as for GRPO and RLOO"
         )
-    if isinstance(given.get("labels"), Tensor) and given["labels"].dim() < 2:
+    if isinstance(arguments.get("labels"), Tensor) and arguments["labels"].dim() < 2:
         raise ValueError(
             "a loss of whole sequences cannot be computed in slices (model: "
-            f"{kind}, shape of labels: {tuple(given['labels'].shape)}); use slices=1"
+            f"{kind}, shape of labels: {tuple(arguments['labels'].shape)}); use slices=1"
         )
-    media = [x for x in given if x.startswith(MEDIA) and given[x] is not None]
+    media = [x for x in arguments if x.startswith(MEDIA) and arguments[x] is not None]
     if media:
         raise ValueError(
             "slices are for text, since a slice does not know which of its tokens belong to "

@@ -50,7 +50,7 @@ class SliceNumber(int):
     It is shown as ``i.k``, slice ``k`` of micro-batch ``i``, wherever a micro-batch has its number.
     """
 
-    #: What it is shown as.
+    #: The text ``i.k``.
     name: str
 
     def __str__(self) -> str:
@@ -93,13 +93,13 @@ class Slicing:
         lengths = f" ({', '.join(map(str, self.lengths))} tokens)" if self.lengths else ""
         return f"{self.slices if isinstance(self.slices, int | str) else len(self.slices)}{lengths}"
 
-    def call(self, wrapper: Any, forward: Callable[..., Any], given: Arguments) -> Any:
+    def call(self, wrapper: Any, forward: Callable[..., Any], arguments: Arguments) -> Any:
         """Compute a call of a wrapper in slices.
 
         Args:
             wrapper: the wrapper.
             forward: computes keyword arguments of the model, micro-batch by micro-batch.
-            given: the arguments of the call.
+            arguments: the arguments of the call.
         """
         if wrapper.threads > 1:
             raise ValueError(
@@ -107,11 +107,11 @@ class Slicing:
                 f"{wrapper.threads}, slices: {self.slices}); use threads=1"
             )
         model = wrapper.module
-        call = SlicedCall(model, self.slices, wrapper._width, wrapper.chunks, given)
+        call = SlicedCall(model, self.slices, wrapper._width, wrapper.chunks, arguments)
         if torch.is_grad_enabled() and wrapper.training and not self._is_proven and call.is_divided:
             few = call.few(TOKENS)
-            # What warns of few micro-batches looks at whether the wrapper trains. A trace is one of
-            # steps, and this is none.
+            # The test is no step of the user's. Without training mode nothing warns of few
+            # micro-batches, and without a recording no trace shows it.
             wrapper.training, lasting = False, wrapper._lasting
             recording, lasting.recording = lasting.recording, None
             try:
@@ -146,11 +146,11 @@ class SlicedCall:
     """
 
     def __init__(
-        self, model: nn.Module, slices: Slices, devices: int, chunks: int, given: Arguments
+        self, model: nn.Module, slices: Slices, devices: int, chunks: int, arguments: Arguments
     ) -> None:
         self._model = model
         signature = inspect.signature(model.forward)
-        bound = signature.bind(*given.args, **given.kwargs).arguments
+        bound = signature.bind(*arguments.args, **arguments.kwargs).arguments
         for name, x in signature.parameters.items():
             if x.kind is x.VAR_KEYWORD:
                 bound |= bound.pop(name, {})
@@ -163,8 +163,8 @@ class SlicedCall:
         self._is_ready = division.is_ready
         parts = [*flat.split(division)]
         self._first = parts[0]
-        #: How many tokens at the end of a row have no output: fused heads of TRL leave out the last
-        #: one, whose label is in no row, if they get labels that are not shifted.
+        #: How many tokens at the end of a row have no output. Fused heads of TRL that get labels
+        #: which are not shifted leave out the last token, since the row ends before its label.
         self._left_out = int(bool(bound.get("fused_lm_head")) and bound.get("shift_labels") is None)
         #: Of each micro-batch, the number of rows and the lengths of its slices.
         self._sizes: list[Extent] = []
@@ -188,11 +188,11 @@ class SlicedCall:
     @property
     def numbers(self) -> list[int]:
         """The numbers of all slices."""
-        names = [f"{i}.{k}" for i, (_, own) in enumerate(self._sizes) for k in range(len(own))]
-        found = [SliceNumber(x) for x in range(len(names))]
-        for x, name in zip(found, names):
-            x.name = name
-        return [*found]
+        names = [f"{i}.{k}" for i, (_, x) in enumerate(self._sizes) for k in range(len(x))]
+        numbers = [SliceNumber(k) for k in range(len(names))]
+        for number, name in zip(numbers, names):
+            number.name = name
+        return [*numbers]
 
     @property
     def is_divided(self) -> bool:
@@ -200,11 +200,11 @@ class SlicedCall:
         return sum(self.lengths) > 1
 
     def _slices(
-        self, given: Mapping[str, Any], lengths: Sequence[int], layers: KeptLayers
+        self, arguments: Mapping[str, Any], lengths: Sequence[int], layers: KeptLayers
     ) -> Iterator[dict[str, Any]]:
         """The arguments of each slice of a micro-batch."""
-        rows, length = given[self.sequence].shape[:2]
-        whole = {**given, "use_cache": True}
+        rows, length = arguments[self.sequence].shape[:2]
+        whole = {**arguments, "use_cache": True}
         if whole.get("labels") is not None:
             whole.setdefault(
                 "shift_labels", nn.functional.pad(whole["labels"][:, 1:], (0, 1), value=IGNORED)
@@ -213,13 +213,13 @@ class SlicedCall:
             count = whole.get("num_items_in_batch")
             if count is None:
                 count = (whole["shift_labels"] != IGNORED).sum()
-            # The mean of the slices' losses is the loss then, and that of what else they count.
+            # A slice divides its sum of losses by this: the mean over slices is the whole loss.
             whole["num_items_in_batch"] = count / len(lengths)
         mask = whole.get("attention_mask")
         if isinstance(mask, Tensor) and mask.shape == (rows, length):
             verify_padding(self._model.config, mask)
             if mask.all():
-                # Attention is faster without it, and experts count the tokens of a mask.
+                # Attention is faster without it, and experts count a slice's own tokens alone then.
                 whole["attention_mask"] = None
         elif isinstance(mask, Tensor) and mask.dim() == 4:
             verify_mask(mask, lengths, layers.has_windows)
@@ -236,20 +236,20 @@ class SlicedCall:
                 part["attention_mask"] = _same_text(texts, start, end)
             yield part | {self._cache: layers.of_slice(k)}
 
-    def _texts(self, given: Mapping[str, Any], layers: KeptLayers) -> Tensor | None:
+    def _texts(self, arguments: Mapping[str, Any], layers: KeptLayers) -> Tensor | None:
         """The number of each token's text, where a row has several, and positions tell.
 
         Where positions begin again another text begins, which sees nothing of the one before.
         Models find out for themselves, but not beside a cache.
         """
-        positions, found = given.get("position_ids"), None
-        named = [x for x in PACKED if given.get(x) is not None]
+        positions, texts = arguments.get("position_ids"), None
+        named = [x for x in PACKED if arguments.get(x) is not None]
         if isinstance(positions, Tensor) and positions.dim() == 2:
             begins = positions.diff(dim=1) != 1
             if begins.any():
-                found = nn.functional.pad(begins.cumsum(1), (1, 0))
+                texts = nn.functional.pad(begins.cumsum(1), (1, 0))
         attention = getattr(self._model.config, "_attn_implementation", None)
-        if named or (found is not None and (attention != "sdpa" or layers.has_windows)):
+        if named or (texts is not None and (attention != "sdpa" or layers.has_windows)):
             raise ValueError(
                 "a row of several texts is divided into slices by a mask, which "
                 "attn_implementation='sdpa' takes, and no layer with a sliding window "
@@ -257,7 +257,7 @@ class SlicedCall:
                 f"{named}); pass position_ids alone to such a model, a row for each text, or use "
                 "slices=1"
             )
-        return found
+        return texts
 
     def few(self, count: int) -> dict[str, Any]:
         """The arguments for the first tokens of one sequence, of which the second half has labels.
@@ -268,22 +268,22 @@ class SlicedCall:
             count: the number of tokens.
         """
         sizes = self._first[self.sequence].shape[:2]
-        given = {**self._first}
-        given.pop("num_items_in_batch", None)
-        if given.get("labels") is not None:
-            given.pop("shift_labels", None)
+        arguments = {**self._first}
+        arguments.pop("num_items_in_batch", None)
+        if arguments.get("labels") is not None:
+            arguments.pop("shift_labels", None)
         end = min(count, sizes[1])
-        found = {name: _slice(name, x, 0, end, sizes) for name, x in given.items()}
-        found = {name: _first_row(name, x, sizes[0]) for name, x in found.items()}
+        first_tokens = {name: _slice(name, x, 0, end, sizes) for name, x in arguments.items()}
+        first_tokens = {name: _first_row(name, x, sizes[0]) for name, x in first_tokens.items()}
         if getattr(self._model.config, "output_router_logits", False):
-            # The balance of experts is that of each slice.
-            found["output_router_logits"] = False
+            # The loss for the balance of experts differs, since each slice has its own balance.
+            first_tokens["output_router_logits"] = False
         for name in ("labels", "shift_labels"):
-            if found.get(name) is not None:
-                labels = found.get("input_ids", found[name].clamp(min=0)).clone()
+            if first_tokens.get(name) is not None:
+                labels = first_tokens.get("input_ids", first_tokens[name].clamp(min=0)).clone()
                 labels[:, : labels.shape[1] // 2] = IGNORED
-                found[name] = labels
-        return found
+                first_tokens[name] = labels
+        return first_tokens
 
     def computed(self, forward: Callable[..., Any]) -> Any:
         """Compute all slices, and join their outputs."""
@@ -322,17 +322,17 @@ def _slice(name: str, value: Any, start: int, end: int, sizes: tuple[int, int]) 
     if not isinstance(value, Tensor) or value.dim() < 2:
         return value
     if name.startswith("encoder_"):
-        # Every token looks at all of them.
+        # Every token of the slice looks at all states of an encoder.
         return value
     if name == "attention_mask" and value.shape == sizes:
         return value[:, :end]
     if name == "attention_mask" and value.dim() == 4:
         return value[..., start:end, :end]
     if name == "position_ids":
-        # Some have a row for each kind of position, in front of those of the sequences.
+        # Some models have kinds of positions in a dimension in front: the sequence is the last.
         return value[..., start:end]
     if value.shape[1] == sizes[1] and value.shape[0] in (1, sizes[0]):
-        # Models look at it as one row.
+        # Contiguous, since models flatten labels by view(-1).
         return value[:, start:end].contiguous()
     return value
 
@@ -347,7 +347,7 @@ def _first_row(name: str, value: Any, rows: int) -> Any:
     if not isinstance(value, Tensor) or not value.dim():
         return value
     if name == "position_ids" and value.dim() > 1:
-        found = value[..., :1, :]
+        row = value[..., :1, :]
     else:
-        found = value[:1] if value.shape[0] == rows else value
-    return found if found.shape[0] == 1 else NoChunk(found)
+        row = value[:1] if value.shape[0] == rows else value
+    return row if row.shape[0] == 1 else NoChunk(row)

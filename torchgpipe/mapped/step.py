@@ -70,7 +70,7 @@ class DeviceVisit:
     visit: int
     compute: AbstractStream
     lanes: tuple[AbstractStream, ...]
-    #: How what cells save leaves for the host, if it does.
+    #: What moves saved tensors of this stage to the host's memory, by the settings of modules.
     offloadings: dict[Offload, Offloading] = field(default_factory=dict)
     #: The bodies of the modules that are called in this stage.
     bodies: dict[nn.Module, MappedBody] = field(default_factory=dict)
@@ -89,21 +89,21 @@ class Lasting:
     """The parts that last from step to step: streams, locks, knowledge of buffers."""
 
     def __init__(self) -> None:
-        #: The streams of the first visit of each device, and of those after it, in turns.
+        #: The first pool has streams for the first visit of a device, the others for later visits.
         self.pools = [StreamPool() for _ in range(4)]
         self.lock = threading.RLock()
-        #: The thread that runs a step.
+        #: The thread that runs a step; None between steps.
         self.thread: int | None = None
         self.learned: Learned = weakref.WeakKeyDictionary()
         #: The name of the mapped module that was called last; None before the first step.
         self.last: str | None = None
-        #: The spans of steps, while somebody traces the model.
+        #: Takes the times of cells while somebody traces the model; None otherwise.
         self.recording: Recording | None = None
         #: Whether a step has recorded gradients.
         self.trained = False
-        #: Whether modules have met tensors of other devices.
+        #: Whether modules have used tensors of other devices that were not among their arguments.
         self.met: Met = {}
-        #: Whether modules have names on several devices: each call of one is of its next name.
+        #: Whether a module has names on several devices, each call computing on the next of these.
         self.has_names = False
         #: The figures of the last step that was traced.
         self.figures: StepFigures | None = None
@@ -122,40 +122,38 @@ class MappedStep:
         output_device: torch.device | None = None,
     ) -> None:
         self.lasting, self._modes = lasting, modes
-        #: Takes the times of cells, while somebody traces the model.
         self.recording = lasting.recording
         if self.recording is not None:
             self.recording.begin_step()
         self.m, self.output_device = m, output_device
-        #: The devices of the map, each once.
         self.devices = [*dict.fromkeys(devices)]
         self.numbers = StepNumbers(self.devices, m)
-        #: The outputs that are computed when somebody looks at them.
+        #: The outputs that are left out, and computed when they are read.
         self.omitted = Omitted()
-        #: What modules hold, in the first step that trains.
+        #: What modules hold as attributes. Nothing else may change it in the first training step.
         self.held: HeldValues | None = None
         if torch.is_grad_enabled() and not lasting.trained:
             self.held = HeldValues()
-        #: The fence, if forks and joins are needed.
+        #: Keeps backward in the reverse order of forward; None without streams or gradients.
         self.fence: Fence | None = None
         if torch.is_grad_enabled() and any(map(has_streams, self.devices)):
             self.fence = Fence(defaultdict(dict))
-        #: Whether tensors go from device to device on lanes.
+        #: Whether tensors go from device to device on copy streams (lanes).
         self.is_spread = len(self.devices) > 1 and any(map(has_streams, self.devices))
-        #: Whether the code between mapped modules is watched.
+        #: Whether a torch-function mode watches the code between mapped modules.
         self.needs_glue = self.is_spread or any(
             checkpointed(recomputed_by(x), m) for x in {*modes.values()}
         )
         self._stages: dict[tuple[torch.device, int], DeviceVisit] = {}
-        # Not held, since the graph of a step may hold this.
+        # A weak reference: the graph of a step may hold this object, and must not hold the model.
         self._model = weakref.ref(model)
-        #: The memory of the model's state, once it was looked for.
+        #: The addresses of parameters and buffers; None until they are looked for.
         self._state: set[int] | None = None
-        #: The devices of the outputs of the last micro-batch.
+        #: The devices of the previous micro-batch's outputs.
         self.places: list[torch.device] = []
         #: Whether the model has come back to a device.
         self._comes_back = False
-        #: Whether several stages have called a layer with buffers.
+        #: Whether two stages have called the same layer with buffers.
         self._depends = False
         #: The stage in which each layer with buffers was called last.
         self._last: dict[nn.Module, DeviceVisit] = {}
@@ -174,25 +172,25 @@ class MappedStep:
 
     def _new_stage(self, device: torch.device, visit: int) -> DeviceVisit:
         pools = self.lasting.pools
-        # Later visits take these pools in turns: streams are limited, and visits are not.
-        place = visit and 1 + (visit - 1) % (len(pools) - 1)
-        # A pool gives each of several partitions a stream of its own to compute on.
-        streams = pools[place].get(device, 2 if visit else 1, skips=False)[0]
+        # Later visits share the other pools in turn: a device has a limited number of streams.
+        pool = visit and 1 + (visit - 1) % (len(pools) - 1)
+        # A pool for two partitions has compute streams of its own, and for one the caller's.
+        streams = pools[pool].get(device, 2 if visit else 1, skips=False)[0]
         compute = streams.compute if visit else self._outside.get(device, streams.compute)
         number = len(self._stages)
-        found = DeviceVisit(number, device, visit, compute, tuple(streams.values))
+        stage = DeviceVisit(number, device, visit, compute, tuple(streams.values))
         if visit and not self._comes_back:
             self._comes_back = True
             for earlier in self._stages.values():
                 for body in earlier.bodies.values():
                     self._take_turns(earlier, body)
-        self._stages[device, visit] = found
-        # Between steps the caller changes gradients, whose memory belongs to these streams.
+        self._stages[device, visit] = stage
+        # Between steps the caller uses gradients in memory of these streams, which wait for it.
         caller = self._outside.get(device, streams.compute)
-        others = {compute, *found.lanes} - {caller}
+        others = {compute, *stage.lanes} - {caller}
         if has_streams(device):
             wait_all(others, caller)
-        return found
+        return stage
 
     def has_state(self, tensors: Iterable[Tensor]) -> bool:
         """Whether state of the model is among tensors, or views of it."""
@@ -201,7 +199,7 @@ class MappedStep:
         if tensors and self._state is None:
             model = self._model()
             state = [] if model is None else [*model.parameters(), *model.buffers()]
-            # What is empty has no memory.
+            # The address of an empty tensor is 0.
             self._state = {_storage(x) for x in state if is_dense(x)} - {0}
         return any(_storage(x) in (self._state or ()) for x in tensors)
 
@@ -258,12 +256,12 @@ class MappedStep:
         if offload not in stage.offloadings:
             memory = self.lasting.pools[0].host(stage.device)
             recorder = None if self.recording is None else self.recording.recorder
-            found = Offloading(memory, offload, stage.number, leaving(self.m), recorder)
-            stage.offloadings[offload] = found
+            offloading = Offloading(memory, offload, stage.number, leaving(self.m), recorder)
+            stage.offloadings[offload] = offloading
         return stage.offloadings[offload]
 
     def _lent(self, stage: DeviceVisit, places: Sequence[TableEntry]) -> Lent:
-        """The copies of weights that modules on several devices have, for one of them."""
+        """The copies, on a stage's device, of weights that modules on several devices share."""
         if self._weights is None:
             streams = [self.lasting.pools[0].get(x, 1, skips=False) for x in self.devices]
             lanes = dict(zip(self.devices, [first.values[0] for first, *_ in streams]))
@@ -285,23 +283,23 @@ class MappedStep:
 
     def leave_streams(self) -> None:
         """Make the caller's streams the current ones again, at the end of a micro-batch."""
-        for device in {stage.device for stage in self._own()}:
+        for device in {stage.device for stage in self._later_stages()}:
             # guard: the caller's streams after a course
             make_current(self._outside[device])
 
     def have_caller_wait(self) -> None:
         """Make the caller's streams wait for those of later visits."""
-        for stage in self._own():
+        for stage in self._later_stages():
             wait_stream(current_stream(stage.device), stage.compute)
 
     def back_to_caller(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Hand outputs over to the caller, whose backward begins, and ends, with its streams."""
-        own = self._own()
-        if own:
+        stages = self._later_stages()
+        if stages:
             for x in outputs:
                 # guard: recording outputs of later visits
                 record_stream(x, current_stream(x.device))
-        if own and needs_backward(outputs):
+        if stages and needs_backward(outputs):
             outputs = between(self._wait_for_caller, self._end_backward, *outputs)
         return outputs
 
@@ -323,19 +321,19 @@ class MappedStep:
         """
         return not (self.drawn_behind or self._depends)
 
-    def _own(self) -> list[DeviceVisit]:
-        # A list, since another thread may add stages.
+    def _later_stages(self) -> list[DeviceVisit]:
+        # A copy of the values, since another thread may add a stage to the dict.
         return [stage for stage in [*self._stages.values()] if stage.visit]
 
     def _wait_for_caller(self) -> None:
-        for stage in self._own():
+        for stage in self._later_stages():
             wait_stream(stage.compute, current_stream(stage.device))
 
     @uncompiled
     def _end_backward(self) -> None:
         """Hand gradients over, whose memory belongs to streams of later visits."""
         self.have_caller_wait()
-        for stage in self._own():
+        for stage in self._later_stages():
             caller = current_stream(stage.device)
             for module in stage.bodies:
                 record_all([x.grad for x in module.parameters()], caller)

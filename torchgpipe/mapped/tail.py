@@ -49,7 +49,7 @@ class Noted(NamedTuple):
 
     Attributes:
         function: the function.
-        given: its arguments, with empty tensors in place of those that depend on the module.
+        arguments: its arguments, with empty tensors in place of those that depend on the module.
         used: for each empty tensor its identity, and the number of the tensor that it stands for.
         kept: the other tensors among the arguments, detached, with their versions.
         needing: the kept tensors that require a gradient.
@@ -58,7 +58,7 @@ class Noted(NamedTuple):
     """
 
     function: Callable[..., Any]
-    given: tuple[Any, Any]
+    arguments: tuple[Any, Any]
     used: Sequence[tuple[int, int]]
     kept: Sequence[tuple[Tensor, int]]
     needing: Sequence[Tensor]
@@ -83,10 +83,10 @@ class Tail:
 
     def __init__(self, checkpoint: Checkpoint, output: Batch, omits: bool = False) -> None:
         self._checkpoint = checkpoint
-        #: Whether outputs may be computed when somebody looks at them.
+        #: Whether outputs may be left out, and computed when they are read.
         self.omits = omits
         self._numbers = FirstNumbers(get_device(checkpoint.stream))
-        #: The tensors that depend on the module.
+        #: The tensors that were computed from the module's output.
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._count = 0
         self._calls: list[Noted] = []
@@ -94,7 +94,7 @@ class Tail:
         self._slots: list[Slot] = []
         #: The number of calls up to the last one that saves a tensor.
         self._needed = 0
-        #: Whether recomputation would give the same.
+        #: Whether a recomputation would repeat all that the code has done so far.
         self._repeats = True
         self._note(output.parts[VALUE])
 
@@ -121,26 +121,26 @@ class Tail:
             id(x): torch.empty(0, device="cpu") if id(x) in states else lasting(x)
             for x in tensors
         }
-        own = [others[id(x)] for x in tensors if id(x) not in states]
-        kept = [(x, version_of(x)) for x in own]
-        given = replaced((args, dict(kwargs)), others)
+        independent = [others[id(x)] for x in tensors if id(x) not in states]
+        kept = [(x, version_of(x)) for x in independent]
+        arguments = replaced((args, dict(kwargs)), others)
         before, grad = len(self._slots), torch.is_grad_enabled()
         try:
-            # Nodes of autograd hold the unpack hook, so it must not refer to this object.
+            # The graph holds the unpack hook until backward, so it must not refer to the tail.
             with saved_tensors_hooks(self._keep, self._checkpoint.unpack):
                 result = function(*args, **kwargs)
         except BaseException:
-            # The model may catch the error and go on.
+            # The model may catch the error and go on, and the failed call is not noted.
             self._repeats = False
             raise
         made = tensors_of(result)
         used = [(id(others[key]), state.number) for key, state in states.items()]
         needing = [others[id(x)] for x in tensors if id(x) not in states and x.requires_grad]
-        self._calls.append(Noted(function, given, used, kept, needing, self._note(made), grad))
+        self._calls.append(Noted(function, arguments, used, kept, needing, self._note(made), grad))
         if len(self._slots) > before:
             self._needed = len(self._calls)
         if any(not state.fits(x) for x, state in self._known.items()):
-            # A change in place also changes the versions of views.
+            # The call has changed a tensor in place, and so the versions of all its views.
             for x, state in [*self._known.items()]:
                 self._known[x] = TensorState(state.number, version_of(x), x.requires_grad)
         return result
@@ -198,7 +198,7 @@ class Tail:
         maker = None
         if wanted:
             maker = copy.copy(checkpoint)
-            # Copies, since recomputation uses up both.
+            # This copy gets its own places and values, since backward uses up the checkpoint's.
             maker.places, maker.values = [], Values(checkpoint.values)
             maker.function = partial(_repeated, function, calls, wanted)
         if self._slots:
@@ -213,7 +213,7 @@ class Tail:
 
     def _is_unchanged(self) -> bool:
         return (
-            # A function that draws may not depend on the module, and so may not be noted.
+            # A draw in code that is not noted would not be repeated, and later draws would differ.
             # guard: numbers of the tail
             not self._numbers.drawn
             # guard: changes within the tail
@@ -225,13 +225,13 @@ def changes_others(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    own: Container[int],
+    recomputed: Container[int],
 ) -> bool:
     """Whether a function changes a tensor in place that recomputation does not make anew."""
     name = getattr(function, "__name__", "")
     if name in STATISTICS or name in ONCE:
         return True
-    return any(id(x) not in own for x in tensors_of(changed_argument(name, args, kwargs)))
+    return any(id(x) not in recomputed for x in tensors_of(changed_argument(name, args, kwargs)))
 
 
 def _repeated(
@@ -242,9 +242,9 @@ def _repeated(
     Raises:
         RuntimeError: an argument of the calls was changed in place since.
     """
-    found = dict(enumerate(function(batch).parts[VALUE]))
+    tensors = dict(enumerate(function(batch).parts[VALUE]))
     last = {number: k for k, call in enumerate(calls) for _, number in call.used}
-    for k, (call, given, used, kept, needing, made, grad) in enumerate(calls):
+    for k, (call, arguments, used, kept, needing, made, grad) in enumerate(calls):
         # guard: what the tail was given
         if any(version_of(x) != version for x, version in kept):
             raise RuntimeError(
@@ -253,13 +253,13 @@ def _repeated(
                 f"{[tuple(x.shape) for x, _ in kept]}); change a clone of it, or change it after "
                 "backward"
             )
-        others = {key: found[number] for key, number in used}
+        others = {key: tensors[number] for key, number in used}
         others |= {id(x): x.detach().requires_grad_() for x in needing}
-        args, kwargs = replaced(given, others)
+        args, kwargs = replaced(arguments, others)
         with torch.set_grad_enabled(grad):
-            found |= zip(made, tensors_of(call(*args, **kwargs)))
+            tensors |= zip(made, tensors_of(call(*args, **kwargs)))
         del args, kwargs, others
         for _, number in used:
             if last[number] == k and number not in wanted:
-                found.pop(number, None)
-    return Batch(tuple([found[number].detach() for number in wanted]))
+                tensors.pop(number, None)
+    return Batch(tuple([tensors[number].detach() for number in wanted]))

@@ -24,14 +24,14 @@ __all__: list[str] = []
 
 # Turns: the order in which courses of several threads come to the stages.
 #
-# A model may make the host wait for a device, as ``.item()`` does. A host of one thread then
-# begins no other micro-batch. So courses may have a thread each. On every stage they still come
-# one after the other, as under one thread: a micro-batch comes to a stage when the one before it
-# has left it for good. A course on its way between two stages holds neither, so no two wait for
-# each other.
+# A course is the way of one micro-batch through the model, which may make the host wait for a
+# device, as ``.item()`` does. One host thread then begins no other micro-batch, so each course may
+# have a thread. Stages still compute micro-batches in order: micro-batch i comes to a stage when
+# micro-batch i - 1 has left it for good. Between two stages a course holds neither of them, so no
+# two courses wait for each other.
 #
-# A device is one course's at a time, even where it has several stages: its generator of random
-# numbers is one, and so is a module that several stages call.
+# A device serves one course at a time, even if it has several stages, since these share its random
+# number generator, and may share a module.
 
 
 #: A stage: its device, and which visit of the device it is.
@@ -51,13 +51,14 @@ class Turns:
         self._over = [False] * m
         #: The micro-batch on each device.
         self._holders: dict[torch.device, int] = {}
-        #: The stage of each micro-batch.
+        #: The stage that each micro-batch came to last.
         self._stages: list[VisitKey | None] = [None] * m
-        #: The sequence number of autograd's next node when a micro-batch has left a stage.
+        #: Autograd's next sequence number when a micro-batch left a stage. The next micro-batch
+        #: there counts on from it, since backward takes nodes with higher numbers first.
         self._numbers: dict[VisitKey, int] = {}
         #: The first micro-batch that has failed.
         self._failed = m
-        # Reentrant: a thread that has its lock may take it again.
+        # A Condition's lock is reentrant, so end() can call leave() while it holds the lock.
         self._changed = threading.Condition()
 
     def come(self, i: int, stage: VisitKey) -> None:
@@ -97,7 +98,7 @@ class Turns:
             Abandoned: a micro-batch before this one has failed.
         """
         with self._changed:
-            # The micro-batch before may have to come back to this device.
+            # Micro-batch i - 1 may have to come back to the device that micro-batch i holds.
             self._free(i)
             self._wait(i, lambda: i == 0 or self._over[i - 1])
 
@@ -127,8 +128,8 @@ class Turns:
 
 # Threads: micro-batches of a step on their way at the same time, each course in a thread.
 #
-# That helps models whose code waits for a device, and only these, so it is the user who asks for
-# it. The first step is the caller's. It shows whether several threads compute the same.
+# Several threads help only models whose code waits for a device, so users ask for them. The first
+# step runs in the caller's thread alone. It shows whether several threads would compute the same.
 
 
 class Threads:
@@ -167,7 +168,7 @@ class Threads:
                 course(i, None)
         # guard: numbers of the CPU in threads
         drawn = content(numbers) != content(get_state(CPU))
-        # A buffer that was replaced belongs to one micro-batch, as an attribute does.
+        # A replaced buffer is of one micro-batch, and another thread would find it in the module.
         replaced = count > 1 and _differing(buffers, _buffers(model))
         equal = step.is_divisible and not drawn and not replaced
         self._equal[model.training] = equal and all(map(has_streams, step.devices))
@@ -209,9 +210,9 @@ def unset(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
     Raises:
         RuntimeError: an attribute was set.
     """
-    found = [(name, module, _attributes(module)) for name, module in modules]
+    attributes = [(name, module, _attributes(module)) for name, module in modules]
     yield
-    for name, module, before in found:
+    for name, module, before in attributes:
         changed = _differing(before, _attributes(module))
         # guard: attributes of threads
         if changed:

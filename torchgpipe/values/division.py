@@ -142,15 +142,15 @@ class FlatInput:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each leaf that has rows, by the path to it; of a list, its length."""
-        found = self.named(lambda x: rows_in(x) is not None)
-        tensors = [(name, x.value if isinstance(x, Chunk) else x) for name, x in found.items()]
+        leaves = self.named(lambda x: rows_in(x) is not None)
+        tensors = [(name, x.value if isinstance(x, Chunk) else x) for name, x in leaves.items()]
         return {name: tuple(getattr(x, "shape", (len(x),))) for name, x in tensors}
 
     @property
     def objects(self) -> list[Any]:
         """The leaves that go whole, and are no tensors, numbers or texts."""
-        found = [x for x in self.leaves if type(x) not in ATOMS and not self.is_leaf(x)]
-        return [x for x in found if not isinstance(x, Tensor)]
+        others = [x for x in self.leaves if type(x) not in ATOMS and not self.is_leaf(x)]
+        return [x for x in others if not isinstance(x, Tensor)]
 
     @property
     def given(self) -> list[int]:
@@ -193,10 +193,10 @@ class FlatInput:
         rows = next(iter(counts), 0)
         self.verify_dense(max(chunks, *lengths, 1))
         if len(lengths) > 1:
-            given = {k: len(x) for k, x in self.named(lambda x: isinstance(x, Chunks)).items()}
+            entries = {k: len(x) for k, x in self.named(lambda x: isinstance(x, Chunks)).items()}
             raise ValueError(
                 "all Chunks of a call must have the same length, the number of micro-batches "
-                f"(lengths: {given}); pass None for a micro-batch that has no value"
+                f"(lengths: {entries}); pass None for a micro-batch that has no value"
             )
         if len({*counts}) > 1:
             raise ValueError(
@@ -249,15 +249,14 @@ class FlatInput:
             tensor, dim = (leaf.value, leaf.dim) if isinstance(leaf, Chunk) else (leaf, 0)
             # narrow() and not split(), since autograd forbids to change a view of split() in place.
             rows = [tensor.narrow(dim, start, size) for start, size in spans]
-            # Detached where no gradient is needed: torch.compile would compile a graph per base of
-            # a view.
+            # Detached where no gradient is needed: torch.compile compiles views anew for each base.
             dual = _torch.forward_level() >= 0
             return [x if x.requires_grad or dual else x.detach() for x in rows]
 
         # A tensor that occurs several times stays one object.
-        found = {id(x): parts_of(x) for x in self.leaves}
+        parts = {id(x): parts_of(x) for x in self.leaves}
         for i in range(division.m):
-            yield [found[id(x)][i] for x in self.leaves]
+            yield [parts[id(x)][i] for x in self.leaves]
 
     def split(self, division: Division) -> Iterator[Any]:
         """Generate the value of each micro-batch."""
@@ -284,20 +283,20 @@ def row_count(value: Any) -> int:
 # Lists with an entry for each row.
 
 
-def _leaf_test(found: Sequence[Any], rows: int | None) -> IsLeaf:
+def _leaf_test(leaves: Sequence[Any], rows: int | None) -> IsLeaf:
     """Make a predicate that tells leaves from containers: marks, and lists with an entry per row.
 
     Args:
-        found: the leaves, if all flat lists are leaves.
+        leaves: the leaves, if all flat lists are leaves.
         rows: the number of rows; by default taken from the leaves that are not lists. If there are
             none, two lists or more of one length have an entry for each row, unless all are
             tensors with the same size in dimension 0. Any other list is a container then.
     """
-    listed, is_list = [x for x in found if type(x) is list], is_list_of_rows
+    listed, is_list = [x for x in leaves if type(x) is list], is_list_of_rows
     lengths = {len(x) for x in listed if is_list(x)}
     if not lengths:
         return is_of_input
-    rows = rows or next((n for x in found if type(x) is not list and (n := rows_in(x))), None)
+    rows = rows or next((n for x in leaves if type(x) is not list and (n := rows_in(x))), None)
     if rows is None:
         length, *others = lengths
         entries = [entry for x in listed if len(x) == length for entry in x]
@@ -305,7 +304,7 @@ def _leaf_test(found: Sequence[Any], rows: int | None) -> IsLeaf:
         if not others and len(entries) > length and (-1 in sizes or len(sizes) > 1):
             rows, is_list = length, is_flat
         else:
-            # A container beside the list may have a tensor.
+            # Another list, which is a container, may have a tensor that tells the number of rows.
             inner = leaves_of([x for x in listed if not is_list_of_rows(x)], is_of_input)
             rows = next((n for x in inner if (n := rows_in(x))), 0)
     return lambda x: is_of_input(x) or (is_list(x) and len(x) == rows)

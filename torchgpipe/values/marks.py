@@ -121,23 +121,23 @@ class Chunks(InputMark):
             TypeError: an entry is no mapping.
             ValueError: there is none, or they differ in their keys.
         """
-        found = [*batches]
-        wrong = [type(x).__name__ for x in found if not isinstance(x, Mapping)]
+        entries = [*batches]
+        wrong = [type(x).__name__ for x in entries if not isinstance(x, Mapping)]
         if wrong:
             raise TypeError(
                 "each micro-batch must be a mapping of keyword arguments (entries: "
                 f"{wrong}); pass other values as Chunks(values)"
             )
-        if not found:
+        if not entries:
             raise ValueError(
                 "there must be a micro-batch (batches: 0); skip the step where there is none"
             )
-        if any(x.keys() != found[0].keys() for x in found):
+        if any(x.keys() != entries[0].keys() for x in entries):
             raise ValueError(
                 "all micro-batches must have the same keys, since each becomes an argument of one "
-                f"call (keys: {[sorted(x) for x in found]}); pass None where one has no value"
+                f"call (keys: {[sorted(x) for x in entries]}); pass None where one has no value"
             )
-        return {key: cls([x[key] for x in found]) for key in found[0]}
+        return {key: cls([x[key] for x in entries]) for key in entries[0]}
 
     def __len__(self) -> int:
         return len(self.value)
@@ -161,8 +161,8 @@ class PerMicroBatch(NamedTuple):
 def tensors_in(leaf: Any) -> list[Tensor]:
     """The tensors of a leaf of an input: itself, or those that it marks, or that are in a list."""
     value = leaf.value if is_of_input(leaf) else leaf
-    found = [value] if isinstance(value, Tensor) else leaves_of(value)
-    return [x for x in found if isinstance(x, Tensor)]
+    leaves = [value] if isinstance(value, Tensor) else leaves_of(value)
+    return [x for x in leaves if isinstance(x, Tensor)]
 
 
 def is_mark(value: Any) -> bool:

@@ -66,7 +66,7 @@ class Batch:
         self.parts: dict[Any, Tensors] = {VALUE: tensors}
         #: The structures that these tensors are in.
         self.structures = {VALUE: structure}
-        # Most micro-batches are one tensor. The code for others takes more time.
+        # Most micro-batches are one tensor, for which methods have shorter code.
         self._single = len(tensors) == 1
         #: The parts with a tensor that shares memory with another one.
         self.shared: frozenset[Any] = frozenset() if self._single else self._aliased()
@@ -167,10 +167,10 @@ class Batch:
                 return self._of({VALUE: tuple(function(*self.parts[VALUE]))})
             return self
         chosen = {key: self.parts[key] for key in parts}
-        found = _distinct(chosen.values())
-        if not found:
+        distinct = _distinct(chosen.values())
+        if not distinct:
             return self
-        replaced = dict(zip(map(id, found), function(*found)))
+        replaced = dict(zip(map(id, distinct), function(*distinct)))
         return self._of(
             self.parts
             | {key: tuple([replaced[id(tensor)] for tensor in old]) for key, old in chosen.items()}
@@ -191,7 +191,7 @@ class Batch:
         return any(starmap(_torch.is_alias_of, product(self.parts[VALUE], other.tensors)))
 
     def _aliased(self) -> frozenset[Any]:
-        # A tensor that occurs twice in one part stays one object. In two parts it becomes two.
+        # If two parts have a tensor, it becomes two in one memory. Within a part it stays one.
         sharing: defaultdict[int, list[tuple[Any, Tensor]]] = defaultdict(list)
         for key, part in self.parts.items():
             for x in _distinct([part]):
@@ -225,7 +225,7 @@ def _address(tensor: Tensor) -> int:
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
-        # Sparse tensors have no storage. All of them are compared with each other.
+        # Sparse tensors have no storage: with one address, all are compared with each other.
         return 0
 
 
@@ -256,7 +256,7 @@ def gather(outputs: Sequence[Batch], rows: Sequence[int] = (), blocks: Container
         _compare(first, other, i)
     marked = _marked(first)
     joined: dict[tuple[int, ...], Tensor] = {}
-    found = []
+    joined_tensors = []
     for k, tensors in enumerate(zip(*[batch.parts[VALUE] for batch in outputs])):
         # A tensor that occurs several times stays one object.
         stacked = marked is not None and k in marked
@@ -268,8 +268,8 @@ def gather(outputs: Sequence[Batch], rows: Sequence[int] = (), blocks: Container
                 if rows:
                     verify_rows(partial(_name, first, k), tensors, rows, k in blocks)
                 joined[key] = join_tensors(tensors)
-        found.append(joined[key])
-    value = first.structures[VALUE].unflatten(tuple(found))
+        joined_tensors.append(joined[key])
+    value = first.structures[VALUE].unflatten(tuple(joined_tensors))
     return value if marked is None else unmarked(value)
 
 
@@ -282,11 +282,11 @@ def joined(outputs: Sequence[Batch], division: Division, blocks: Container[int] 
     if division.is_ready:
         return [unmarked(x.value) for x in outputs]
     sizes = division.rows if division.is_listed else []
-    found = [leaves_of(x.value, is_list_of_rows) for x in outputs[: len(sizes)]]
-    for k, leaves in enumerate(zip(*found)):
+    columns = [leaves_of(x.value, is_list_of_rows) for x in outputs[: len(sizes)]]
+    for k, leaves in enumerate(zip(*columns)):
         pairs = [*zip(leaves, sizes)]
         by_row = all(is_list_of_rows(leaf) and len(leaf) == n for leaf, n in pairs)
-        # Tensors that have all rows are features, by level.
+        # A list of tensors that have all rows each, as features of several levels, is joined.
         if by_row and any(rows_in(x) != n for leaf, n in pairs for x in leaf):
             name, _ = [*names(outputs[0].value, is_list_of_rows)][k]
             raise ValueError(
@@ -325,7 +325,7 @@ def _stacked(tensors: Tensors, rows: Sequence[int]) -> Tensor:
 def join_tensors(tensors: Tensors) -> Tensor:
     """Concatenate the tensors of all micro-batches along dimension 0; stack 0-dimensional ones."""
     if len({(x.dim(), x.shape[1:]) for x in tensors}) > 1:
-        # Rows that are compared with each other make a square of each micro-batch.
+        # Squares of different sizes: each micro-batch compares all its rows with each other.
         are_pairs = all(x.dim() == 2 and x.shape[0] == x.shape[1] for x in tensors)
         compared = "return what is compared, and compare it after the wrapper, where all rows are"
         raise ValueError(
@@ -336,7 +336,7 @@ def join_tensors(tensors: Tensors) -> Tensor:
         )
     kind = tensors[0].device.type
     if kind in device_types() and torch.is_autocast_enabled(kind):
-        # Without autocast, which cannot concatenate tensors of a half precision other than its own.
+        # Autocast is off, since it cannot concatenate tensors of a half precision it does not use.
         with torch.autocast(kind, enabled=False):
             return _cat_or_stack(tensors)
     return _cat_or_stack(tensors)

@@ -27,14 +27,14 @@ from torchgpipe.values.structure import Tensors, is_dense
 
 __all__: list[str] = []
 
-#: Knowledge of a tensor: it depends on the micro-batch, has its rows, or has them in blocks.
+#: What is known of a tensor: it depends on the micro-batch, has its rows, or has them in blocks.
 DEPENDS, HAS_ROWS, IN_BLOCKS = 1, 2, 3
 
 #: Functions that concatenate their arguments, or copies of one.
 JOINING = {"cat", "concat", "concatenate", "vstack", "row_stack", "repeat", "tile"}
-#: Functions that make dimension 0 of several dimensions.
+#: Functions that may merge several dimensions into dimension 0.
 RESHAPING = {"flatten", "reshape", "reshape_as", "view", "view_as"}
-#: Functions that return views with dimensions in another order.
+#: Functions that return views, of which dimension 0 may be another one.
 TURNING = {"t", "transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis"}
 TURNING |= {"unbind", "select", "narrow", "__get__"}
 #: Functions that split a tensor.
@@ -66,31 +66,31 @@ class Order:
         self.blocks: frozenset[int] = frozenset()
         self.known = False
 
-    def begin(self, given: Tensors) -> AbstractContextManager[Any]:
+    def begin(self, inputs: Tensors) -> AbstractContextManager[Any]:
         """Context manager for a call of the layers with the tensors that they are given.
 
         It watches the second micro-batch if needed.
         """
         entering = self._before.blocks if self._before is not None else ()
-        rows, grows = rows_of(given), self._grows or (self._grows is False and entering)
-        # Compiled layers would be compiled again because of the mode.
+        rows, grows = rows_of(inputs), self._grows or (self._grows is False and entering)
+        # Compiled layers are not watched, since the mode would make PyTorch compile them again.
         if self.known or not (rows and grows) or any(map(is_compiled, self._layers.modules())):
             return nullcontext()
-        self._watch = BlockWatch(rows, given, entering)
+        self._watch = BlockWatch(rows, inputs, entering)
         return self._watch
 
-    def end(self, given: Tensors, returned: Tensors) -> None:
+    def end(self, inputs: Tensors, returned: Tensors) -> None:
         """Look at what the call has returned.
 
         Args:
-            given: the tensors that the layers were called with, or others with as many rows.
+            inputs: the tensors that the layers were called with, or others with as many rows.
             returned: the tensors that they have returned.
         """
         before = self._before
         if self._grows is None:
-            rows = rows_of(given)
+            rows = rows_of(inputs)
             self._grows = any(rows_of([x]) > rows > 0 for x in returned)
-            # For most models, which return no further rows, this is the end, without any mode.
+            # Most models return as many rows as they got, and are not watched.
             joined = before is None or (before.known and not before.blocks)
             self.known = joined and not self._grows
             return
@@ -98,7 +98,7 @@ class Order:
             watch, self._watch = self._watch, None
             watch.over = True
             self.blocks = frozenset([k for k, x in enumerate(returned) if watch.is_in_blocks(x)])
-        # Set last, since the next layers may read the result in another thread.
+        # ``known`` is set after ``blocks``: the next partition may read both in another thread.
         self.known = True
 
 
@@ -114,11 +114,11 @@ class BlockWatch(TorchFunctionMode):
         over: whether to stop watching. A recomputation may enter the modes of the block later.
     """
 
-    def __init__(self, rows: int, given: Sequence[Tensor], entering: Container[int]) -> None:
+    def __init__(self, rows: int, inputs: Sequence[Tensor], entering: Container[int]) -> None:
         super().__init__()
         self._rows = rows
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        for k, x in enumerate(given):
+        for k, x in enumerate(inputs):
             has_rows = is_dense(x) and x.dim() > 0 and x.shape[0] == rows
             known = HAS_ROWS if has_rows else DEPENDS
             self._known[x] = IN_BLOCKS if k in entering else known
@@ -160,10 +160,10 @@ class BlockWatch(TorchFunctionMode):
         if name in JOINING and size > before:
             return IN_BLOCKS if kind == IN_BLOCKS or (kind == HAS_ROWS and several) else DEPENDS
         if name == "stack":
-            # Rows are in dimension 1 now.
+            # Dimension 0 counts the stacked tensors now, and rows are in dimension 1.
             return IN_BLOCKS if kind == HAS_ROWS and several else DEPENDS
         if name in RESHAPING and size > before > 0 and size % before == 0:
-            # Rows in dimension 1, as where the sequence comes first, end up block by block.
+            # If rows are in dimension 1, as where the sequence comes first, they end up in blocks.
             second = source.dim() > 1 and source.shape[1] % rows == 0 and before % rows != 0
             return IN_BLOCKS if second else kind
         if name == "repeat_interleave" and size > before:
@@ -184,7 +184,7 @@ def _name(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         return ""
     if name == "__getitem__":
         index = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
-        # Other indices select rows, or change their order.
+        # A slice of all rows keeps them in order. Other indices may select or reorder rows.
         whole = index is Ellipsis or (isinstance(index, slice) and index == slice(None))
         return "select" if whole else "index_select"
     return name
@@ -218,7 +218,7 @@ def verify_rows(
         ValueError: their sizes in dimension 0 are not the same multiple of the rows, or rows are in
             blocks.
     """
-    # A tensor of one element, such as a loss, is one per micro-batch, as in 0.0.7.
+    # Outputs of one element, such as losses, are one per micro-batch, whatever the rows.
     if all(x.numel() == 1 for x in tensors) or not all(x.dim() for x in tensors):
         return
     multiple = tensors[0].shape[0] // rows[0]

@@ -26,7 +26,7 @@ __all__: list[str] = []
 # garbage collector frees these, and a step must not leave it any.
 
 
-#: Whether a container shall be a leaf.
+#: Tells whether a container counts as a leaf.
 IsLeaf: TypeAlias = Callable[[Any], bool]
 
 
@@ -86,7 +86,7 @@ def _flattened(tree: Any, is_leaf: IsLeaf | None, leaves: list[Any]) -> Spec:
         leaves.append(tree)
         return LEAF
     if issubclass(kind, tuple) and kind is not tuple:
-        # All named tuples are of one kind.
+        # PyTorch has one kind for all classes of named tuples.
         kind = _torch.node_type(tree)
     container = _torch.containers.get(kind)
     if container is None or (is_leaf is not None and is_leaf(tree)):
@@ -104,7 +104,7 @@ def _filled(spec: Spec, rest: list[Any]) -> Any:
     return _torch.containers[spec.kind].unflatten_fn(children, spec.context)
 
 
-# Values: trees of which the tensors count.
+# Values: trees whose leaves are tensors and other objects.
 
 
 class InputMark:
@@ -117,9 +117,9 @@ class InputMark:
 
     def map(self, function: Callable[[Any], Any]) -> InputMark:
         """Apply a function to each leaf; return the results under the same mark."""
-        found = copy(self)
-        found.value = map_leaves(function, self.value)
-        return found
+        mark = copy(self)
+        mark.value = map_leaves(function, self.value)
+        return mark
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.value!r})"
@@ -152,7 +152,7 @@ class Arguments(NamedTuple):
 def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The arguments of a call as a value: the argument itself if there is one only."""
     if not args and kwargs.keys() == {"input"}:
-        # The forward of an nn.Sequential calls its argument so.
+        # ``input`` is the name of the only argument of nn.Sequential.forward().
         return kwargs["input"]
     return args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
 
@@ -162,7 +162,7 @@ def equal(a: Any, b: Any) -> bool:
     try:
         return a is b or (type(a) is type(b) and bool(a == b or (a != a and b != b)))
     except Exception:
-        # Arrays, for one, compare to an array.
+        # ``a == b`` of NumPy arrays, for one, is an array, whose bool() raises an error.
         return False
 
 
@@ -176,12 +176,12 @@ class Structure:
         self.others = others
 
     def __reduce__(self) -> Any:
-        # The two most common structures are singletons, which unpickle to themselves.
+        # ALONE and TUPLE are compared by identity, so each must unpickle to the same object.
         for name, known in (("ALONE", ALONE), ("TUPLE", TUPLE)):
             if self is known:
                 return name
         assert self.spec is not None
-        # As a value of zeros, since the types in the spec may be other objects in another process.
+        # Zeros for leaves: the spec's types may be other objects in the process that unpickles.
         return _restored, (self.spec.unflatten([0] * self.spec.count), self.others)
 
     def equals(self, other: Structure, equal: Callable[[Any, Any], bool] = equal) -> bool:
@@ -214,7 +214,7 @@ def _restored(containers: Any, others: dict[int, Any]) -> Structure:
     return Structure(flatten_tree(containers)[1], others)
 
 
-#: The types of most other leaves, which cannot hold tensors.
+#: The types of most leaves beside tensors. Objects of these types hold no tensors.
 ATOMS = frozenset({type(None), bool, int, float, str})
 
 #: The structures of most values: a tensor alone, and a tuple of nothing but tensors.
@@ -241,7 +241,7 @@ def flatten(value: Any, spec: Spec | None = None) -> tuple[Tensors, Structure]:
             return value, TUPLE
         value, spec = flatten_tree(value)
     elif spec.kind is tuple or not all(isinstance(x, Tensor) or type(x) in ATOMS for x in value):
-        # A tuple of nothing but tensors, most likely, or leaves that are containers.
+        # Flattened anew: the value may be a tuple of tensors, or a leaf may be a container.
         return flatten(spec.unflatten(value))
     others = {k: leaf for k, leaf in enumerate(value) if not isinstance(leaf, Tensor)}
     for leaf in others.values():
@@ -256,13 +256,13 @@ def names(value: Any, is_leaf: Callable[[Any], bool] = is_of_input) -> Iterator[
         yield "the value", value
         return
     try:
-        found = _torch.leaves_with_path(value, is_leaf)
+        paths = _torch.leaves_with_path(value, is_leaf)
     except ValueError:
-        # A container that was registered without names.
+        # PyTorch has no paths into a container that was registered without names.
         leaves = leaves_of(value, is_leaf)
         yield from [(f"leaf {k}", leaf) for k, leaf in enumerate(leaves)]
     else:
-        yield from [(_torch.keystr(path).lstrip(".") or "the value", leaf) for path, leaf in found]
+        yield from [(_torch.keystr(path).lstrip(".") or "the value", leaf) for path, leaf in paths]
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -308,7 +308,7 @@ def _holds_tensors(leaf: Any, seen: set[int]) -> bool:
         contents = leaf
     else:
         return False
-    # A container may hold itself.
+    # A container may hold itself, and would be looked into for ever.
     if id(leaf) in seen:
         return False
     seen.add(id(leaf))
