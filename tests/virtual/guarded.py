@@ -365,7 +365,7 @@ MUTANTS = {
     ),
     "seeds of micro-batches": ((" + i", ""), "other numbers"),
     "seeds of steps": (
-        ("self._begin.of(self._m, kind) if drawn else found", "found"),
+        ("self._begin.of(self._m, kind) if drawn else before", "before"),
         "a later micro-batch",
     ),
     "locks of a step": (("locks_of(self._devices)", "[]"), "one step at a time"),
