@@ -56,13 +56,13 @@ ALL = Offload()
 #: A policy of PyTorch's: ``partial(create_selective_checkpoint_contexts, policy)``.
 Policy: TypeAlias = Callable[[], tuple[Any, Any]]
 
-#: The classes of those that are taken for one. Modules can be called, too, and classes.
+#: The types of what counts as a policy. Modules and classes can be called, too, but are no policy.
 POLICIES = (partial, FunctionType)
 
 #: What the cells of a partition keep.
 Keeping: TypeAlias = str | Offload | Policy
 
-#: The same for all partitions, or for each.
+#: One setting for all partitions, or a tuple with one for each.
 Keepings: TypeAlias = Keeping | tuple[Keeping, ...]
 
 
@@ -74,7 +74,7 @@ def checked_keeping(checkpoint: object) -> Keeping:
     """
     if isinstance(checkpoint, Offload) or (is_policy(checkpoint) and _gives_contexts(checkpoint)):
         return checkpoint
-    # An enumeration's str() names the class, although its members may be strings.
+    # Members of an enumeration may be strings, but str() of a member begins with its class.
     mode = checkpoint if isinstance(checkpoint, str) else str(checkpoint)
     if mode in (*CHECKPOINT_MODES, "offload"):
         return mode
@@ -123,8 +123,8 @@ def keepings_of(modes: Keepings | list[Keeping], partitions: int) -> tuple[Keepi
 
 def words_of(modes: Keepings | list[Keeping], partitions: int) -> tuple[str, ...]:
     """The checkpoint mode of each partition, in words."""
-    found = keepings_of(modes, partitions)
-    return tuple(["selective" if is_policy(mode) else str(mode) for mode in found])
+    keepings = keepings_of(modes, partitions)
+    return tuple(["selective" if is_policy(mode) else str(mode) for mode in keepings])
 
 
 def is_policy(mode: object) -> TypeGuard[Policy]:
@@ -135,11 +135,11 @@ def is_policy(mode: object) -> TypeGuard[Policy]:
 def _gives_contexts(policy: Any) -> bool:
     """Whether a call without arguments gives a context for each run, as that of a step has to."""
     try:
-        found = policy()
+        contexts = policy()
     except TypeError:
-        # create_selective_checkpoint_contexts itself misses the policy.
+        # create_selective_checkpoint_contexts itself is no policy: it needs one as an argument.
         return False
-    return isinstance(found, tuple) and len(found) == 2
+    return isinstance(contexts, tuple) and len(contexts) == 2
 
 
 def choosing(modes: tuple[Keeping, ...]) -> tuple[Keeping, ...]:
@@ -178,6 +178,6 @@ def verify_words(modes: tuple[Keeping, ...], what: str, remedy: str) -> None:
     Raises:
         ValueError: there is such a mode.
     """
-    found = [x for x in words_of(modes, 1) if x not in CHECKPOINT_MODES]
+    others = [x for x in words_of(modes, 1) if x not in CHECKPOINT_MODES]
     rule = f"{what} keeps all that a cell saves, or computes it again"
-    verify(not found, rule, "checkpoint", found, remedy)
+    verify(not others, rule, "checkpoint", others, remedy)
