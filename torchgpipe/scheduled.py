@@ -242,7 +242,7 @@ class ScheduledLoss(MadeAnew):
         if key not in plans:
             skips = stages.skip_layout.pairs
             made = plan(self.schedule, model.devices, m, modes, skips, forward=forward)
-            # Schedule and stages are held, since no other objects must get their ids.
+            # Schedule and stages are held, so that no other objects get the ids in the key.
             plans[key] = made, self.schedule, stages
         step_plan: StepPlan = plans[key][0]
         return step_plan

@@ -100,7 +100,7 @@ class Computing(threading.local):
 
     #: Whether the thread computes a cell.
     within = False
-    #: The cell's micro-batch, set under a schedule alone: elsewhere they come in order.
+    #: The cell's micro-batch. Only schedules set it: without one, micro-batches come in order.
     number = 0
 
 

@@ -93,7 +93,7 @@ class StepNumbers:
     @property
     def drawn(self) -> bool:
         """Whether a cell has drawn from any of the generators."""
-        # A state that nobody has asked for is not there, since no cell has drawn from it.
+        # `states` lacks what nobody has asked for, so no cell has drawn from that generator.
         return bool(self._drew) or (any(self.states) and any(map(self.has_drawn, range(self._m))))
 
     def has_drawn(self, i: int) -> bool:
@@ -276,7 +276,7 @@ class RestoredNumbers(Swap):
         again = _get(first.after)
         _set(self.now)
         for device, drawn in again.items() if exception[0] is None else ():
-            # If the recomputation draws nothing, another thread drew during the forward.
+            # The state before is right, too: then another thread drew during the forward.
             known = (first.before[device], first.after[device])
             if not any(content(drawn) == content(other) for other in known):
                 raise RuntimeError(

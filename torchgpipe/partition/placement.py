@@ -333,7 +333,7 @@ class Lent:
             before = [(x, version_of(x), address_of(x)) for x in copies.values()]
             self._put([copies.get(id(x)) for x in tensors])
             try:
-                # A checkpoint of PyTorch calls functions again later: by self.call, with copies.
+                # In backward, a checkpoint of PyTorch calls functions again: here, with copies.
                 with repeating(lambda: self.call):
                     output = inner(*args, **kwargs)
             finally:

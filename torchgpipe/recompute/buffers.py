@@ -1,10 +1,9 @@
 """The buffers that layers change in their forward: a recomputation finds what the first run found.
 
-Spectral normalisation improves its vectors in each forward, a codebook moves, an average goes on.
-So a recomputation must see the values of before the first run of its cell, and leave alone what
-other cells have made of them since. Each first run copies the buffers that change, and the
-recomputation works on a copy of this copy, which takes the buffer's place in the layer for that
-time.
+Spectral normalisation changes its vectors in each forward, and so do codebooks and moving averages
+with their buffers. A recomputation must see the values from before the first run of its cell, and
+must not touch the values that other cells have written since. So each first run copies the buffers
+that change. The recomputation works on a copy of this copy, which replaces the buffer in the layer.
 
 Copying all buffers in each cell would cost a model with large masks or tables their memory once per
 micro-batch. So cells have one copy in common of a buffer that none of them has changed so far. The

@@ -2,7 +2,7 @@
 
 ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` makes two context managers, one for
 each run. The first one keeps what the policy names, and the second one hands it out in place of
-computing it. All else is done as without: the recomputation fills the slots of what was dropped.
+computing it. Without a policy and with one, the recomputation fills the slots of dropped tensors.
 
 PyTorch counts the operators of both runs, and knows by its number what to hand out. So the layers
 alone run within the context managers, and not what is done around one of the runs, such as copying

@@ -140,7 +140,7 @@ def walk(
     Yields:
         The worker, its next instruction, and the edges that lead to this instruction.
     """
-    # Edges refer to the program's own Op objects, since a search keeps the edges of many programs.
+    # Edges refer to the program's own Op objects: a search keeps many edges, and saves memory.
     ops = {op: op for op in operations_of(program)}
     near = by_stage(skips)
     done: set[Op] = set()

@@ -250,7 +250,7 @@ class Rehearsal:
         return [self.steps[k] for k in order]
 
 
-# A simulation of a schedule in which every instruction starts as soon as it can.
+# The simulation of one schedule, and its report.
 
 
 @dataclass(frozen=True)
