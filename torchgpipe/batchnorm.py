@@ -150,7 +150,7 @@ class DeferredBatchNorm(Base):
             return super().forward(input)
         self._check_input_dim(input)
         with uncounted():
-            # With a momentum of 1, batch_norm() writes those of this micro-batch to them.
+            # batch_norm() with a momentum of 1 writes mean and variance of this micro-batch here.
             mean, variance = torch.zeros_like(mean), torch.ones_like(mean)
         output = F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
         if is_recomputing():
@@ -159,7 +159,7 @@ class DeferredBatchNorm(Base):
         if size:
             # guard: operators of one run
             with torch.no_grad(), uncounted():
-                # The sums may exceed the range of half precision.
+                # The sum of squares may exceed the range of half precision.
                 wide = torch.promote_types(mean.dtype, torch.float32)
                 moments = Moments(size, mean.to(wide), variance.to(wide) * (size - 1))
                 self._moments = moments if self._moments is None else self._moments.merged(moments)

@@ -301,7 +301,7 @@ class Traps:
                 f"{self._silenced('splits tensors, and gives lists')}"
             )
             self._known.add("lists")
-        # If the tensors in such a list have as many rows as it has entries, they could be split.
+        # If tensors in such a list have as many rows as it has entries, they could be split, too.
         lists = input.named(is_list_of_rows)
         sizes = {
             name: {len(x) for entry in entries for x in tensors_of_row(entry)}

@@ -16,7 +16,7 @@ from torchgpipe.checks import verify, verify_number
 
 __all__ = ["Offload"]
 
-#: The modes that say which micro-batches are computed again, and keep all that others save.
+#: The modes that choose micro-batches to compute again, and keep all of the other micro-batches.
 CHECKPOINT_MODES = ("always", "except_last", "never")
 
 
@@ -133,7 +133,7 @@ def is_policy(mode: object) -> TypeGuard[Policy]:
 
 
 def _gives_contexts(policy: Any) -> bool:
-    """Whether a call without arguments gives a context for each run, as that of a step has to."""
+    """Whether a policy, called without arguments, returns a context manager for each run."""
     try:
         contexts = policy()
     except TypeError:
@@ -143,7 +143,7 @@ def _gives_contexts(policy: Any) -> bool:
 
 
 def choosing(modes: tuple[Keeping, ...]) -> tuple[Keeping, ...]:
-    """The modes, if any of them chooses among what a cell saves; nothing if words say all."""
+    """The modes, if any of them is a policy or offloads; otherwise nothing."""
     return () if {*modes} <= {*CHECKPOINT_MODES} else modes
 
 
@@ -165,9 +165,9 @@ def offload_of(mode: Keeping) -> Offload | None:
 
 
 def counted(mode: Keeping) -> str:
-    """Return a mode as cells count before they run: one without words for it as ``'never'``.
+    """The mode by which a plan counts what cells keep: ``'never'`` for a policy, and offloading.
 
-    A policy, and what leaves for the host, keeps less than that.
+    Both keep less than ``'never'``, and nobody knows how much less before the cells run.
     """
     return mode if isinstance(mode, str) and mode in CHECKPOINT_MODES else "never"
 

@@ -206,7 +206,7 @@ class FirstRun:
 
 
 def _copied(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Copy buffers, once for all places where one is.
+    """Copy buffers: one that occurs several times is copied once.
 
     Small ones of a GPU are copied together: a model of a hundred norms has three hundred of them,
     and each copy takes a launch. The CPU has none, and copies them faster one by one.

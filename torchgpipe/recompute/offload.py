@@ -67,11 +67,11 @@ class Window:
         self._before: list[Offloaded] = []
 
     def leaves(self, cell: Offloaded) -> None:
-        """Take note of a cell that leaves behind the instruction that has been issued."""
+        """Take note of a cell whose copies out come after the instruction that was issued last."""
         self._now.append(cell)
 
     def passed(self) -> None:
-        """Take note that an instruction has been issued: what the one before has sent is gone."""
+        """Take note of an instruction that was issued: free the cells that left before it."""
         gone, self._before, self._now = self._before, self._now, []
         for cell in gone:
             cell.let_go()
@@ -122,9 +122,10 @@ class Offloading:
         return cell
 
     def offload(self) -> Offloaded | None:
-        """Let leave what the cell has saved, once its output was handed on, and return the cell.
+        """Copy out what the cell has saved, once its output was handed on, and return the cell.
 
-        Whoever takes the output needs not wait for the cell before, which is gone after it.
+        Here the compute stream waits for the copies of the cell before. The receiver of the output
+        does not, since the output was handed on first.
         """
         cell, self._present = self._present, None
         if cell is not None:

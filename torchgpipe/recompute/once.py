@@ -153,7 +153,7 @@ def _copied(x: Any) -> Tensor:
 
 
 def updated_in(module: Any) -> list[OncePerMiniBatch]:
-    """The layers of a module that have state of the mini-batch; none of what is no module."""
+    """The layers of a module that have state of the mini-batch; none if a value is no module."""
     modules = module.modules() if isinstance(module, nn.Module) else ()
     return [x for x in modules if isinstance(x, OncePerMiniBatch)]
 

@@ -108,10 +108,10 @@ def modified(tensor: Tensor, expected: int, layer: str | None) -> RuntimeError:
 
 
 def explain_hooks(error: RuntimeError) -> None:
-    """Say it in our words if layers have raised since they cannot run with hooks.
+    """Put PyTorch's error about layers that cannot run with saved-tensor hooks into our words.
 
     Raises:
-        RuntimeError: they have.
+        RuntimeError: it is this error.
     """
     if "support saved tensor hooks" in str(error):
         raise RuntimeError(

@@ -111,7 +111,7 @@ class Table:
         self.copy = {x: numbers(f"copy of {x}", copy.get(x, "missing"), 1)[0] for x in pairs}
 
     def _keep(self, costs: Costs) -> None:
-        """Take on what cells keep, and what of it leaves."""
+        """Store what cells keep, and what part of it leaves for the memory of the host."""
 
         def by_stage(name: str) -> list[float]:
             return numbers(name, getattr(costs, name), len(self.time["F"]))

@@ -75,7 +75,7 @@ def greedy(
     near = by_stage(skips)
     sources = {op: needs(op, ops, near.get(op.stage, ())) for op in ops}
     missing = {op: len(needed) for op, needed in sources.items()}
-    #: The time at which a computation has those of its inputs that are computed so far.
+    #: For each computation, when the last of its inputs that are computed so far arrives.
     arrived: dict[Op, float] = dict.fromkeys(ops, 0)
     targets: dict[Op, list[Op]] = {op: [] for op in ops}
     for op in ops:

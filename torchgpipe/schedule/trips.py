@@ -136,7 +136,7 @@ CopyTimes = dict[tuple[int, int], tuple[float, float]]
 
 
 class Tracks:
-    """The copies of all workers in a simulation: of each, one at a time to the host, and one back.
+    """The copies in a simulation: a worker makes one at a time to the host, and one back.
 
     Args:
         lines: the stops of each worker.
