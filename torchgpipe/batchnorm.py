@@ -44,7 +44,7 @@ Module = TypeVar("Module", bound=nn.Module)
 if TYPE_CHECKING:
     Base = nn.BatchNorm2d
 else:
-    # What all batch normalisations derive from has no public name.
+    # The base class of all batch normalisations has no public name.
     Base = nn.BatchNorm2d.__base__
 
 
@@ -141,7 +141,7 @@ class DeferredBatchNorm(Base):
             norm.chunks = number
         return module
 
-    # The compiler would make one graph for each run of a cell, and for each number of rows.
+    # torch.compile would make one graph for each run of a cell, and for each number of rows.
     @uncompiled
     def forward(self, input: Tensor) -> Tensor:
         mean = self.running_mean
@@ -150,7 +150,7 @@ class DeferredBatchNorm(Base):
             return super().forward(input)
         self._check_input_dim(input)
         with uncounted():
-            # With a momentum of 1, these become the mean and the variance of this micro-batch.
+            # batch_norm() with a momentum of 1 writes mean and variance of this micro-batch here.
             mean, variance = torch.zeros_like(mean), torch.ones_like(mean)
         output = F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
         if is_recomputing():
@@ -159,7 +159,7 @@ class DeferredBatchNorm(Base):
         if size:
             # guard: operators of one run
             with torch.no_grad(), uncounted():
-                # The sums may exceed the range of half precision.
+                # The sum of squares may exceed the range of half precision.
                 wide = torch.promote_types(mean.dtype, torch.float32)
                 moments = Moments(size, mean.to(wide), variance.to(wide) * (size - 1))
                 self._moments = moments if self._moments is None else self._moments.merged(moments)
@@ -185,7 +185,7 @@ class DeferredBatchNorm(Base):
             return
         size, mean, squares = self._moments
         for tensor in (mean, squares):
-            # Their memory may belong to the partition's own compute stream.
+            # The compute stream of the partition has made the moments, and this stream reads them.
             # guard: recording moments
             record_stream(tensor, current_stream(tensor.device))
         momentum = self.momentum
@@ -204,7 +204,7 @@ class DeferredBatchNorm(Base):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        # torchgpipe 0.0.7 saved these, too.
+        # State dicts of torchgpipe 0.0.7 have these two keys, too.
         for name in ("sum", "sum_squares"):
             state_dict.pop(prefix + name, None)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
@@ -213,9 +213,9 @@ class DeferredBatchNorm(Base):
 @cache
 def deferred(cls: Any) -> Any:
     """The deferred class of a class of batch normalisations."""
-    own = {"__init__": cls.__init__, "_check_input_dim": cls._check_input_dim}
-    own |= {"__module__": cls.__module__, "__doc__": f"A deferred :class:`{cls.__name__}`."}
-    made = type(f"Deferred{cls.__name__}", (DeferredBatchNorm, cls), own)
+    members = {"__init__": cls.__init__, "_check_input_dim": cls._check_input_dim}
+    members |= {"__module__": cls.__module__, "__doc__": f"A deferred :class:`{cls.__name__}`."}
+    made = type(f"Deferred{cls.__name__}", (DeferredBatchNorm, cls), members)
     return picklable(made, deferred, cls)
 
 
@@ -258,7 +258,7 @@ def _obstacle(norm: nn.Module) -> str | None:
     if isinstance(norm, LazyModuleMixin):
         return "whose size nobody knows yet); run the model once before"
     if is_parametrized(norm):
-        # remove_parametrizations() takes the class below for the one from before.
+        # remove_parametrizations() would set the first base class, which is DeferredBatchNorm.
         return (
             "whose class belongs to a parametrisation); convert it first, and parametrise it then"
         )

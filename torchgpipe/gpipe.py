@@ -73,12 +73,12 @@ class GPipe(Wrapper):
         super().__init__()
         verify_module(module)
         verify_skippables(module)
-        # A plan refuses modes that it does not choose among.
+        # Any, since chosen() and _set() check the mode.
         mode: Any = checkpoint
-        own, places, chunks, mode, predicted = chosen(
+        sizes, places, chunks, mode, predicted = chosen(
             module, balance, sample, devices, chunks, mode, GPipe
         )
-        self._balance = checked_balance(own, module)
+        self._balance = checked_balance(sizes, module)
         self._devices = checked_devices(places, len(self._balance))
         verify_sharding(module, self._devices)
         self._set(module, chunks, mode)
@@ -96,7 +96,7 @@ class GPipe(Wrapper):
     def _prepare(self) -> None:
         super()._prepare()
         self._stages = Stages(self._layers, self._devices)
-        # Setting an attribute would register the layers a second time.
+        # Not self._plain = ..., which would register the layers a second time.
         self.__dict__["_plain"] = nn.Sequential()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -114,7 +114,7 @@ class GPipe(Wrapper):
     @property
     def balance(self) -> list[int]:
         """The number of layers in each partition. To change it, wrap ``model.module`` anew."""
-        # A plain list, which torch.load takes anywhere, and a new one, since users may change it.
+        # A plain list, which torch.load() takes in any mode. A copy, since users may change it.
         return [*self._balance]
 
     @balance.setter
@@ -205,7 +205,7 @@ class GPipe(Wrapper):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        # Here, since a parent does not call load_state_dict().
+        # Here and not in load_state_dict(), which a parent does not call for its submodules.
         rename(state_dict, prefix, self._prefixes)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
@@ -213,8 +213,8 @@ class GPipe(Wrapper):
         """Load a state dict with the keys of the plain module, or of a wrapper with any balance."""
         versions = getattr(state_dict, "_metadata", None)
         if versions is not None:
-            # The versions of the saved layers have keys, too, which cannot be renamed through a
-            # parent. Torch keeps the versions as an attribute that types do not know.
+            # The versions of layers have keys, too, in an attribute that PyTorch's types lack. When
+            # a parent loads the wrapper, these keys cannot be renamed.
             state_dict = OrderedDict(state_dict)
             prefixes = self._prefixes
             state_dict._metadata = {  # type: ignore[attr-defined]

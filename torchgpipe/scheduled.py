@@ -97,7 +97,7 @@ class ScheduledLoss(MadeAnew):
     ) -> None:
         super().__init__()
         self.model = model
-        # The check of the loss looks at it.
+        # Before the loss, whose check reads weight_of.
         self.__dict__["weight_of"] = weight_of
         self.loss = loss
         self.outputs = outputs
@@ -242,14 +242,14 @@ class ScheduledLoss(MadeAnew):
         if key not in plans:
             skips = stages.skip_layout.pairs
             made = plan(self.schedule, model.devices, m, modes, skips, forward=forward)
-            # Held, so that nothing else gets their identities.
+            # Schedule and stages are held, so that no other objects get the ids in the key.
             plans[key] = made, self.schedule, stages
-        found: StepPlan = plans[key][0]
-        return found
+        step_plan: StepPlan = plans[key][0]
+        return step_plan
 
     def _crew_of(self, model: GPipe) -> Crew:
         crew = self.__dict__["_crew"]
-        # The model makes its stages anew in a child process, and a user may replace the others.
+        # The model makes new stages in a child process. Users may replace the loss and settings.
         stages = stages_of(model)
         basis = stages, self.loss, self.stages, self.backend, self.recompute
         if crew is None or not all(a is b for a, b in zip(crew.basis, basis)):
@@ -262,8 +262,8 @@ class ScheduledLoss(MadeAnew):
                 pairs = enumerate(zip(model.partitions, after))
                 cells = GraphCells([StageGraphs(j, *pair, make, choice) for j, pair in pairs])
             crew = self.__dict__["_crew"] = Crew(stages, cells, basis)
-        found: Crew = crew
-        return found
+        current: Crew = crew
+        return current
 
     def _scale(self) -> Callable[[Tensor], Tensor] | None:
         if self.scaler is not None:
@@ -313,7 +313,7 @@ def _verify_recompute(recompute: Any) -> None:
     verify(valid, rule, "recompute", recompute, "use the first one for eager stages")
 
 
-#: What is checked when an attribute is set, by its name.
+#: For each attribute, the function that checks a value when it is set.
 _CHECKS: dict[str, Callable[[Any], object]] = {
     "model": _verify_model,
     "schedule": verify_choice,

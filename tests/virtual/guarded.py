@@ -324,7 +324,7 @@ MUTANTS = {
     "lead in forward": (DROP, "few streams"),
     "gradient of a fork": (("expand_as", "view_as"), "gradients of a skip"),
     "no leaves": (
-        ("next(found) if need else x.detach()", "x.detach().requires_grad_(need)"),
+        ("next(unpacked) if need else x.detach()", "x.detach().requires_grad_(need)"),
         "skip in a recomputation",
     ),
     "memory of a phony": (("as_strided_copy", "as_strided"), "what has left"),
@@ -365,7 +365,7 @@ MUTANTS = {
     ),
     "seeds of micro-batches": ((" + i", ""), "other numbers"),
     "seeds of steps": (
-        ("self._begin.of(self._m, kind) if drawn else found", "found"),
+        ("self._begin.of(self._m, kind) if drawn else before", "before"),
         "a later micro-batch",
     ),
     "locks of a step": (("locks_of(self._devices)", "[]"), "one step at a time"),
@@ -391,7 +391,7 @@ MUTANTS = {
     "what a backward leaves": (DROP, "what a backward leaves"),
     "a partition at a time": (("self.lock, ", ""), "at a time"),
     "what is interrupted": (("SavedSettings(devices, modes),", ""), "interrupted"),
-    "hooks of the forward": (("now.hooks != found.hooks", "False"), "hooks changed"),
+    "hooks of the forward": (("now.hooks != wanted.hooks", "False"), "hooks changed"),
     "leaves": (
         ("tensor.clone() if base.requires_grad and base.is_leaf else ", ""),
         "parameters passed on",
@@ -406,10 +406,10 @@ MUTANTS = {
     "buffers of before the first run": (DROP, "changing buffers"),
     "statistics of norms": (("name in UNCOUNTED", "False"), "norm"),
     "buffers as they were": ((" if is_parameter else x.detach()", ""), "buffer replaced"),
-    "keeping what lasts": (("self.lasting.get(own)", "None"), "frozen partitions"),
-    "no Recompute for nothing": ((" if found.stored is not None", ""), "frozen partitions"),
+    "keeping what lasts": (("self.lasting.get(key)", "None"), "frozen partitions"),
+    "no Recompute for nothing": ((" if checkpoint.stored is not None", ""), "frozen partitions"),
     "versions of what is kept": (
-        ("place._version != self.kept.versions[id(place)]", "False"),
+        ("saved._version != self.kept.versions[id(saved)]", "False"),
         "weights changed",
     ),
 }

@@ -36,9 +36,9 @@ __all__: list[str] = []
 
 # Thread-local attributes, registered so that they can be restored after Ctrl-C.
 #
-# Each room keeps its own: :mod:`torchgpipe.ambient.notes` what is called when a layer has run,
-# :mod:`torchgpipe.ambient.generators` whether it computes a cell, :mod:`torchgpipe.recompute.runs`
-# which run of a cell it is, and :mod:`torchgpipe.skip.tracker` where layers stash and pop.
+# Among them are the function to call when a layer has run (:mod:`torchgpipe.ambient.notes`),
+# whether the thread computes a cell (:mod:`torchgpipe.ambient.generators`), which run of the cell
+# that is (:mod:`torchgpipe.recompute.runs`), and its skips (:mod:`torchgpipe.skip.tracker`).
 
 
 Local = TypeVar("Local", bound=threading.local)
@@ -70,21 +70,21 @@ class Swap:
     A class, as all context managers that are entered for each cell: @contextmanager takes longer.
     """
 
-    __slots__ = ("_found", "_local", "_values")
+    __slots__ = ("_before", "_local", "_values")
 
     def __init__(self, local: threading.local, **values: Any) -> None:
         self._local, self._values = local, values
 
     def __enter__(self) -> None:
-        own = self._local.__dict__
-        self._found = own.copy()
-        own.update(self._values)
+        attributes = self._local.__dict__
+        self._before = attributes.copy()
+        attributes.update(self._values)
 
     def __exit__(self, *_: object) -> None:
-        # All at once: to set attribute by attribute takes longer.
-        own = self._local.__dict__
-        own.clear()
-        own.update(self._found)
+        # All attributes at once: to set them one by one takes longer.
+        attributes = self._local.__dict__
+        attributes.clear()
+        attributes.update(self._before)
 
 
 Result = TypeVar("Result")
@@ -142,7 +142,7 @@ class Modes(NamedTuple):
         _, inference, multithreading, threads, cache, autocast, functions, dispatch = self
         if functions or dispatch:
             return self[1:] == Modes.current()[1:]
-        # One by one: to collect them takes longer.
+        # Modes are compared one by one: to collect them in a Modes object takes longer.
         for kind, enabled, dtype in autocast:
             if torch.is_autocast_enabled(kind) != enabled:
                 return False
@@ -174,13 +174,13 @@ def leave_checkpoints(error: BaseException | None, handled: BaseException | None
         error: the error, which refers to those that were handled when it was raised.
         handled: the one that was handled already when the block began that the error leaves.
     """
-    # Somebody may have made errors refer to each other.
+    # Errors may refer to each other in a circle, which would be a loop without end.
     seen = {id(handled)}
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         for frame, _ in walk_tb(error.__traceback__):
             if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-                # One that is still running has not been left.
+                # A frame that still runs refuses to be cleared: the error has not come out of it.
                 with suppress(RuntimeError):
                     frame.clear()
         error = error.__context__
@@ -216,9 +216,9 @@ class Context:
             or not all(isinstance(mode, _torch.DeviceContext) for mode in self.modes.functions)
         )
 
-    def entered(self, found: SavedSettings) -> EnteredModes:
-        """Context manager that sets the modes in this thread, which has the settings found."""
-        return EnteredModes(self.modes, self.nested, found)
+    def entered(self, settings: SavedSettings) -> EnteredModes:
+        """Context manager that sets the modes in this thread, which has other settings."""
+        return EnteredModes(self.modes, self.nested, settings)
 
     def use_callers_threads(self) -> None:
         """Let operators of this thread use as many CPU threads as the caller's do.
@@ -238,28 +238,28 @@ class Context:
 class EnteredModes:
     """The modes of another thread, within a ``with`` block."""
 
-    def __init__(self, modes: Modes, nested: bool, found: SavedSettings) -> None:
+    def __init__(self, modes: Modes, nested: bool, settings: SavedSettings) -> None:
         self.modes = modes
         # guard: nesting of autocast
         self.nested = nested
-        self.found = found
+        self.settings = settings
 
     def __enter__(self) -> None:
-        # Most often these are the same object, and the grad mode alone differs: it is off in
-        # backward.
-        self.differs = self.found.modes is not self.modes
+        # Most often a thread has the same modes, as one object, but for the grad mode, which is off
+        # in backward.
+        self.differs = self.settings.modes is not self.modes
         self.guard: Any = None
         if self.differs:
             # guard: modes of backward
             _pop_all()
-            if self.found.modes.inference != self.modes.inference:
+            if self.settings.modes.inference != self.modes.inference:
                 self.guard = torch.inference_mode(self.modes.inference)
                 self.guard.__enter__()
             if self.nested:
-                # Otherwise a layer's own block would be the outermost one, and clear the cache.
+                # Without this, a layer's autocast block is the outermost one, and clears the cache.
                 torch.autocast_increment_nesting()
-            _set_values(self.modes, self.found.modes)
-        if self.differs or self.found.grad != self.modes.grad:
+            _set_values(self.modes, self.settings.modes)
+        if self.differs or self.settings.grad != self.modes.grad:
             _torch.set_grad(self.modes.grad)
         if self.differs:
             # guard: modes of a recomputation
@@ -267,18 +267,18 @@ class EnteredModes:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is not None:
-            leave_checkpoints(error, self.found.handled)
+            leave_checkpoints(error, self.settings.handled)
         if self.differs:
             _pop_all()
             if self.nested:
                 leave_autocast()
             if self.guard is not None:
                 self.guard.__exit__(None, None, None)
-            _set_values(self.found.modes, self.modes)
-        # Layers may have changed the grad mode.
-        _torch.set_grad(self.found.grad)
+            _set_values(self.settings.modes, self.modes)
+        # The grad mode is always put back, since layers may have changed it.
+        _torch.set_grad(self.settings.grad)
         if self.differs:
-            _push(self.found.modes)
+            _push(self.settings.modes)
 
 
 class SavedSettings:
@@ -296,17 +296,17 @@ class SavedSettings:
 
     def __init__(self, devices: Sequence[torch.device], expected: Modes | None = None) -> None:
         self.grad = torch.is_grad_enabled()
-        #: The error that the caller handles.
+        #: The error that the caller handles when this block begins.
         self.handled = sys.exc_info()[1]
-        #: The modes, but for the grad mode.
+        #: The modes; their grad mode does not count, since `grad` has it.
         self.modes = expected if expected and expected.are_current() else Modes.current()
-        # Python interrupts no other thread.
+        # Ctrl-C interrupts the main thread alone.
         self.interruptible = get_ident() == main_thread().ident
         if self.interruptible:
             self.hooks = current_hooks()
             self.values = saved()
             self.streams = current_streams(devices)
-            # If the modes are the expected ones, no other modes are entered in this block.
+            # A thread with the expected modes enters no others, so its nesting cannot be wrong.
             self.nesting = autocast_nesting() if self.modes is not expected else None
 
     def __enter__(self) -> None:
@@ -341,13 +341,13 @@ def autocast_nesting() -> int:
 def leave_autocast() -> None:
     """Leave the innermost block of autocast."""
     if torch.autocast_decrement_nesting() == 0:
-        # Weights that were cast may change from here on.
+        # Weights may change outside of autocast, and cached casts of them would be wrong.
         torch.clear_autocast_cache()
 
 
 def _set_values(modes: Modes, before: Modes) -> None:
     """Set the modes that are plain values, where they may differ from ``before``."""
-    # Entering or leaving inference mode has changed this, too.
+    # Set in any case, since to enter or leave inference mode changes this setting.
     torch.autograd.set_multithreading_enabled(modes.multithreading)
     if modes.threads != before.threads:
         # guard: threads of an operator

@@ -28,7 +28,7 @@ __all__: list[str] = []
 _lock = threading.Lock()
 
 if hasattr(os, "register_at_fork"):
-    # The thread that held the lock does not exist in the child.
+    # The thread that held the lock does not exist in the child, so nobody would release it.
     os.register_at_fork(after_in_child=lambda: globals().update(_lock=threading.Lock()))
 
 
@@ -43,13 +43,13 @@ def generator_of(device: torch.device) -> torch.device:
 
 def get_state(device: torch.device) -> Tensor:
     """The state of a device's default generator."""
-    # Cells ask often, and a call takes time in each of them.
+    # Each cell comes here, so the CPU's generator is found without a call.
     generator = torch.default_generator if device == CPU else _generator(device)
     if generator is not None:
         # guard: one thread at a generator
         with _lock:
             return generator.get_state()
-    # torch.mps, ...
+    # Such backends as torch.mps have no generator object.
     state: Tensor = torch.get_device_module(device).get_rng_state(*_argument(device))
     return state
 
@@ -67,7 +67,7 @@ def set_state(device: torch.device, state: Tensor) -> None:
 
 def _generator(device: torch.device) -> torch.Generator | None:
     """The generator object of an accelerator, if its backend exposes it; its methods are faster."""
-    # torch.cuda and torch.xpu have generators once they are initialised.
+    # torch.cuda and torch.xpu have no generators before they are initialised.
     generators = getattr(torch.get_device_module(device), "default_generators", ())
     return generators[device.index] if device.index < len(generators) else None
 
@@ -87,7 +87,8 @@ def content(state: Tensor) -> bytes:
 #
 # All threads share a device's default generator, so only one step at a time may set its state: a
 # step holds the locks of its generators, and so does a recomputation in backward whose cell has
-# drawn. What computes a cell of a step takes none: it would wait for a thread that waits for it.
+# drawn. A worker that computes a cell takes none: the thread of the step holds them, and waits for
+# the worker.
 
 
 Lock: TypeAlias = AbstractContextManager[Any]
@@ -97,9 +98,9 @@ Result = TypeVar("Result")
 class Computing(threading.local):
     """The cell that a thread computes, in forward or in recomputation."""
 
-    #: Whether there is one.
+    #: Whether the thread computes a cell.
     within = False
-    #: Its micro-batch, under a schedule, which may have any order.
+    #: The cell's micro-batch. Only schedules set it: without one, micro-batches come in order.
     number = 0
 
 
@@ -121,7 +122,7 @@ _locks: dict[torch.device, threading.RLock] = {}
 
 
 def _begin_child() -> None:
-    # The thread that held a lock does not exist in the child, and no cell of the parent goes on.
+    # Threads that held locks, or computed cells, do not exist in the child.
     _locks.clear()
     computing.within = False
 
@@ -132,11 +133,11 @@ if hasattr(os, "register_at_fork"):
 
 def locks_of(devices: Iterable[torch.device]) -> list[Lock]:
     """The locks of generators, in one order, so that no two threads wait for each other."""
-    # A thread that holds the locks waits for the cell that this thread computes.
+    # The thread that holds the locks waits for this thread's cell. To take them is a deadlock.
     # guard: no locks within a cell
     if computing.within:
         return []
-    # In one call, also without the interpreter's lock: two threads must get the same one.
+    # setdefault() is one atomic call, also without the GIL: two threads must get the same lock.
     return [_locks.setdefault(x, threading.RLock()) for x in sorted(devices, key=str)]
 
 

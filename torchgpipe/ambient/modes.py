@@ -73,7 +73,7 @@ class without_autocast(with_autocast):
 
 
 class own_casts:
-    """Switch autocast's cache of cast weights off within a ``with`` block, and clear it afterwards.
+    """Switch autocast's cache of cast weights off within a ``with`` block.
 
     The cache finds a cast weight by the weight alone: it ignores the dtype of the cast, and changes
     of the weight since.

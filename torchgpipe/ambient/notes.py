@@ -107,7 +107,7 @@ def add_note(error: BaseException, note: str) -> None:
             error.add_note(note)
     elif getattr(error.__cause__, "args", None) != (note,):
         cause = RuntimeError(note)
-        # So the traceback still shows the exception's own cause.
+        # The cause of the exception becomes that of the note, so that the traceback shows both.
         cause.__cause__ = error.__cause__
         cause.__context__ = error.__context__
         cause.__suppress_context__ = error.__suppress_context__

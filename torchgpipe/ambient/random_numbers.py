@@ -67,14 +67,14 @@ class StepNumbers:
         return locks_of(self._devices)
 
     def __enter__(self) -> None:
-        self._found = _get(self._devices)
-        # Not methods of this object, which only Python's collector would free.
-        self._begin = _Beginnings(self._first_devices, self._found)
+        self._before = _get(self._devices)
+        # An object of its own: methods of this one would make a cycle, which only Python's
+        # collector frees.
+        self._begin = _Beginnings(self._first_devices, self._before)
         self._first: list[dict[str, Tensor]] = [
             _States(partial(self._begin.of, i)) for i in range(self._m)
         ]
-        #: The present RNG states of each micro-batch, by type of device; as far as somebody has
-        #: asked for them.
+        #: The present RNG states of each micro-batch by type of device, made when somebody asks.
         self.states: list[dict[str, Tensor]] = [_States(first.__getitem__) for first in self._first]
         #: The micro-batches that had drawn here before they came back from another process.
         self._drew: set[int] = set()
@@ -84,7 +84,7 @@ class StepNumbers:
         for device in self._devices:
             # guard: generators are put back after an exception
             is_first = kind is None and device == self._first_devices[device.type]
-            set_state(device, self._last(device) if is_first else self._found[device])
+            set_state(device, self._last(device) if is_first else self._before[device])
 
     def of(self, i: int, device: torch.device) -> CellNumbers:
         """Context manager that installs the RNG state of micro-batch ``i`` on a device."""
@@ -93,7 +93,7 @@ class StepNumbers:
     @property
     def drawn(self) -> bool:
         """Whether a cell has drawn from any of the generators."""
-        # Where nobody has asked for a state, there is none.
+        # `states` lacks what nobody has asked for, so no cell has drawn from that generator.
         return bool(self._drew) or (any(self.states) and any(map(self.has_drawn, range(self._m))))
 
     def has_drawn(self, i: int) -> bool:
@@ -122,17 +122,17 @@ class StepNumbers:
 
     def _last(self, device: torch.device) -> Tensor:
         """The state that the caller continues with."""
-        kind, found = device.type, self._found[device]
-        if kind in self.states[0] and _differ(self.states[0][kind], found):
+        kind, before = device.type, self._before[device]
+        if kind in self.states[0] and _differ(self.states[0][kind], before):
             return self.states[0][kind]
         drawn = any(
             kind in state and _differ(first[kind], state[kind])
             for first, state in zip(self._first, self.states)
         )
-        # Micro-batch 0 has drawn nothing, and others have. The caller gets a state that none of
-        # them has used, or the next step would draw their numbers again.
+        # If only later micro-batches have drawn, the caller gets a state that no micro-batch has
+        # used. Otherwise the next step would draw the same numbers.
         # guard: seeds of steps
-        return self._begin.of(self._m, kind) if drawn else found
+        return self._begin.of(self._m, kind) if drawn else before
 
 
 class _States(dict[str, Tensor]):
@@ -145,17 +145,17 @@ class _States(dict[str, Tensor]):
         self._make = make
 
     def __missing__(self, kind: str) -> Tensor:
-        found = self[kind] = self._make(kind)
-        return found
+        state = self[kind] = self._make(kind)
+        return state
 
 
 class _Beginnings:
     """The RNG states that micro-batches begin with."""
 
     def __init__(
-        self, first_devices: Mapping[str, torch.device], found: Mapping[torch.device, Tensor]
+        self, first_devices: Mapping[str, torch.device], callers: Mapping[torch.device, Tensor]
     ) -> None:
-        self._first_devices, self._found = first_devices, found
+        self._first_devices, self._callers = first_devices, callers
         #: The number that all seeds on a device are computed from.
         self._seeds: dict[torch.device, int] = {}
 
@@ -163,10 +163,10 @@ class _Beginnings:
         """The state that micro-batch ``i`` begins with on a type of device."""
         device = self._first_devices[kind]
         if i == 0:
-            return self._found[device]
+            return self._callers[device]
         if device not in self._seeds:
-            found = blake2b(content(self._found[device]), digest_size=8).digest()
-            self._seeds[device] = int.from_bytes(found, "little")
+            digest = blake2b(content(self._callers[device]), digest_size=8).digest()
+            self._seeds[device] = int.from_bytes(digest, "little")
         # guard: seeds of micro-batches
         seed = (self._seeds[device] + i) % 2**64
         return torch.Generator(device).manual_seed(seed).get_state()
@@ -215,10 +215,10 @@ class FirstNumbers:
     __slots__ = ("after", "before")
 
     def __init__(self, device: torch.device, cell: CellNumbers | None = None) -> None:
-        own = generator_of(device)
-        # To read a state takes the host a microsecond or more.
-        self.before = {own: get_state(own) if cell is None else cell.state}
-        if own != CPU:
+        device = generator_of(device)
+        # The cell knows the state, which takes the host a microsecond or more to read.
+        self.before = {device: get_state(device) if cell is None else cell.state}
+        if device != CPU:
             self.before[CPU] = get_state(CPU)
         self.after: dict[torch.device, Tensor] = {}
 
@@ -228,8 +228,8 @@ class FirstNumbers:
         Recomputation leaves a generator alone that the forward has not drawn from. So accelerators
         that draw from their own generators recompute at the same time.
         """
-        found, self.before = self.before, {}
-        for device, before in found.items():
+        states, self.before = self.before, {}
+        for device, before in states.items():
             after = get_state(device)
             if _differ(after, before):
                 self.before[device], self.after[device] = before, after
@@ -276,7 +276,7 @@ class RestoredNumbers(Swap):
         again = _get(first.after)
         _set(self.now)
         for device, drawn in again.items() if exception[0] is None else ():
-            # If recomputation has not drawn, it was another thread that drew during the forward.
+            # The state before is right, too: then another thread drew during the forward.
             known = (first.before[device], first.after[device])
             if not any(content(drawn) == content(other) for other in known):
                 raise RuntimeError(

@@ -52,7 +52,7 @@ from torchgpipe.mapped.containers import handing_back, tensors_of
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.mapped.exchanged import Exchanged, mappings_of
 from torchgpipe.mapped.foreign import explain, watched
-from torchgpipe.mapped.on_demand import omissible
+from torchgpipe.mapped.lazy_outputs import omissible
 from torchgpipe.mapped.step import DeviceVisit, MappedStep
 from torchgpipe.mapped.tail import Tail
 from torchgpipe.mapped.threads import Turns

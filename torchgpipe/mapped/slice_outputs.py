@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from torchgpipe.mapped.on_demand import can_fill_itself, on_reading, there
+from torchgpipe.mapped.lazy_outputs import can_fill_itself, on_reading, there
 from torchgpipe.values.structure import flatten_tree
 
 __all__: list[str] = []

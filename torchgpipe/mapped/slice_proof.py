@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.engine.unchanged import unchanged
-from torchgpipe.mapped.on_demand import can_fill_itself, there
+from torchgpipe.mapped.lazy_outputs import can_fill_itself, there
 from torchgpipe.values.structure import leaves_of
 
 __all__: list[str] = []

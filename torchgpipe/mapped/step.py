@@ -38,7 +38,7 @@ from torchgpipe.mapped.body import MappedBody
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.mapped.exchanged import HeldValues
 from torchgpipe.mapped.foreign import Met, may_meet
-from torchgpipe.mapped.on_demand import Omitted
+from torchgpipe.mapped.lazy_outputs import Omitted
 from torchgpipe.partition.keeping import (
     Keeping,
     Offload,

@@ -30,7 +30,7 @@ __all__ = ["MISSING"]
 # The balance, the devices and the settings of a wrapper, checked before anything is moved.
 
 
-#: The most seconds of a measurement.
+#: The longest time that a measurement may take, in seconds.
 DAY = 86_400
 
 
@@ -122,10 +122,10 @@ def verify_loss(loss: Any, weight_of: Any = None) -> None:
         rule, remedy = "weight_of must be a function of the targets", "pass such as torch.numel"
         verify_function(weight_of, rule, "weight_of", remedy)
         return
-    given = loss.keywords if isinstance(loss, partial) else getattr(loss, "__dict__", {})
+    attributes = loss.keywords if isinstance(loss, partial) else getattr(loss, "__dict__", {})
     rule = "loss must be a mean over the rows of its micro-batch"
     remedy = "take the mean, return (sum, number of what is summed up), or pass weight_of"
-    verify(given.get("reduction") != "sum", rule, "reduction", "sum", remedy)
+    verify(attributes.get("reduction") != "sum", rule, "reduction", "sum", remedy)
 
 
 def checked_index(index: Any) -> Any:
@@ -154,17 +154,17 @@ def checked_balance(balance: Iterable[int] | None, module: nn.Sequential) -> lis
             "torchgpipe.balance.balance_by_time"
         )
     try:
-        given = list(balance)
+        entries = list(balance)
     except TypeError:
         raise TypeError(
             "balance must be a sequence with the number of layers of each partition "
             f"(balance: {balance!r}); for one partition, pass [{len(module)}]"
         ) from None
-    sizes = [size for size in map(positive_int, given) if size is not None]
-    if len(sizes) < len(given):
+    sizes = [size for size in map(positive_int, entries) if size is not None]
+    if len(sizes) < len(entries):
         raise ValueError(
             "balance must be positive integers, the number of layers in each partition "
-            f"(balance: {given}); leave a partition without layers out"
+            f"(balance: {entries}); leave a partition without layers out"
         )
     if sum(sizes) != len(module):
         raise ValueError(
@@ -216,7 +216,7 @@ def checked_device(device: Device) -> torch.device:
         chosen = canonical_device(device)
         there = chosen in known or chosen.type == "meta"
     except (RuntimeError, TypeError, ValueError, OverflowError):
-        # PyTorch knows no such name, or there is no accelerator that an index could be of.
+        # PyTorch knows no such name, or the device is an index, and there is no accelerator.
         there = False
     if not there:
         raise ValueError(
@@ -264,7 +264,7 @@ class Traps:
     def __init__(self, wrapper: str) -> None:
         self._wrapper = wrapper
         self._known: set[str] = set()
-        #: Whether a mini-batch was seen, with the number of micro-batches that is set now.
+        #: Whether there was a mini-batch since the number of micro-batches was set.
         self.seen = False
         #: Whether a step has shown which buffers layers change in forward.
         self.knows_state = False
@@ -273,12 +273,12 @@ class Traps:
         """Warn if layers take dimension 0 for the sequence while it is split."""
         if chunks == 1 or "sequence" in self._known:
             return
-        found = list(chain.from_iterable(map(_sequence_first, layers)))
-        if found:
-            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        paths = list(chain.from_iterable(map(_sequence_first, layers)))
+        if paths:
+            more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
             warn(
                 f"{self._wrapper} splits dimension 0 into micro-batches, and layers made without "
-                f"batch_first=True take it for the sequence (layers: {', '.join(found[:3])}{more}, "
+                f"batch_first=True take it for the sequence (layers: {', '.join(paths[:3])}{more}, "
                 f"chunks: {chunks}); make them with batch_first=True, and put the batch first in "
                 "the input. Where a layer transposes its input itself, all is well: silence this "
                 f"by warnings.filterwarnings('ignore', '{self._wrapper} splits dimension 0')"
@@ -301,7 +301,7 @@ class Traps:
                 f"{self._silenced('splits tensors, and gives lists')}"
             )
             self._known.add("lists")
-        # With other numbers of rows the tensors in such a list would be split.
+        # If tensors in such a list have as many rows as it has entries, they could be split, too.
         lists = input.named(is_list_of_rows)
         sizes = {
             name: {len(x) for entry in entries for x in tensors_of_row(entry)}
@@ -309,10 +309,10 @@ class Traps:
         }
         common = {rows}
         if sizes and not any(rows_in(x) for x in input.leaves if type(x) is not list):
-            # Nobody passes mappings to have all tensors in them split.
+            # Mappings in a list are one for each row: nobody means to have their tensors split.
             mapped = any(isinstance(x, Mapping) for entries in lists.values() for x in entries)
             common = set() if mapped else set.union(*sizes.values())
-        either = [name for name, own in sizes.items() if len(common) == 1 and own == common]
+        either = [name for name, rows_of in sizes.items() if len(common) == 1 and rows_of == common]
         if either and "either" not in self._known:
             warn(
                 f"{self._wrapper} splits a list with an entry for each row as a list, and not the "
@@ -367,12 +367,12 @@ class Traps:
         """
         if len(rows) < 2 or rows[0] < 2 or "coupled" in self._known or not outputs:
             return
-        # If the last micro-batch has other rows, its output tells whether sizes follow the rows.
+        # If the last micro-batch has fewer rows, its output tells whether sizes depend on rows.
         told = rows[-1] != rows[0] and len(outputs) > 1
         pairs = [(rows[0], rows[0]), (rows[-1], rows[-1])][: len(outputs)]
         if not any([*shapes] == pairs for shapes in zip(*outputs)):
             return
-        # Otherwise the size may be that of the input's features, or of a parameter, by chance.
+        # If all have as many, an output's size may be that of a feature or a parameter by chance.
         if not told and (
             any(rows[0] in x[1:] for x in inputs) or any(rows[0] in x.shape for x in parameters)
         ):
@@ -404,7 +404,7 @@ def objects_in(input: FlatInput) -> dict[str, Any]:
     """
     if sum(type(x) in ATOMS for x in input.leaves) < input.rows and not input.objects:
         return {}
-    # The arguments of a call are no tuple, however many they are.
+    # The tuple that holds the arguments of a call is no object of the caller's.
     args = input.value.args if isinstance(input.value, Arguments) else None
 
     def is_leaf(x: Any) -> bool:
@@ -412,8 +412,8 @@ def objects_in(input: FlatInput) -> dict[str, Any]:
             return input.is_leaf(x)
         return not any(isinstance(leaf, InputMark | Tensor) for leaf in leaves_of(x))
 
-    found = names(input.value, is_leaf)
-    return {name: x for name, x in found if not (isinstance(x, Tensor) or input.is_leaf(x))}
+    pairs = names(input.value, is_leaf)
+    return {name: x for name, x in pairs if not (isinstance(x, Tensor) or input.is_leaf(x))}
 
 
 def _entries(value: Any) -> int | None:
@@ -422,7 +422,7 @@ def _entries(value: Any) -> int | None:
     None for text, sets, shapes and modules, and for what has only None in it.
     """
     if isinstance(value, tuple | list):
-        # Named tuples have fields.
+        # The entries of a named tuple are fields, and no rows.
         is_list = type(value) in (tuple, list) and any(x is not None for x in value)
         return len(value) if is_list and not is_shape(value) else None
     if not isinstance(value, nn.Module | Mapping | str | bytes | set | frozenset):

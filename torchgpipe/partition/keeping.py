@@ -16,7 +16,7 @@ from torchgpipe.checks import verify, verify_number
 
 __all__ = ["Offload"]
 
-#: The modes that say which micro-batches are computed again, and keep all that others save.
+#: The modes that choose micro-batches to compute again, and keep all of the other micro-batches.
 CHECKPOINT_MODES = ("always", "except_last", "never")
 
 
@@ -56,13 +56,13 @@ ALL = Offload()
 #: A policy of PyTorch's: ``partial(create_selective_checkpoint_contexts, policy)``.
 Policy: TypeAlias = Callable[[], tuple[Any, Any]]
 
-#: The classes of those that are taken for one. Modules can be called, too, and classes.
+#: The types of what counts as a policy. Modules and classes can be called, too, but are no policy.
 POLICIES = (partial, FunctionType)
 
 #: What the cells of a partition keep.
 Keeping: TypeAlias = str | Offload | Policy
 
-#: The same for all partitions, or for each.
+#: One setting for all partitions, or a tuple with one for each.
 Keepings: TypeAlias = Keeping | tuple[Keeping, ...]
 
 
@@ -74,7 +74,7 @@ def checked_keeping(checkpoint: object) -> Keeping:
     """
     if isinstance(checkpoint, Offload) or (is_policy(checkpoint) and _gives_contexts(checkpoint)):
         return checkpoint
-    # An enumeration's str() names the class, although its members may be strings.
+    # Members of an enumeration may be strings, but str() of a member begins with its class.
     mode = checkpoint if isinstance(checkpoint, str) else str(checkpoint)
     if mode in (*CHECKPOINT_MODES, "offload"):
         return mode
@@ -123,8 +123,8 @@ def keepings_of(modes: Keepings | list[Keeping], partitions: int) -> tuple[Keepi
 
 def words_of(modes: Keepings | list[Keeping], partitions: int) -> tuple[str, ...]:
     """The checkpoint mode of each partition, in words."""
-    found = keepings_of(modes, partitions)
-    return tuple(["selective" if is_policy(mode) else str(mode) for mode in found])
+    keepings = keepings_of(modes, partitions)
+    return tuple(["selective" if is_policy(mode) else str(mode) for mode in keepings])
 
 
 def is_policy(mode: object) -> TypeGuard[Policy]:
@@ -133,17 +133,17 @@ def is_policy(mode: object) -> TypeGuard[Policy]:
 
 
 def _gives_contexts(policy: Any) -> bool:
-    """Whether a call without arguments gives a context for each run, as that of a step has to."""
+    """Whether a policy, called without arguments, returns a context manager for each run."""
     try:
-        found = policy()
+        contexts = policy()
     except TypeError:
-        # create_selective_checkpoint_contexts itself misses the policy.
+        # create_selective_checkpoint_contexts itself is no policy: it needs one as an argument.
         return False
-    return isinstance(found, tuple) and len(found) == 2
+    return isinstance(contexts, tuple) and len(contexts) == 2
 
 
 def choosing(modes: tuple[Keeping, ...]) -> tuple[Keeping, ...]:
-    """The modes, if any of them chooses among what a cell saves; nothing if words say all."""
+    """The modes, if any of them is a policy or offloads; otherwise nothing."""
     return () if {*modes} <= {*CHECKPOINT_MODES} else modes
 
 
@@ -165,9 +165,9 @@ def offload_of(mode: Keeping) -> Offload | None:
 
 
 def counted(mode: Keeping) -> str:
-    """Return a mode as cells count before they run: one without words for it as ``'never'``.
+    """The mode by which a plan counts what cells keep: ``'never'`` for a policy, and offloading.
 
-    A policy, and what leaves for the host, keeps less than that.
+    Both keep less than ``'never'``, and nobody knows how much less before the cells run.
     """
     return mode if isinstance(mode, str) and mode in CHECKPOINT_MODES else "never"
 
@@ -178,6 +178,6 @@ def verify_words(modes: tuple[Keeping, ...], what: str, remedy: str) -> None:
     Raises:
         ValueError: there is such a mode.
     """
-    found = [x for x in words_of(modes, 1) if x not in CHECKPOINT_MODES]
+    others = [x for x in words_of(modes, 1) if x not in CHECKPOINT_MODES]
     rule = f"{what} keeps all that a cell saves, or computes it again"
-    verify(not found, rule, "checkpoint", found, remedy)
+    verify(not others, rule, "checkpoint", others, remedy)

@@ -36,7 +36,7 @@ def place(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> N
     """
     verify_sharing(partitions, devices)
     verify_loading(partitions, devices)
-    #: The home device of a parameter that several partitions share: that of the first of them.
+    #: The home device of each tensor: that of the first partition that has it.
     homes: dict[Tensor, torch.device] = {}
     for partition, device in zip(partitions, devices):
         for _, x in tensors(partition):
@@ -51,23 +51,23 @@ def move(module: nn.Module, homes: Mapping[Tensor, torch.device], *, recurse: bo
     for inner in module.modules() if recurse else [module]:
         table: dict[str, Any] = inner._parameters
         for name, x in table.items():
-            # Packed weights have a ``to()`` of their own. For some devices, Module._apply makes new
-            # parameters, and refuses such a class.
+            # A packed weight has a ``to()`` of its own. Module._apply cannot move it to devices for
+            # which it makes new parameters, since it refuses such a class.
             if x is not None and type(x).to is not Tensor.to and x.device != homes.get(x, x.device):
                 table[name] = x.to(homes[x])
     known = {**homes, **{x.grad: home for x, home in homes.items() if x.grad is not None}}
-    # A tensor that is not known was moved before, which has made a new one, so it stays.
+    # What is not in `known` is a new tensor, made when a shared one was moved: it stays.
     module._apply(lambda x: moved_to(known[x], x) if x in known else x, recurse=recurse)
 
 
 @contextmanager
 def sharing(tables: Iterable[dict[str, Tensor | None]]) -> Iterator[None]:
     """Let tensors that several dicts share stay shared when a ``with`` block moves them."""
-    each = [(table, name, x) for table in tables for name, x in table.items() if x is not None]
+    entries = [(table, name, x) for table in tables for name, x in table.items() if x is not None]
     yield
-    # For some devices, Module._apply makes a new tensor in each dict that holds a shared one.
+    # Module._apply may make a new tensor in each dict that holds a shared one: all get the first.
     moved: dict[Tensor, Tensor | None] = {}
-    for table, name, tensor in each:
+    for table, name, tensor in entries:
         table[name] = moved.setdefault(tensor, table[name])
 
 
@@ -169,10 +169,10 @@ def verify_placement(
         RuntimeError: a parameter or buffer was moved.
     """
     for j, (partition, device) in enumerate(zip(partitions, devices)):
-        if found := elsewhere(partition, device, lent[j] if lent else (), devices):
+        if tensor := elsewhere(partition, device, lent[j] if lent else (), devices):
             raise RuntimeError(
                 "parameters and buffers must stay on the device of their partition (partition "
-                f"{j}: {found}); move the tensor back, or wrap the module anew with other devices"
+                f"{j}: {tensor}); move the tensor back, or wrap the module anew with other devices"
             )
 
 
@@ -186,12 +186,12 @@ def elsewhere(
 
     What is lent, by its places, may be on its home device.
     """
-    own = {(id(table), key) for table, key in lent}
+    entries = {(id(table), key) for table, key in lent}
     for table in tables(module):
         for key, tensor in table.items():
             if tensor is None or tensor.device == device:
                 continue
-            if (id(table), key) not in own or tensor.device not in homes:
+            if (id(table), key) not in entries or tensor.device not in homes:
                 name = next(name for name, x in tensors(module) if x is tensor)
                 return f"{device}, {name}: {tensor.device}"
     return None
@@ -199,10 +199,10 @@ def elsewhere(
 
 def tables(module: nn.Module) -> list[dict[str, Tensor | None]]:
     """The dicts in which each submodule holds its parameters and its buffers."""
-    found: list[dict[str, Tensor | None]] = []
+    dicts: list[dict[str, Tensor | None]] = []
     for submodule in modules_of(module):
-        found += [submodule._parameters, submodule._buffers]  # type: ignore[list-item]
-    return found
+        dicts += [submodule._parameters, submodule._buffers]  # type: ignore[list-item]
+    return dicts
 
 
 def tensors(module: nn.Module, *, recurse: bool = True) -> list[tuple[str, Tensor]]:
@@ -215,8 +215,8 @@ def tensors(module: nn.Module, *, recurse: bool = True) -> list[tuple[str, Tenso
 
 # Layers that FSDP2 has sharded (``torch.distributed.fsdp.fully_shard``).
 #
-# FSDP2 replaces the parameters of such layers: between steps each is a shard, and while layers
-# run it is whole. So no other code may restore an earlier parameter.
+# FSDP2 replaces the parameters of such layers: between steps each is a shard, and while layers run
+# it is whole. So no other code may put an earlier parameter back.
 #
 # Nothing here imports torch.distributed.fsdp. A program without sharded layers does not need it.
 
@@ -294,12 +294,12 @@ def places_of(modules: Iterable[tuple[nn.Module, torch.device]]) -> list[list[Ta
         if x.device != device
     ]
     lent, shared = {x for _, x in away if isinstance(x, nn.Parameter)}, {id(t) for t, _ in away}
-    found: list[list[TableEntry] | None] = []
+    by_module: list[list[TableEntry] | None] = []
     for module, device in modules:
         places = [(t, name) for t, name, x in entries[module] if x.device != device or x in lent]
         known = places or not shared.isdisjoint(map(id, tables(module)))
-        found.append(places if known else None)
-    return found
+        by_module.append(places if known else None)
+    return by_module
 
 
 class Lent:
@@ -328,19 +328,19 @@ class Lent:
         """
         # guard: weights that several threads lend
         with self._lock:
-            own = [table[name] for table, name in self._places]
-            copies = self._copies_of([x for x in own if x is not None])
+            tensors = [table[name] for table, name in self._places]
+            copies = self._copies_of([x for x in tensors if x is not None])
             before = [(x, version_of(x), address_of(x)) for x in copies.values()]
-            self._put([copies.get(id(x)) for x in own])
+            self._put([copies.get(id(x)) for x in tensors])
             try:
-                # A checkpoint of PyTorch within the module runs again when the copies are gone.
+                # In backward, a checkpoint of PyTorch calls functions again: here, with copies.
                 with repeating(lambda: self.call):
                     output = inner(*args, **kwargs)
             finally:
-                found = [table.get(name) for table, name in self._places]
-                self._put(own)
+                after = [table.get(name) for table, name in self._places]
+                self._put(tensors)
             same = {id(x) for x, *both in before if both == [version_of(x), address_of(x)]}
-            pairs = [(x, now) for x, now in zip(own, found) if x is not None]
+            pairs = [(x, now) for x, now in zip(tensors, after) if x is not None]
             changed = [x for x, now in pairs if now is not copies[id(x)] or id(now) not in same]
             if changed:
                 raise _changed(changed)
@@ -359,7 +359,7 @@ class Lent:
 
     @staticmethod
     def _key(tensor: Tensor) -> tuple[int, int, bool]:
-        # A copy that was made without grad mode passes no gradient back.
+        # A copy that was made without grad mode is another one: it passes no gradient back.
         return id(tensor), version_of(tensor), tensor.requires_grad and torch.is_grad_enabled()
 
 

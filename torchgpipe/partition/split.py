@@ -22,7 +22,7 @@ class Sequential(nn.Sequential):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not args and kwargs.keys() == {"input"}:
-            # The name that an nn.Sequential has for its argument.
+            # nn.Sequential.forward() names its argument so, and a caller may, too.
             args, kwargs = (kwargs["input"],), {}
         output = None
         for layer in self:
@@ -35,7 +35,7 @@ class Partition(nn.Sequential):
     """Some neighbouring layers, in order. The first layer takes all arguments of the call."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # A compiled partition must not depend on what changes from run to run.
+        # A compiled partition must not depend on these two, which change from run to run.
         then, is_observed = None, False
         if not is_compiling():
             then = after_layer.then
@@ -70,18 +70,18 @@ def verify_module(module: nn.Module) -> None:
             "the layers in the order in which forward calls them"
         )
     forwards = (nn.Sequential.forward, Sequential.forward)
-    own = {
+    extras = {
         "a forward": getattr(module.forward, "__func__", None) not in forwards,
         "parameters": module._parameters,
         "buffers": module._buffers,
         "hooks": any(value for key, value in vars(module).items() if key.endswith("_hooks")),
         "compile()": module._compiled_call_impl,
     }
-    found = [name for name, has in own.items() if has]
-    if found:
+    present = [name for name, has in extras.items() if has]
+    if present:
         raise TypeError(
             "module must have nothing of its own besides its layers, since the partitions would "
-            f"be without it (module: {type(module).__name__}, own: {', '.join(found)}); give it "
+            f"be without it (module: {type(module).__name__}, own: {', '.join(present)}); give it "
             "to a layer, and pass nn.Sequential(*module)"
         )
 
@@ -118,12 +118,12 @@ def own_key(key: str, prefixes: Mapping[str, str | None]) -> str | None:
 def rename(state_dict: dict[str, Any], prefix: str, prefixes: Mapping[str, str | None]) -> None:
     """Give a state dict a wrapper's own keys, which start with a prefix: see :func:`own_key`."""
     for key in [key for key in state_dict if key.startswith(prefix)]:
-        own = own_key(key[len(prefix) :], prefixes)
-        if own is None:
+        new = own_key(key[len(prefix) :], prefixes)
+        if new is None:
             del state_dict[key]
-        # A second key of one tensor is not renamed, so that it is reported as unexpected.
-        elif prefix + own not in state_dict:
-            state_dict[prefix + own] = state_dict.pop(key)
+        # If the new key is there already, the old one stays, and is reported as unexpected.
+        elif prefix + new not in state_dict:
+            state_dict[prefix + new] = state_dict.pop(key)
 
 
 def plain_module(layers: Mapping[str, Any]) -> nn.Sequential:
@@ -141,6 +141,6 @@ def _takes_one(layer: nn.Module) -> bool:
     try:
         (parameter,) = signature(layer.forward).parameters.values()
     except ValueError:
-        # There are several parameters, or no signature.
+        # forward() has several parameters, or no signature.
         return False
     return parameter.kind is parameter.POSITIONAL_OR_KEYWORD

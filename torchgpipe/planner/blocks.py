@@ -21,7 +21,7 @@ from torchgpipe.devices.streams import CPU
 from torchgpipe.engine.body import starts_in_place
 from torchgpipe.engine.unchanged import unchanged
 from torchgpipe.mapped.device_map import Wholes
-from torchgpipe.mapped.on_demand import can_fill_itself
+from torchgpipe.mapped.lazy_outputs import can_fill_itself
 from torchgpipe.planner.meter import Meter, bytes_of, strided
 from torchgpipe.planner.sandbox import pooled, rounds, verify_timed
 from torchgpipe.values.microbatch import Batch

@@ -1,10 +1,9 @@
 """The buffers that layers change in their forward: a recomputation finds what the first run found.
 
-Spectral normalisation improves its vectors in each forward, a codebook moves, an average goes on.
-So a recomputation must see the values of before the first run of its cell, and leave alone what
-other cells have made of them since. Each first run copies the buffers that change, and the
-recomputation works on a copy of this copy, which takes the buffer's place in the layer for that
-time.
+Spectral normalisation changes its vectors in each forward, and so do codebooks and moving averages
+with their buffers. A recomputation must see the values from before the first run of its cell, and
+must not touch the values that other cells have written since. So each first run copies the buffers
+that change. The recomputation works on a copy of this copy, which replaces the buffer in the layer.
 
 Copying all buffers in each cell would cost a model with large masks or tables their memory once per
 micro-batch. So cells have one copy in common of a buffer that none of them has changed so far. The
@@ -39,7 +38,7 @@ PLAIN = (Tensor, nn.Buffer)
 #: Up to how many bytes each step copies a buffer that no layer has changed so far.
 SMALL = 1 << 16
 
-#: The statistics of norms, whose changes PyTorch does not count.
+#: The statistics of norms. In training PyTorch changes them without counting that in a version.
 UNCOUNTED = ("running_mean", "running_var")
 
 #: A layer and the name of its buffer.
@@ -56,18 +55,18 @@ class Common:
         self, keys: list[BufferKey], tensors: list[Tensor], copies: list[Tensor | None]
     ) -> None:
         self.keys, self.tensors, self.copies = keys, tensors, copies
-        self.found = identities(tensors)
-        #: The statistics that norms in eval mode read. Others may change them in training mode.
+        self.before = identities(tensors)
+        #: Statistics of norms in eval mode, with copies: another norm in training may change them.
         self.read = [pair for pair in zip(keys, copies) if pair[0][1] in UNCOUNTED]
-        #: The indices of buffers that layers have changed, and nobody has counted that.
+        #: The indices of buffers whose values have changed, but not their versions.
         self.uncounted: set[int] = set()
 
     def changed(self) -> list[int]:
         """The indices of buffers that are other tensors now, or have changed in place."""
         now = [module._buffers.get(name) for module, name in self.keys]
-        if all(map(is_, now, self.tensors)) and identities(self.tensors) == self.found:
+        if all(map(is_, now, self.tensors)) and identities(self.tensors) == self.before:
             return [*self.uncounted]
-        both = zip(zip(*self.found), zip(*identities(self.tensors)))
+        both = zip(zip(*self.before), zip(*identities(self.tensors)))
         pairs = enumerate(zip(map(is_not, now, self.tensors), both))
         return [*self.uncounted, *[k for k, (other, (then, x)) in pairs if other or then != x]]
 
@@ -75,7 +74,7 @@ class Common:
 class Copied(NamedTuple):
     """The buffers as the first run of a cell has found them."""
 
-    own: list[tuple[BufferKey, Tensor | None]]
+    changing: list[tuple[BufferKey, Tensor | None]]
     common: Common
 
     def put(self) -> None:
@@ -91,10 +90,10 @@ class Copied(NamedTuple):
             if common.copies[k] is None:
                 raise _changed(common.keys[k], common.tensors[k])
         # guard: buffers that layers read
-        found = [*[(common.keys[k], common.copies[k]) for k in changed], *self.own]
-        # A copy once more, since this or another cell may be computed from it again.
-        copies = _copied([tensor for _, tensor in found])
-        for ((module, name), _), copy in zip(found, copies):
+        pairs = [*[(common.keys[k], common.copies[k]) for k in changed], *self.changing]
+        # Copied once more: layers change what they get, and other recomputations need the values.
+        copies = _copied([tensor for _, tensor in pairs])
+        for ((module, name), _), copy in zip(pairs, copies):
             module._buffers[name] = copy
 
 
@@ -105,8 +104,8 @@ class Buffers:
         self._learned = learned
         #: The buffers that cells change.
         self._changing: list[BufferKey] = []
-        #: The others, and those among them of which nothing is known.
-        self._others: list[BufferKey] = []
+        #: The buffers that no cell has changed so far, and those of them that `learned` lacks.
+        self._steady: list[BufferKey] = []
         self._unknown: set[BufferKey] = set()
         for key in keys:
             module, name = key
@@ -115,21 +114,21 @@ class Buffers:
             if changes or module._buffers[name] is None or (name in UNCOUNTED and module.training):
                 self._changing.append(key)
                 continue
-            self._others.append(key)
+            self._steady.append(key)
             if changes is None:
                 self._unknown.add(key)
-        #: Whether there is any.
-        self.any = bool(self._changing or self._others)
-        #: The others as the first cell has found them, and the indices of those changed since.
+        #: Whether there is any buffer.
+        self.any = bool(self._changing or self._steady)
+        #: The steady buffers as the first cell found them, and the indices of those changed since.
         self._common: Common | None = None
-        self._begun: set[int] = set()
+        self._changed: set[int] = set()
 
     def not_lasting(self) -> set[int]:
         """The identities of buffers that are not the same tensors in a recomputation."""
-        # Unknown statistics are those of norms in eval mode, which only read them.
+        # The unknown statistics belong to norms in eval mode, which only read them.
         keys = self._changing + [key for key in self._unknown if key[1] not in UNCOUNTED]
-        found = [module._buffers[name] for module, name in keys]
-        return {id(x) for x in found if x is not None and not is_lazy(x)}
+        buffers = [module._buffers[name] for module, name in keys]
+        return {id(x) for x in buffers if x is not None and not is_lazy(x)}
 
     def first_run(self, copies: list[Copied]) -> FirstRun:
         """Copy buffers before a first run, and learn from it, in a ``with`` block around it."""
@@ -138,16 +137,17 @@ class Buffers:
     def copied(self) -> Copied:
         """Copy the buffers that change, before a first run."""
         if self._common is None:
-            # Not when the step began: this stream will free the copies.
-            pairs = [(key, key[0]._buffers.get(key[1])) for key in self._others]
-            found = [(key, x) for key, x in pairs if x is not None]
-            copies = _copied([x if self._is_copied(key, x) else None for key, x in found])
-            self._common = Common([key for key, _ in found], [x for _, x in found], copies)
+            # In the first cell and not before it, so that the cells' stream allocates the copies,
+            # and may use their memory again as soon as they are freed.
+            buffers = [(key, key[0]._buffers.get(key[1])) for key in self._steady]
+            pairs = [(key, x) for key, x in buffers if x is not None]
+            copies = _copied([x if self._is_copied(key, x) else None for key, x in pairs])
+            self._common = Common([key for key, _ in pairs], [x for _, x in pairs], copies)
         else:
-            # A layer may begin to change a buffer, or one of another partition that shares it.
+            # An earlier cell, or another partition that shares a buffer, may have changed it.
             self._look(self._common)
-        own = _copied([module._buffers.get(name) for module, name in self._changing])
-        return Copied([*zip(self._changing, own)], self._common)
+        copies = _copied([module._buffers.get(name) for module, name in self._changing])
+        return Copied([*zip(self._changing, copies)], self._common)
 
     def _is_copied(self, key: BufferKey, x: Tensor) -> bool:
         module, name = key
@@ -155,7 +155,7 @@ class Buffers:
             key in self._unknown
             or x.nbytes <= SMALL
             or name in UNCOUNTED
-            # It updates its state when all micro-batches were computed.
+            # Such a layer updates its buffers after the last forward, before recomputations.
             or isinstance(module, OncePerMiniBatch)
         )
 
@@ -180,8 +180,8 @@ class Buffers:
     def _look(self, common: Common) -> None:
         """Have each cell copy buffers that have changed, from now on."""
         for k in common.changed():
-            if k not in self._begun:
-                self._begun.add(k)
+            if k not in self._changed:
+                self._changed.add(k)
                 self._changing.append(common.keys[k])
                 self._unknown.discard(common.keys[k])
                 self._note(common.keys[k], True)
@@ -206,7 +206,7 @@ class FirstRun:
 
 
 def _copied(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Copy buffers, once for all places where one is.
+    """Copy buffers: one that occurs several times is copied once.
 
     Small ones of a GPU are copied together: a model of a hundred norms has three hundred of them,
     and each copy takes a launch. The CPU has none, and copies them faster one by one.
@@ -217,11 +217,11 @@ def _copied(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         if x is None or id(x) in copies:
             continue
         if is_lazy(x):
-            # Its layer makes it in the first run. Recomputations get copies of what it holds then.
+            # A lazy buffer gets its values in the first run. Recomputations get copies of them.
             copies[id(x)] = x
         elif x.requires_grad:
             with torch.enable_grad():
-                # No leaf, since layers may change it in place.
+                # clone(), since autograd forbids layers to change a leaf in place.
                 copies[id(x)] = x.detach().requires_grad_().clone()
         elif x.is_cpu:
             copies[id(x)] = x.clone()
@@ -233,13 +233,13 @@ def _copied(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     for alike in small.values():
         together = torch.cat([x.reshape(-1) for x in alike])
         for x, part in zip(alike, together.split([x.numel() for x in alike])):
-            # Each with a version of its own, which layers and autograd count in.
+            # .data, since views of one tensor would also have one version counter.
             copies[id(x)] = part.data.view(x.shape)
     return [None if x is None else copies[id(x)] for x in tensors]
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    # Meta tensors have no values, and there are layouts that cannot be compared: versions must do.
+    # Meta tensors and some layouts cannot be compared. Only their versions tell of changes.
     with suppress(RuntimeError, NotImplementedError):
         return torch.equal(a, b)
     return True

@@ -110,27 +110,27 @@ class Checkpoint:
         self.function, self.context = function, context
         self.stream, self.within = stream, within
         self.lasting, self.whole = lasting, whole
-        #: The places of what the first run saves, in order.
+        #: For each tensor that the first run saves, in order: its slot, or itself if it is kept.
         self.places: list[Saved] = []
-        #: The tensors among them that exist anyway.
+        #: The tensors that are kept, since they exist anyway, as weights do.
         self.kept = Kept()
-        #: The values that layers keep of the first run.
+        #: The values that layers have passed to keep() in the first run.
         self.values = Values()
-        #: How a slot is made for a tensor that is dropped.
+        #: Makes the slot of a dropped tensor: within verify_recomputation() one that compares.
         self.dropped: Callable[[Tensor, dict[torch.Size, torch.Size]], Slot] = Slot
         self.shapes = shapes
-        #: The identities of the input's tensors, while no other tensor can have them.
+        #: The ids of the input's tensors, in the first run only: a freed tensor's id is used again.
         self.inputs: set[int] = set()
-        #: The input and the RNG states of the first run, as long as there may be another one.
+        #: The input and the RNG states of the first run, until the recomputation takes them.
         self.stored: tuple[StoredInput, FirstNumbers] | None = None
         self.lock = threading.RLock()
-        #: Whether layers have saved tensors on streams of their own; None without streams.
+        #: Whether layers have saved tensors on another stream than `stream`; None on the CPU.
         self.has_side_streams = None if isinstance(stream, CPUStream) else False
 
     def forward(
         self,
         batch: Batch,
-        given: Batch | None = None,
+        original: Batch | None = None,
         *,
         cell: CellNumbers | None = None,
         goes_on: bool = False,
@@ -138,8 +138,8 @@ class Checkpoint:
         """Run the function, and save nothing but its input.
 
         Args:
-            batch: the input.
-            given: what this run computes, if it changes that in place, and the input is a clone.
+            batch: the input of the recomputation, and of this run unless there is an original.
+            original: the input of this run, if layers may change it; ``batch`` has clones then.
             cell: the random numbers of the cell, if it is nothing but this run.
             goes_on: whether the caller adds to the function and calls :meth:`end_forward`.
 
@@ -156,7 +156,7 @@ class Checkpoint:
         hooks = saved_tensors_hooks(self._drop, self.unpack)
         try:
             with Swap(after_layer, then=stored.look), checkpointing(self.values), hooks:
-                output = self.function((batch if given is None else given).copy())
+                output = self.function((batch if original is None else original).copy())
         except RuntimeError as error:
             explain_hooks(error)
             raise
@@ -165,7 +165,7 @@ class Checkpoint:
         for slot in self._compared(self.places):
             slot.close()
         if goes_on or self._has_dropped():
-            # The caller's hooks may draw, too.
+            # pack() calls the caller's hooks. If they draw, the cell must read its RNG state again.
             numbers.end_first_run(cell if stored.hooks is None else None)
             stored.pack()
             self.stored = stored, numbers
@@ -193,29 +193,29 @@ class Checkpoint:
             RuntimeError: the input was changed in place since, or the function saves other tensors
                 than in its first run.
         """
-        # Several threads may run backward through one graph on the CPU.
+        # On the CPU, several threads may run backward through one graph. One of them recomputes.
         with self.lock:
             if self.stored is None:
                 return
             if not self.context.over:
                 raise _not_within_forward()
-            # From here on only the node that saved a tensor holds its slot.
+            # Without this, `places` would hold recomputed tensors whose nodes have run.
             # guard: letting go of slots
             places, self.places = self.places, []
             try:
                 if has_streams(get_device(self.stream)) and _torch.is_multithreading_enabled():
-                    # This is a thread of autograd's own.
+                    # Autograd's own thread may use another number of CPU threads than the caller.
                     self.context.use_callers_threads()
                 self._again(partial(self._fill, places), let_go=True)
             except BaseException:
                 # Some slots may hold wrong tensors, which another backward must not use.
-                for place in places:
-                    if isinstance(place, Slot):
-                        place.empty()
+                for saved in places:
+                    if isinstance(saved, Slot):
+                        saved.empty()
                 raise
             finally:
                 self.kept.let_go()
-                # The graph lives on, and layers or hooks may refer to it.
+                # Free these now: autograd's graph keeps this object, and hooks may keep the graph.
                 del self.function, self.lasting, self.context, self.values
 
     def compute(self) -> Batch:
@@ -233,23 +233,23 @@ class Checkpoint:
         """Recompute the cell on its stream, in the modes and with the input of its first run."""
         assert self.stored is not None
         device = get_device(self.stream)
-        found = SavedSettings([device], self.context.modes)
-        within = is_within_autocast(found.modes)
+        settings = SavedSettings([device], self.context.modes)
+        within = is_within_autocast(settings.modes)
         # guard: stream of recomputation
-        with found, use_stream(self.stream), self.within:
+        with settings, use_stream(self.stream), self.within:
             # guard: letting go of what was kept
             (stored, numbers), self.stored = self.stored, None if let_go else self.stored
-            # Unpack in the modes of backward, as autograd does where it calls the caller's hooks.
-            # From here on the recomputation alone holds the memory of the input.
+            # In the modes of backward, in which autograd would call the caller's unpack hook.
             again = stored.unpack()
+            # Without this, the input would take memory until all layers have run.
             del stored
-            with self.context.entered(found), own_casts() if within else nullcontext():
+            with self.context.entered(settings), own_casts() if within else nullcontext():
                 holding(numbers.locks, partial(run, numbers, again))
 
     def _fill(self, places: Sequence[Saved], numbers: FirstNumbers, again: Batch) -> None:
-        # Layers after the last dropped tensor need not run again, unless all that the first run
-        # did has to be compared. The run is cut short only where that spares computing with
-        # weights, since raising an exception takes time, too.
+        # If layers save only kept tensors, such as weights, after the last dropped one, the run
+        # ends early, by Enough. If they save nothing more, raising Enough takes longer than the
+        # rest. To compare random numbers or values of both runs, the run must go to its end.
         compared = self._compared(places)
         # guard: to the end for hooks
         whole = self.whole or numbers.drawn or bool(compared)
@@ -263,7 +263,7 @@ class Checkpoint:
         except Enough:
             pass
         except Exception:
-            # If all slots are full, the error came after Enough and was caused by it.
+            # With all slots full, Enough was raised, and a layer has turned it into this error.
             if filling.whole or filling.missing:
                 raise
         filling.verify_complete()
@@ -273,66 +273,67 @@ class Checkpoint:
     def _compared(self, places: Sequence[Saved]) -> list[Compared]:
         if self.dropped is Slot:
             return []
-        return [place for place in places if isinstance(place, Compared)]
+        return [saved for saved in places if isinstance(saved, Compared)]
 
     @uncompiled
     def _drop(self, tensor: Tensor) -> Saved:
         if self.has_side_streams is False and not is_current(self.stream):
-            # A recomputation that ended there would not come back to the compute stream.
+            # A recomputation that ended on a side stream would not have the compute stream wait
+            # for it, as the layer does at its end.
             # guard: to the end for other streams
             self.has_side_streams = self.whole = True
-        own = id(tensor)
-        place: Saved
+        key = id(tensor)
+        saved: Saved
         # guard: keeping what lasts
-        lasting = self.lasting.get(own)
+        lasting = self.lasting.get(key)
         if lasting is not None:
-            place = self.kept.add(lasting)
+            saved = self.kept.add(lasting)
         elif (
-            own in self.inputs
+            key in self.inputs
             or (
                 (base := tensor._base) is not None
                 and (id(base) in self.lasting or id(base) in self.inputs)
             )
-            # An empty tensor takes no memory. The caller's hooks, if any, have the inputs.
+            # To drop an empty tensor would free no memory.
             or not tensor.numel()
-            # The lengths of a jagged tensor are its own: no other fits the gradient that comes.
+            # A recomputed jagged tensor would have another symbolic length than its gradient.
             # guard: lengths of jagged tensors
             or tensor.is_nested
         ):
-            # Detached: a tensor with its graph may be kept alive by that graph, and a leaf may get
-            # one.
+            # Detached: a tensor and its own graph would keep each other. A leaf may get a graph.
             # guard: kept without its graph
-            place = self.kept.add(tensor.detach())
+            saved = self.kept.add(tensor.detach())
         else:
-            place = self.dropped(tensor, self.shapes)
-        self.places.append(place)
-        return place
+            saved = self.dropped(tensor, self.shapes)
+        self.places.append(saved)
+        return saved
 
     @uncompiled
-    def unpack(self, place: Saved) -> Tensor:
+    def unpack(self, saved: Saved) -> Tensor:
         """Return what a layer has saved, in backward."""
-        if not isinstance(place, Slot):
+        if not isinstance(saved, Slot):
             # guard: versions of what is kept
-            if place._version != self.kept.versions[id(place)]:
+            if saved._version != self.kept.versions[id(saved)]:
                 with self.within:
-                    raise self.kept.modified(place)
-            return place
-        if place.tensor is None:
-            # The gradient came another way than through an output that trigger() has seen.
+                    raise self.kept.modified(saved)
+            return saved
+        if saved.tensor is None:
+            # No Recompute node has run: the gradient passed through no output of trigger().
             self.recompute()
-        tensor = place.tensor
+        tensor = saved.tensor
         if tensor is None:
             raise _not_within_forward()
-        if tensor._version != place.version:
+        if tensor._version != saved.version:
             with self.within:
-                raise modified(tensor, place.version, place.layer)
+                raise modified(tensor, saved.version, saved.layer)
         if self.has_side_streams and not is_current(self.stream):
-            # The node belongs to the stream of the first run, and this memory to others.
-            own = current_stream(tensor.device)
+            # Autograd is on a layer's side stream. The tensor was recomputed on other streams, and
+            # the compute stream comes after all of them.
+            side_stream = current_stream(tensor.device)
             # guard: recomputed beside
-            wait_stream(own, self.stream)
+            wait_stream(side_stream, self.stream)
             # guard: memory of what was recomputed beside
-            record_stream(tensor, own)
+            record_stream(tensor, side_stream)
         return tensor
 
 
@@ -345,7 +346,7 @@ def trigger(
     recomputation when backward asks for the first slot.
     """
     # guard: no Recompute for nothing
-    due = [found.recompute for found in checkpoints if found.stored is not None]
+    due = [checkpoint.recompute for checkpoint in checkpoints if checkpoint.stored is not None]
     if not (due and needs_backward(outputs)):
         return fork(outputs)
     *tensors, phony = Recompute.apply(due, *outputs)

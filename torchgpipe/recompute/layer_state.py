@@ -30,7 +30,7 @@ _training = attrgetter("training")
 _needs_grad = attrgetter("requires_grad")
 
 
-class Found(NamedTuple):
+class Snapshot(NamedTuple):
     """The flags, hooks and tensors of layers at one time."""
 
     training: list[bool]
@@ -52,23 +52,22 @@ class LayersState:
     def __init__(self, layers: nn.Module, learned: Learned) -> None:
         self._modules = list(layers.modules())
         self._parameters: list[Tensor] = []
-        #: The tables that hold parameters and buffers, and the names there.
+        #: For each parameter and buffer, the module's dict that holds it, and its name there.
         self._entries: list[tuple[dict[str, Any], str]] = []
         self._tables: list[dict[str, Any]] = []
-        #: The tables of hooks before and after a forward. PyTorch has further tables with options
-        #: of these hooks, which are empty if there is no hook.
+        #: The modules' dicts of hooks before and after a forward. `_hook_tables` also has dicts
+        #: with options of these hooks, which are empty if there is no hook.
         self._main_hook_tables: list[dict[int, Any]] = []
         self._hook_tables: list[dict[int, Any]] = []
         self._hooks: list[dict[int, Any]] = []
-        #: Whether there is any hook.
         self._has_hooks = False
-        #: Whether there are hooks that have to be called even if the layer fails.
+        #: Whether a hook has ``always_call=True``, so that recomputations must not end early.
         self.always_calls = False
-        #: The shapes of what cells have dropped, each once.
+        #: The shapes of dropped tensors, so that slots share one object for equal shapes.
         self.shapes: dict[torch.Size, torch.Size] = {}
-        #: All parameters and buffers by their identities, but for buffers that layers may change.
-        #: Buffers are detached: ``buffer.data = ...`` leaves such an alias as it is, and a buffer
-        #: that gets a graph would be kept alive by it.
+        #: All parameters and buffers by id, but for buffers that layers may change. Buffers are
+        #: detached: ``buffer.data = ...`` does not change a detached alias, and a buffer that gets
+        #: a graph would be kept alive by that graph.
         self.lasting: dict[int, Tensor] = {}
         others = exchanged(self._modules)
         keys: list[BufferKey] = []
@@ -81,7 +80,7 @@ class LayersState:
                 )
             parameters = [x for x in module._parameters.values() if x is not None]
             if module in others:
-                # FSDP2 frees and gathers a whole parameter: only its shard counts changes.
+                # FSDP2 frees and gathers whole parameters. Only a shard's version counts changes.
                 self._parameters += filter(is_shard, parameters)
                 tables = [module._buffers]
             else:
@@ -101,34 +100,34 @@ class LayersState:
                 is_parameter = isinstance(x, nn.Parameter) or is_lazy(x)
                 # guard: buffers as they were
                 self.lasting[id(x)] = x if is_parameter else x.detach()
-        #: The names in all tables.
+        #: The names in all tables, to notice entries that are added or removed.
         self._names = [*chain.from_iterable(self._tables)]
-        self._found = Found(
+        self._first = Snapshot(
             [*map(_training, self._modules)],
             self._hooks,
             [*map(_needs_grad, self._parameters)],
             [*chain.from_iterable(map(dict.values, self._tables))],
         )
         self._before = identities(self._parameters)
-        #: The parameters as they were when the layers had run.
+        #: The versions and addresses of parameters once the layers have run.
         self._after: Identities | None = None
-        #: What the layers have changed in their forward, if they have.
-        self._own_change: BufferKey | None = None
+        #: A parameter that layers have changed in their forward, which is an error.
+        self._changed_parameter: BufferKey | None = None
 
     def end_forward(self) -> None:
         """Take note of the parameters: from now on only recomputations change them in place."""
         if self._after is None:
-            # Now that the layers have run, lazy modules have removed their hooks.
+            # Lazy modules remove hooks of their own in the first run, so hooks are read after it.
             for module in self._modules:
                 self._main_hook_tables += [module._forward_pre_hooks, module._forward_hooks]
                 self._hook_tables += _forward_hooks(module)
             self._has_hooks = any(self._main_hook_tables)
-            # In place, since self._found refers to this list.
+            # In place, since self._first refers to this list.
             self._hooks[:] = map(dict, self._hook_tables)
-            self._own_change = self._changed_by_layers(self._read())
+            self._changed_parameter = self._changed_by_layers(self._read())
         if self._after is not self._before:
             now = identities(self._parameters)
-            # Most layers change no parameter, and nobody asks them again.
+            # Most layers change no parameter. If `_after is _before`, later calls do not compare.
             self._after = self._before if now == self._before else now
 
     def restored(self, copies: Sequence[Copied] = ()) -> RestoredLayers:
@@ -138,99 +137,99 @@ class LayersState:
         """
         return RestoredLayers(self, copies)
 
-    def restore(self, copies: Sequence[Copied] = ()) -> Found:
+    def restore(self, copies: Sequence[Copied] = ()) -> Snapshot:
         """Restore the state, and what was in buffers; return what there is now.
 
         Raises:
             RuntimeError: parameters have changed, or a large buffer.
         """
         now = self._read()
-        own = self._own_change if self._after is not None else self._changed_by_layers(now)
-        if own is not None:
-            raise _changed_in_forward(*own)
+        changed = self._changed_parameter if self._after else self._changed_by_layers(now)
+        if changed is not None:
+            raise _changed_in_forward(*changed)
         if self._after is not None and self._after != identities(self._parameters):
             raise self._changed(self._after)
         try:
-            self._write(self._found, now)
-            for found in copies:
+            self._write(self._first, now)
+            for copied in copies:
                 # guard: buffers of before the first run
-                found.put()
+                copied.put()
         except BaseException:
             self._write(now, self._read())
             raise
         return now
 
-    def _changed_by_layers(self, now: Found) -> BufferKey | None:
+    def _changed_by_layers(self, now: Snapshot) -> BufferKey | None:
         """A parameter that the layers have changed or replaced, by its module and name.
 
         Nobody else can have changed it as long as cells run.
         """
-        if now.tensors is self._found.tensors and identities(self._parameters) == self._before:
+        if now.tensors is self._first.tensors and identities(self._parameters) == self._before:
             return None
         both = zip(zip(*self._before), zip(*identities(self._parameters)))
-        # The address -1 was that of a lazy parameter, which the first run has given its memory.
+        # A lazy parameter has the address -1 until the first run gives it memory: no change.
         changed = {
             id(x) for x, (then, now) in zip(self._parameters, both) if then != now and then[1] != -1
         }
         owners = {id(module._parameters): module for module in self._modules}
-        for (table, name), then, x in zip(self._entries, self._found.tensors, now.tensors):
+        for (table, name), then, x in zip(self._entries, self._first.tensors, now.tensors):
             module = owners.get(id(table))
             if module is None or type(then) is not nn.Parameter:
                 continue
-            # An embedding with max_norm shortens rows in its forward, which changes nothing the
-            # second time; and an RNN may move its weights, with their values, into one memory.
+            # Two changes do no harm: an embedding with max_norm shortens rows, which does not
+            # change them again, and an RNN moves its weights, with their values, to one memory.
             limited = getattr(module, "max_norm", None) is not None
             is_other = then is not x or id(then) in changed
             if is_other and not limited and not isinstance(module, nn.RNNBase):
                 return module, name
         return None
 
-    def put_back(self, found: Found) -> None:
+    def put_back(self, snapshot: Snapshot) -> None:
         """Take note of the parameters, and restore what :meth:`restore` returned."""
         try:
             self.end_forward()
         finally:
-            self._write(found, self._read())
+            self._write(snapshot, self._read())
 
-    def _read(self) -> Found:
-        found = self._found
+    def _read(self) -> Snapshot:
+        first = self._first
         training = [*map(_training, self._modules)]
         needs_grad = [*map(_needs_grad, self._parameters)]
         hooks = self._hooks
         has_hooks = self._has_hooks or any(self._main_hook_tables)
         if has_hooks and self._hook_tables != hooks:
             hooks = [*map(dict, self._hook_tables)]
-        tensors = found.tensors
+        tensors = first.tensors
         if [*chain.from_iterable(self._tables)] != self._names or not all(
             map(is_, chain.from_iterable(map(dict.values, self._tables)), tensors)
         ):
             tensors = [table.get(name, MISSING) for table, name in self._entries]
         if (
-            tensors is found.tensors
-            and hooks is found.hooks
-            and training == found.training
-            and needs_grad == found.needs_grad
+            tensors is first.tensors
+            and hooks is first.hooks
+            and training == first.training
+            and needs_grad == first.needs_grad
         ):
-            return found
-        return Found(training, hooks, needs_grad, tensors)
+            return first
+        return Snapshot(training, hooks, needs_grad, tensors)
 
-    def _write(self, found: Found, now: Found) -> None:
-        if now is found:
+    def _write(self, wanted: Snapshot, now: Snapshot) -> None:
+        if now is wanted:
             return
         # Comparing is faster than setting.
-        if now.training != found.training:
-            for module, training in zip(self._modules, found.training):
+        if now.training != wanted.training:
+            for module, training in zip(self._modules, wanted.training):
                 module.training = training
         # guard: hooks of the forward
-        if now.hooks != found.hooks:
-            for hooks, table in zip(found.hooks, self._hook_tables):
+        if now.hooks != wanted.hooks:
+            for hooks, table in zip(wanted.hooks, self._hook_tables):
                 table.clear()
                 table.update(hooks)
-        if now.needs_grad != found.needs_grad:
-            for parameter, needs_grad in zip(self._parameters, found.needs_grad):
+        if now.needs_grad != wanted.needs_grad:
+            for parameter, needs_grad in zip(self._parameters, wanted.needs_grad):
                 parameter.requires_grad_(needs_grad)
-        if not all(map(is_, now.tensors, found.tensors)):
-            for (tensors, name), tensor in zip(self._entries, found.tensors):
+        if not all(map(is_, now.tensors, wanted.tensors)):
+            for (tensors, name), tensor in zip(self._entries, wanted.tensors):
                 if tensor is not MISSING:
                     tensors[name] = tensor
                 else:
@@ -238,9 +237,9 @@ class LayersState:
 
     def _changed(self, expected: Identities) -> RuntimeError:
         pairs = zip(self._parameters, zip(*expected), zip(*identities(self._parameters)))
-        x, then, now = next(found for found in pairs if found[1] != found[2])
-        found = [(y, name) for y in self._modules for name, z in y._parameters.items() if z is x]
-        layer, name = next(((type(y).__name__, name) for y, name in found), ("", ""))
+        x, then, now = next(pair for pair in pairs if pair[1] != pair[2])
+        owners = [(y, name) for y in self._modules for name, z in y._parameters.items() if z is x]
+        layer, name = next(((type(y).__name__, name) for y, name in owners), ("", ""))
         rule = (
             "under checkpointing, parameters must not be changed in place between a forward and "
             "its backward, which computes the forward again "
@@ -267,10 +266,10 @@ class RestoredLayers:
         self.state, self.copies = state, copies
 
     def __enter__(self) -> None:
-        self.found = self.state.restore(self.copies)
+        self.before = self.state.restore(self.copies)
 
     def __exit__(self, *_: object) -> None:
-        self.state.put_back(self.found)
+        self.state.put_back(self.before)
 
 
 def _changed_in_forward(module: nn.Module, name: str) -> RuntimeError:

@@ -67,11 +67,11 @@ class Window:
         self._before: list[Offloaded] = []
 
     def leaves(self, cell: Offloaded) -> None:
-        """Take note of a cell that leaves behind the instruction that has been issued."""
+        """Take note of a cell whose copies out come after the instruction that was issued last."""
         self._now.append(cell)
 
     def passed(self) -> None:
-        """Take note that an instruction has been issued: what the one before has sent is gone."""
+        """Take note of an instruction that was issued: free the cells that left before it."""
         gone, self._before, self._now = self._before, self._now, []
         for cell in gone:
             cell.let_go()
@@ -103,7 +103,7 @@ class Offloading:
         self.memory, self.j, self.recorder = memory, j, recorder
         self._share, self._leaving = offload.share, leaving
         self._is_scheduled, self.window = window is not None, window or Window()
-        #: The cell that runs, if it has anything that may leave; and the one before it.
+        #: The cell that runs, once somebody has asked for it, and the cell before it.
         self._present: Offloaded | None = None
         self._last: Offloaded | None = None
 
@@ -122,15 +122,16 @@ class Offloading:
         return cell
 
     def offload(self) -> Offloaded | None:
-        """Let leave what the cell has saved, once its output was handed on, and return the cell.
+        """Copy out what the cell has saved, once its output was handed on, and return the cell.
 
-        Whoever takes the output needs not wait for the cell before, which is gone after it.
+        Here the compute stream waits for the copies of the cell before. The receiver of the output
+        does not, since the output was handed on first.
         """
         cell, self._present = self._present, None
         if cell is not None:
             cell.send()
             self.window.leaves(cell)
-        # A schedule has other instructions besides.
+        # Under a schedule, the executor calls passed() after each instruction.
         if not self._is_scheduled:
             self.window.passed()
         return cell
@@ -159,20 +160,20 @@ class Offloaded:
         self.stream, self._share, self._before = stream, share, before
         self._memory, self._recorder = offloading.memory, offloading.recorder
         self._way = offloading.j, i
-        #: What was saved, by storage; 0 stands for all that stays.
+        #: The saved tensors by their storage. The key 0 has those that stay on the device.
         self._views: dict[int, list[ref[View]]] = {}
-        #: What has left, and is not wanted yet; or has come, and nobody has waited for it.
+        #: The storages that leave, until the compute stream has waited for their copies back.
         self._storages: list[Storage] = []
-        #: An event after the copies of these, and whether they have left the device.
+        #: An event after the last copies of these storages, and whether they are off the device.
         self._copied: Event | None = None
         self._has_left = False
-        #: Whether somebody has asked for them, and whether backward has come here.
+        #: Whether fetch() was called, and whether backward has come to this cell.
         self._wanted = self._begun = False
 
     def forward(self, run: Callable[[Any], Any], value: Any) -> Any:
-        """Run layers of the cell on a value, which lets go of its own tensors, or some of them."""
+        """Run layers of the cell on a value, and have saved tensors leave, unless they stay."""
         if current_hooks() is not None:
-            # The caller's hooks say where the tensors are.
+            # The caller's own hooks decide where saved tensors are kept.
             return run(value)
         try:
             with saved_tensors_hooks(self._pack, self._unpack):
@@ -185,10 +186,10 @@ class Offloaded:
     def _pack(self, tensor: Tensor) -> View:
         view = View(tensor)
         if self._share:
-            # The copy waits for this stream alone.
+            # What a layer saves on a side stream stays: the copy waits for the compute stream only.
             # guard: layers with a stream of their own
             key = storage_key(tensor, get_device(self.stream)) if is_current(self.stream) else 0
-            # A graph that layers throw away lets go of what it has saved.
+            # A weak reference: if layers throw their graph away, what it has saved must not leave.
             # guard: graphs that are thrown away
             self._views.setdefault(key, []).append(ref(view))
         return view
@@ -236,9 +237,8 @@ class Offloaded:
         with use_stream(self.stream):
             for storage in self._storages:
                 storage.make_room(device)
-        # The copies back wait for the compute stream: for what used the new memory before, for the
-        # values that deterministic mode fills it with, and for the copies out, which that stream
-        # has waited for.
+        # The copies back wait for the compute stream, on which are earlier uses of the new memory,
+        # what deterministic mode fills that with, and the wait for the copies out.
         # guard: back after compute
         wait_for(back, _event(self.stream))
         self._copy("back", back, self._storages, Storage.to_device)
@@ -281,12 +281,12 @@ class Offloaded:
             self._before = None
         if self._storages:
             self._arrive()
-            # From here on only the views hold them.
+            # From here on only views hold a storage, so backward frees it with the last of them.
             self._storages = []
 
     @uncompiled
     def _unpack(self, view: View) -> Tensor:
-        # Not while the layers still run, as for a backward of theirs.
+        # While layers run, as when they call backward themselves, nothing has left yet.
         if self._is_over and not self._begun:
             self.begin()
         x = view.kept

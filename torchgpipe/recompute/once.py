@@ -86,7 +86,7 @@ class OncePerMiniBatch(nn.Module):
             )
         # guard: operators of what is given
         with torch.no_grad(), uncounted():
-            _open[self].given.append((computing.number, map_leaves(_copied, value)))
+            _open[self].values.append((computing.number, map_leaves(_copied, value)))
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -107,23 +107,23 @@ class OncePerMiniBatch(nn.Module):
 
 
 class Collected:
-    """The calls of a layer within a mini-batch of ``m`` micro-batches, and what it has given."""
+    """The calls of a layer within a mini-batch, and what it has given."""
 
-    def __init__(self, layer: nn.Module, m: int) -> None:
-        # Lists, since several threads may call the layer.
-        self.m, self.calls, self.given = m, list[nn.Module](), list[tuple[int, Any]]()
+    def __init__(self, layer: nn.Module) -> None:
+        # Lists and not counts, since several threads may add to them without a lock.
+        self.calls, self.values = list[nn.Module](), list[tuple[int, Any]]()
         self.buffers = {id(x) for x in layer._buffers.values()}
 
     def joined(self) -> Any:
         """Join what was given, in the order of the micro-batches."""
-        batches = [Batch(value) for _, value in sorted(self.given, key=itemgetter(0))]
+        batches = [Batch(value) for _, value in sorted(self.values, key=itemgetter(0))]
         for x in [x for batch in batches for x in batch]:
             # guard: recording what is given
             record_stream(x, current_stream(x.device))
         return gather(batches) if batches else None
 
 
-#: The layers of mini-batches that are being computed.
+#: The layers that are in a mini-batch now, with what they have given in it.
 _open: dict[nn.Module, Collected] = {}
 
 
@@ -148,14 +148,14 @@ def _copied(x: Any) -> Tensor:
     rule, remedy = "a layer must give tensors with rows", "compute from them in after_mini_batch()"
     verify(isinstance(x, Tensor) and x.dim() > 0, rule, "given", x, remedy)
     # Later layers may change the tensor itself in place.
-    found: Tensor = x.detach().clone()
-    return found
+    copy: Tensor = x.detach().clone()
+    return copy
 
 
 def updated_in(module: Any) -> list[OncePerMiniBatch]:
-    """The layers of a module that have state of the mini-batch; none of what is no module."""
-    found = module.modules() if isinstance(module, nn.Module) else ()
-    return [x for x in found if isinstance(x, OncePerMiniBatch)]
+    """The layers of a module that have state of the mini-batch; none if a value is no module."""
+    modules = module.modules() if isinstance(module, nn.Module) else ()
+    return [x for x in modules if isinstance(x, OncePerMiniBatch)]
 
 
 def begin(layers: Sequence[OncePerMiniBatch]) -> None:
@@ -172,30 +172,30 @@ def updates(layers: Sequence[OncePerMiniBatch], m: int = 0) -> Iterator[None]:
 
     Where layers are measured, there are no micro-batches, and nothing is updated.
     """
-    own = {x: Collected(x, m) for x in layers if x.training and x not in _open}
-    _open.update(own.items())
+    begun = {x: Collected(x) for x in layers if x.training and x not in _open}
+    _open.update(begun.items())
     try:
         yield
-        for layer, state in own.items() if m else ():
-            if not len(state.given) <= len(state.calls) <= state.m:
+        for layer, collected in begun.items() if m else ():
+            if not len(collected.values) <= len(collected.calls) <= m:
                 raise RuntimeError(
                     "a layer with state of the mini-batch must be called once in each micro-batch, "
                     f"and give one value then (layer: {type(layer).__name__}, micro-batches: "
-                    f"{state.m}, calls: {len(state.calls)}, values: {len(state.given)}); give a "
+                    f"{m}, calls: {len(collected.calls)}, values: {len(collected.values)}); give a "
                     "tuple, or leave the state to the layer that calls this one"
                 )
             if not _is_again(layer):
                 with torch.no_grad():
-                    layer.after_mini_batch(state.joined())
+                    layer.after_mini_batch(collected.joined())
     finally:
-        for layer in own:
+        for layer in begun:
             del _open[layer]
 
 
 def lasting(tensor: Tensor) -> Tensor:
     """A tensor without its graph; a copy of a buffer that may be updated after the step."""
     base = tensor if tensor._base is None else tensor._base
-    is_state = any(id(base) in found.buffers for found in [*_open.values()])
+    is_state = any(id(base) in collected.buffers for collected in [*_open.values()])
     return tensor.detach().clone() if is_state else tensor.detach()
 
 
@@ -217,7 +217,7 @@ def state_of(*models: Any) -> State:
         for key, x in layer._buffers.items()
         if x is not None and key not in layer._non_persistent_buffers_set
         if not (isinstance(layer, norms) and key in STATISTICS)
-        # The vectors of the older spectral norm.
+        # Leave out vectors of nn.utils.spectral_norm, such as weight_u beside weight_orig.
         if f"{key[:-2]}_orig" not in layer._parameters
     }
 
@@ -226,13 +226,13 @@ def warn_of_changes(before: State, wrapper: nn.Module, loss: Any, m: int) -> Non
     """Warn if a forward of ``m`` micro-batches has changed buffers, or replaced them."""
     now, kind = state_of(wrapper, loss), type(wrapper).__name__
     pairs = [(name, x, now[name]) for name, x in before.items() if name in now]
-    found = [name for name, x, y in pairs if x[0] is not y[0] or x[1:] != y[1:]]
-    if found:
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    changed = [name for name, x, y in pairs if x[0] is not y[0] or x[1:] != y[1:]]
+    if changed:
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         warn(
             f"{kind} computes micro-batches, and a buffer that layers change in forward changes "
             "once for each of them, not once per mini-batch as in the plain model (buffers: "
-            f"{', '.join(found[:3])}{more}, micro-batches: {m}); have the layer inherit from "
+            f"{', '.join(changed[:3])}{more}, micro-batches: {m}); have the layer inherit from "
             "torchgpipe.OncePerMiniBatch, and change the buffer in its after_mini_batch(). If all "
             "is as you mean it, silence this by warnings.filterwarnings('ignore', "
             f"'{kind} computes micro-batches')"

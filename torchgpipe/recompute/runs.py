@@ -33,7 +33,7 @@ class Phase(threading.local):
     checkpointing = False
     #: Whether layers run for the second time, within backward.
     recomputing = False
-    #: What layers keep of the first run for the second, if there will be one.
+    #: Values that layers pass to keep(); None where there will be no recomputation.
     values: Any = None
 
 
@@ -91,7 +91,7 @@ class StoredInput:
         self._versions = [*map(version_of, self._tensors)]
         #: The name and the class of the layer that changed the input in place.
         self._changed_by: tuple[str | None, str | None] | None = None
-        #: With hooks: for each tensor what they packed, and whether it required a gradient.
+        #: For each tensor what the caller's pack hook returned, and whether it needs a gradient.
         self._packed: Sequence[tuple[Any, bool]] = ()
 
     @property
@@ -105,7 +105,7 @@ class StoredInput:
     @uncompiled
     def look(self) -> None:
         """Take note of the layer that has just run, if it changed the input in place."""
-        # As the property does, without its call, which would take longer for each layer.
+        # The property `unchanged` spelt out: each layer runs this, and a call takes time.
         if self._changed_by is None and self._versions != [*map(version_of, self._tensors)]:
             self._changed_by = current.name, current.kind
 
@@ -118,7 +118,7 @@ class StoredInput:
         if self.unchanged:
             return
         if self._changed_by is not None:
-            # The note on the error names the layer.
+            # The note on the error takes the layer's name from here.
             current.name, current.kind = self._changed_by
         layer = f" (layer: {current.name})" if current.name else ""
         raise RuntimeError(
@@ -169,20 +169,21 @@ class StoredInput:
     def _again(self, tensors: Sequence[tuple[Tensor, bool]]) -> Batch:
         needing = [x for x, needs_grad in tensors if needs_grad]
         if not needing or len(self._batch.parts) == 1:
-            # The callers of the layers hold the value all the while, and leaves take less time.
+            # Leaves take less time than Unpack. The graph holds a leaf to its end, but without
+            # skips there is only the value, which the callers of the layers hold anyway.
             return self._batch.replace([x.detach().requires_grad_(need) for x, need in tensors])
         phony = get_phony(needing[0].device, requires_grad=True)
         with torch.enable_grad():
-            found = iter(Unpack.apply(phony, *needing))
+            unpacked = iter(Unpack.apply(phony, *needing))
         # guard: no leaves
-        return self._batch.replace([next(found) if need else x.detach() for x, need in tensors])
+        return self._batch.replace([next(unpacked) if need else x.detach() for x, need in tensors])
 
 
-# Values of the first run of a cell that its recomputation gets, too, whatever that one computes.
+# Values that layers pass to keep(): the recomputation gets those of the first run.
 #
-# Recomputations find random numbers, modes and buffers as they were. But an operator that adds in
-# another order, as some do on accelerators, may break a tie the other way. A router that sends rows
-# to experts would send other rows then, and the gradients would be of another function.
+# A recomputation has the first run's random numbers, modes and buffers. But some operators of
+# accelerators add in another order each time, and may break a tie the other way. A router that
+# sends rows to experts would send other rows then, and the gradients would be of another function.
 
 
 Value = TypeVar("Value")
@@ -225,7 +226,7 @@ class Values(list[tuple[Any, int]]):
             raise modified(first, version, None)
         if not leaf.requires_grad:
             return first
-        # Operators save what they do for a tensor in the middle of a graph.
+        # With a graph, as in the first run: for a leaf, operators would save other tensors.
         with torch.enable_grad():
             (again,) = Unpack.apply(get_phony(first.device, requires_grad=True), first)
         return again
@@ -261,22 +262,22 @@ def keep(value: Value) -> Value:
     values = phase.values
     if values is None:
         return value
-    found: Value = map_leaves(values.take if phase.recomputing else values.put, value)
-    return found
+    kept: Value = map_leaves(values.take if phase.recomputing else values.put, value)
+    return kept
 
 
 # Verification: what a recomputation saves for backward is compared with what the forward saved.
 #
-# Some kernels save memory to which they write only in part, as ``ctc_loss`` does. What they leave
-# is different in each run, and backward does not read it. So in the block PyTorch fills all new
-# memory with NaN, and integers with their maximum. PyTorch does that only in its deterministic
-# mode, which is one for the whole process.
+# Some kernels save memory to which they write only in part, as ``ctc_loss`` does. Backward does not
+# read the rest, which is different in each run. To make it equal, PyTorch fills all new memory with
+# NaN, and integers with their maximum. PyTorch does that only in its deterministic mode, which is
+# one for the whole process.
 
 
-#: For each ``with`` block of :class:`verify_recomputation`, what was set before it.
+#: The settings from before each ``with`` block of :class:`verify_recomputation`.
 _verifications: list[tuple[bool, bool, bool, warnings.catch_warnings[Any]]] = []
 
-#: A module whose attribute types do not know.
+#: Any, since PyTorch's type stubs lack the attribute ``fill_uninitialized_memory``.
 settings: Any = torch.utils.deterministic
 
 
@@ -295,12 +296,12 @@ class verify_recomputation(ContextDecorator):
     """
 
     def __enter__(self) -> None:
-        found = warnings.catch_warnings()
+        catching = warnings.catch_warnings()
         is_on = torch.are_deterministic_algorithms_enabled()
         warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-        _verifications.append((is_on, warn_only, settings.fill_uninitialized_memory, found))
-        found.__enter__()
-        # Operators without such an algorithm are as good as ever.
+        _verifications.append((is_on, warn_only, settings.fill_uninitialized_memory, catching))
+        catching.__enter__()
+        # Operators without a deterministic algorithm run as they do outside of the block.
         warnings.filterwarnings("ignore", ".*does not have a deterministic implementation")
         warnings.filterwarnings("ignore", "Deterministic behavior was enabled")
         if not is_on:
@@ -308,9 +309,9 @@ class verify_recomputation(ContextDecorator):
         settings.fill_uninitialized_memory = True
 
     def __exit__(self, *_: object) -> None:
-        is_on, warn_only, settings.fill_uninitialized_memory, found = _verifications.pop()
+        is_on, warn_only, settings.fill_uninitialized_memory, catching = _verifications.pop()
         torch.use_deterministic_algorithms(is_on, warn_only=warn_only)
-        found.__exit__(None, None, None)
+        catching.__exit__(None, None, None)
 
 
 def is_verifying() -> bool:

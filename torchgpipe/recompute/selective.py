@@ -2,7 +2,7 @@
 
 ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` makes two context managers, one for
 each run. The first one keeps what the policy names, and the second one hands it out in place of
-computing it. All else is done as without: the recomputation fills the slots of what was dropped.
+computing it. Without a policy and with one, the recomputation fills the slots of dropped tensors.
 
 PyTorch counts the operators of both runs, and knows by its number what to hand out. So the layers
 alone run within the context managers, and not what is done around one of the runs, such as copying
@@ -37,7 +37,7 @@ def contexts_of(policy: Policy) -> Contexts:
     """The context managers of the two runs of a cell."""
     first, second = policy()
     if not keeps_results(first):
-        # They are somebody's own.
+        # Context managers of the user's own, and not those that PyTorch makes of a policy.
         return first, second
     bypass_hooks(first)
     judge_by(first, judged)
@@ -49,10 +49,10 @@ def judged(
     policy: Callable[..., Any], context: Any, operator: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Choose what becomes of the result of an operator, as the policy does."""
-    found = policy(context, operator, *args, **kwargs)
+    choice = policy(context, operator, *args, **kwargs)
     # guard: operators that do more than to return
-    more = found in KEPT and does_more(operator, args, kwargs)
-    return CheckpointPolicy.PREFER_RECOMPUTE if more else found
+    more = choice in KEPT and does_more(operator, args, kwargs)
+    return CheckpointPolicy.PREFER_RECOMPUTE if more else choice
 
 
 class uncounted:
@@ -80,11 +80,11 @@ def does_more(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         return schema is not None
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return False
-    given = {**dict(zip([x.name for x in schema.arguments], args)), **kwargs}
+    named = {**dict(zip([x.name for x in schema.arguments], args)), **kwargs}
     chances = [
-        given.get(x.name, x.default_value) for x in schema.arguments if x.name in ("p", "dropout_p")
+        named.get(x.name, x.default_value) for x in schema.arguments if x.name in ("p", "dropout_p")
     ]
-    # Attention without dropout draws none.
+    # With a probability of zero, as in attention without dropout, no number is drawn.
     return any(chances) or not chances
 
 
@@ -95,7 +95,7 @@ class Counted:
         self._mode = mode
 
     def __enter__(self) -> None:
-        # A weight that was cast for another micro-batch would be cast in one of both runs alone.
+        # PyTorch counts operators, so no run may take a cast weight from autocast's cache.
         # guard: casts of both runs
         self._casts: AbstractContextManager[None] = own_casts()
         self._casts.__enter__()

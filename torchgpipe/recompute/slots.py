@@ -15,9 +15,6 @@ from torchgpipe.ambient.notes import layer as current
 __all__: list[str] = []
 
 
-# Slots: the places of tensors that were saved for backward, dropped, and are recomputed.
-
-
 class Slot:
     """The place of a saved tensor that was dropped, empty until the tensor is recomputed.
 
@@ -33,7 +30,7 @@ class Slot:
     def __init__(self, tensor: Tensor, shapes: dict[torch.Size, torch.Size]) -> None:
         self.tensor = None
         shape = tensor.shape
-        # One object for equal shapes, since each is one more for the garbage collector.
+        # Slots share one object for equal shapes: each further object slows garbage collection.
         self.shape = shapes.setdefault(shape, shape)
         self.dtype = tensor.dtype
         self.layer = current.name
@@ -44,14 +41,14 @@ class Slot:
         Raises:
             RuntimeError: it is not like the tensor that was saved in forward.
         """
-        # What verify_like() compares, without a call for each tensor.
+        # The checks of verify_like() spelt out, since a call for each tensor takes time.
         if (
             tensor.shape != self.shape
             or tensor.dtype is not self.dtype
             or current.name != self.layer
         ):
             verify_like(tensor, self, self.layer)
-        # Detached, so without the recomputed graph. Both share one version counter.
+        # Detached, so that the recomputed graph is freed. Both tensors share a version counter.
         self.tensor = tensor.detach()
         self.version = tensor._version
 
@@ -66,7 +63,7 @@ def verify_like(tensor: Tensor, saved: Tensor | Slot, by: str | None) -> None:
         RuntimeError: its shape or dtype differs, or another layer saves it.
     """
     layer = current.name
-    # Within another layer's own checkpointing, the layer is not known in backward.
+    # A layer that checkpoints others itself runs them in backward, where current.name is None.
     other = layer is not None and layer != by
     if other or _shape(tensor) != _shape(saved) or tensor.dtype != saved.dtype:
         raise mismatch(described(tensor, layer), described(saved, by))
@@ -78,7 +75,7 @@ def described(saved: Tensor | Slot, layer: str | None) -> str:
 
 
 def _shape(saved: Tensor | Slot) -> tuple[int, ...] | str:
-    # Nested tensors have no shape, or one that is never equal to another one's.
+    # Strided nested tensors have no shape, and no two jagged ones have the same.
     nested = isinstance(saved, Tensor) and saved.is_nested
     return "nested" if nested else tuple(saved.shape)
 
@@ -101,7 +98,7 @@ def mismatch(actual: str, expected: str) -> RuntimeError:
 
 def modified(tensor: Tensor, expected: int, layer: str | None) -> RuntimeError:
     """The error for a tensor that was changed in place, in autograd's words."""
-    # Within a module of a device map the note of the error names the module.
+    # For modules of a device map there is no layer: the note on the error names the module.
     by = f"saved by layer: {layer}, " if layer else ""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an "
@@ -111,10 +108,10 @@ def modified(tensor: Tensor, expected: int, layer: str | None) -> RuntimeError:
 
 
 def explain_hooks(error: RuntimeError) -> None:
-    """Say it in our words if layers have raised since they cannot run with hooks.
+    """Put PyTorch's error about layers that cannot run with saved-tensor hooks into our words.
 
     Raises:
-        RuntimeError: they have.
+        RuntimeError: it is this error.
     """
     if "support saved tensor hooks" in str(error):
         raise RuntimeError(
@@ -126,10 +123,9 @@ def explain_hooks(error: RuntimeError) -> None:
 
 # Tensors that layers save for backward and that exist anyway: weights, buffers and the input.
 #
-# They are neither dropped nor recomputed. Each is its own place in the list of slots, and its
-# version when a layer saved it is a number in a table: after a change in place its gradients would
-# be wrong without a word. Objects for them would take time in each cell, and in Python's garbage
-# collector even more.
+# They are neither dropped nor recomputed: the list of slots has the tensor itself. Its version when
+# a layer saved it is in a table, since after a change in place gradients would be wrong, without an
+# error. An object for each tensor would take time, and more in Python's garbage collector.
 
 
 _NONE: frozenset[int] = frozenset()
@@ -142,19 +138,19 @@ class Kept:
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
-        #: The version of each tensor when a layer saved it first, and that layer, by identity.
+        #: By the id of a tensor: its version when a layer saved it first, and that layer's name.
         self.versions: dict[int, int] = {}
         self.layers: dict[int, str | None] = {}
-        #: The tensors that several layers have saved.
+        #: The ids of tensors that several layers have saved.
         self._several = _NONE
 
     def add(self, tensor: Tensor) -> Tensor:
         """Take note of a tensor that a layer saves; return what autograd shall hold instead."""
-        # One number for both tables: a pipeline keeps very many.
-        own = id(tensor)
-        self.versions.setdefault(own, tensor._version)
-        if self.layers.setdefault(own, current.name) != current.name:
-            self._several |= {own}
+        # Both tables have the same int object: a pipeline keeps very many tensors.
+        key = id(tensor)
+        self.versions.setdefault(key, tensor._version)
+        if self.layers.setdefault(key, current.name) != current.name:
+            self._several |= {key}
         self.tensors.append(tensor)
         return tensor
 
@@ -179,7 +175,7 @@ class Kept:
 # Filling: what the recomputation of a cell saves goes into the slots of the first run.
 
 
-#: The slot of a tensor that was dropped, or a tensor that exists anyway.
+#: The slot of a dropped tensor, or a kept tensor itself.
 Saved: TypeAlias = Slot | Tensor
 
 
@@ -206,10 +202,10 @@ class Filling:
         self.kept = kept
         self.whole = whole
         self.count = 0
-        #: The number of autograd's next node when a tensor came that may not be written yet. While
-        #: it is the same number, the operator that saved the tensor may still run.
+        #: The number of autograd's next node when an operator saved a tensor that it may write to
+        #: later. As long as the next node has this number, that operator may still run.
         self.unwritten = -1
-        #: The number of places to come to. After them are only tensors that exist anyway.
+        #: How many places this run must reach: unless it is whole, up to the last slot.
         self.due = len(places)
         while not whole and not isinstance(places[self.due - 1], Slot):
             self.due -= 1
@@ -229,21 +225,21 @@ class Filling:
         """
         count = self.count
         if count < self.due:
-            place = self.places[count]
-            if isinstance(place, Slot):
-                place.fill(tensor)
+            saved = self.places[count]
+            if isinstance(saved, Slot):
+                saved.fill(tensor)
                 # guard: what is written after it was saved
                 if not self.whole and not tensor.requires_grad:
                     self.unwritten = _torch.next_node()
             else:
-                # What verify_like() compares, without a call for each tensor.
-                if place is not tensor and (
-                    place.is_nested
-                    or tensor.shape != place.shape
-                    or tensor.dtype is not place.dtype
-                    or current.name != self.kept.layers[id(place)]
+                # The checks of verify_like() spelt out, since a call for each tensor takes time.
+                if saved is not tensor and (
+                    saved.is_nested
+                    or tensor.shape != saved.shape
+                    or tensor.dtype is not saved.dtype
+                    or current.name != self.kept.layers[id(saved)]
                 ):
-                    self.kept.verify_like(place, tensor)
+                    self.kept.verify_like(saved, tensor)
             self.count = count = count + 1
         elif self.whole:
             raise mismatch(described(tensor, current.name), "nothing more")
@@ -256,6 +252,6 @@ class Filling:
         Raises:
             RuntimeError: it has saved less than the first run.
         """
-        for place in self.missing:
-            by = place.layer if isinstance(place, Slot) else self.kept.layers[id(place)]
-            raise mismatch("nothing more", described(place, by))
+        for saved in self.missing:
+            by = saved.layer if isinstance(saved, Slot) else self.kept.layers[id(saved)]
+            raise mismatch("nothing more", described(saved, by))

@@ -34,14 +34,14 @@ class Storage:
     __slots__ = ("__weakref__", "buffer", "event", "here", "lane", "memory", "size")
 
     def __init__(self, tensor: Tensor, memory: HostMemory) -> None:
-        #: The bytes on the device, and those on the host.
+        #: The bytes on the device (`here`), and those on the host (`buffer`).
         self.here: Tensor | None = flat(tensor)
         self.size = len(self.here)
         self.memory = memory
         self.buffer: Tensor | None = None
         #: An event after the last copy.
         self.event: Event | None = None
-        #: The stream that copies, as long as nobody has waited for the copy.
+        #: The copy stream, until the compute stream has waited for the copy.
         self.lane: AbstractStream | None = None
 
     def to_host(self) -> None:
@@ -76,7 +76,7 @@ class View:
     __slots__ = ("__weakref__", "kept", "layer", "layout", "storage", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        # A tensor with its graph may be kept alive by that graph. Both share a version counter.
+        # Detached: a tensor and its graph would keep each other. The version counter is shared.
         # guard: saved without its graph
         self.kept: Tensor | None = tensor if is_own_leaf(tensor) else tensor.detach()
         self.version = tensor._version
@@ -151,11 +151,11 @@ def storage_key(tensor: Tensor, device: torch.device) -> int:
         return 0
     try:
         storage = tensor.untyped_storage()
-        # What is small stays. Not small views of what is large, which would hold all of it.
+        # A small storage stays. A small view of a large storage leaves: it would hold all of that.
         # guard: small views of large storages
         return storage._cdata if storage.nbytes() >= LEAST else 0
     except (RuntimeError, NotImplementedError):
-        # Those of functorch have no storage of their own.
+        # Tensors of functorch have no storage.
         return 0
 
 
@@ -167,7 +167,7 @@ def storage_bytes(views: list[View]) -> int:
 def is_held(views: list[View]) -> bool:
     """Whether anybody but these views has a storage, which would stay on the device anyway."""
     storage = _first(views).untyped_storage()
-    # One is Python's own object for it.
+    # The object `storage` counts as one more user.
     return bool(_torch.count_uses(storage._cdata) > len(views) + 1)
 
 
@@ -180,6 +180,6 @@ def sent(views: list[View], memory: HostMemory) -> Storage:
 
 
 def _first(views: list[View]) -> Tensor:
-    found = views[0].kept
-    assert found is not None
-    return found
+    tensor = views[0].kept
+    assert tensor is not None
+    return tensor

@@ -136,8 +136,8 @@ def loop(workers: int, times: int) -> tuple[int, ...]:
 
 # Schedules whose weight gradients fill the bubbles: backward in halves, with W put off.
 #
-# The letters are those above. Every step ends with a flush, so the
-# bubble of the warm-up, ``(P - 1)F``, remains in every schedule with one stage per worker.
+# Letters are as in the first section. Every step ends with a flush, so the bubble of the warm-up,
+# ``(P - 1)F``, remains in every schedule with one stage per worker.
 #
 # Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241).
 
@@ -176,7 +176,7 @@ def interleaved_zero_bubble(workers: int, chunks: int, stages_per_worker: int = 
 # Schedules with two stages per worker, placed as a V: down the workers, then up again.
 #
 # The first worker has the first and the last stage, so a micro-batch's backward starts on the
-# worker where its forward ended. The letters are those above.
+# worker where its forward ended. Letters are as in the first section.
 
 
 class _Line:
@@ -258,7 +258,7 @@ def dualpipe_v(workers: int, chunks: int) -> Schedule:
         line.add(2 * (p - w - 1), "F0")
         line.add(w + 1, "F0 F1")
         line.add(p - w - 1, "I1 W1 F1")
-        # The last worker is the first that can overlap. It runs its first pair one by one.
+        # As in DeepSeek's code, the last worker does not overlap its first F0 and B1.
         line.add(1, "F0 B1 F1&B0" if w == p - 1 else "F0&B1 F1&B0")
         line.add(m - 2 * p + w, "F0&B1 F1&B0")
         line.add(p - w - 1, "B1 F1&B0")
@@ -320,7 +320,7 @@ def _repeated(
             for (j, kind, distance), first, step in zip(legs, begin, steps)
         }
         inputs = [op for op in times if op.kind == "I"]
-        # Each W takes one of the free units, as early as possible.
+        # Each W takes one of the units that F and I leave free, as early as possible.
         left = {*range(6)} - {time % 6 for time in times.values()}
         choices: list[dict[Op, int]] = [
             {
@@ -348,8 +348,8 @@ def wave(workers: int, chunks: int, waves: int = 1) -> Schedule:
 
     Each worker has ``v = 2 * waves`` stages. The schedule is the faster of two list schedules at
     F = 1 and B = 2. The first one prefers the computation that has come farthest. The second one
-    prefers forwards, in the order in which they would start if micro-batches followed each other as
-    fast as workers can take them. Peak at most ``3P / 2`` activations, bubble at least
+    prefers forwards, in the order in which they would start if a micro-batch began every
+    ``3 * waves`` units. Peak at most ``3P / 2`` activations, bubble at least
     ``(P - 1)(F + B) / v`` if M >= P. For P up to 8 the bubble is at most 3/2, 7/3 and 4 times this
     bound with 1, 2 and 3 waves.
 
@@ -362,9 +362,15 @@ def wave(workers: int, chunks: int, waves: int = 1) -> Schedule:
         return -op.stage, op.kind == "B", op.microbatch
 
     def earliest(op: Op) -> tuple[bool, int, int]:
-        # A micro-batch keeps a worker busy for three units in each stage, one of them in F.
+        # The time of F, if F takes one unit, and a micro-batch begins every 3 * waves units.
         return op.kind == "B", op.stage + 3 * waves * op.microbatch, op.microbatch
 
     capacity = 2 * waves * (3 * workers // 2)
     made = [greedy(placement, chunks, key, capacity=capacity) for key in (farthest, earliest)]
     return min(made, key=lambda schedule: simulate(schedule).makespan)
+
+
+#: Functions by their stages per worker: one, two, or any number. A wave has two for each wave.
+ONE_STAGE = (fill_drain, one_f_one_b, zero_bubble_h1, zero_bubble_h2)
+TWO_STAGES = (zero_bubble_v, v_half, v_min, dualpipe_v)
+ANY_STAGES = (interleaved, looped_bfs, interleaved_zero_bubble)

@@ -7,40 +7,23 @@ from collections.abc import Callable, Iterable, Iterator
 from inspect import signature
 
 from torchgpipe.checks import verify_kind
-from torchgpipe.schedule.built_in import (
-    dualpipe_v,
-    fill_drain,
-    interleaved,
-    interleaved_zero_bubble,
-    looped_bfs,
-    one_f_one_b,
-    v_half,
-    v_min,
-    wave,
-    zero_bubble_h1,
-    zero_bubble_h2,
-    zero_bubble_v,
-)
+from torchgpipe.schedule.built_in import ANY_STAGES, ONE_STAGE, TWO_STAGES, wave
 from torchgpipe.schedule.language import Schedule
 
 __all__: list[str] = ["named"]
 
 
-#: Functions by their stages per worker: one, two, or any number; wave has two for each wave.
-_ONE = (fill_drain, one_f_one_b, zero_bubble_h1, zero_bubble_h2)
-_TWO = (zero_bubble_v, v_half, v_min, dualpipe_v)
-_MANY = (interleaved, looped_bfs, interleaved_zero_bubble)
-_BUILT_IN: tuple[Callable[..., Schedule], ...] = (*_ONE, *_MANY, *_TWO, wave)
+_BUILT_IN = {f.__name__: f for f in (*ONE_STAGE, *ANY_STAGES, *TWO_STAGES, wave)}
 #: Names from papers and from torch.distributed.pipelining.
 _ALIASES = {
-    "gpipe": fill_drain,
-    "1f1b": one_f_one_b,
-    "interleaved1f1b": interleaved,
-    "zbh1": zero_bubble_h1,
-    "zbh2": zero_bubble_h2,
-    "zbv": zero_bubble_v,
-    "zbvzerobubble": zero_bubble_v,
-    "hanayo": wave,
+    "gpipe": "fill_drain",
+    "1f1b": "one_f_one_b",
+    "interleaved1f1b": "interleaved",
+    "zbh1": "zero_bubble_h1",
+    "zbh2": "zero_bubble_h2",
+    "zbv": "zero_bubble_v",
+    "zbvzerobubble": "zero_bubble_v",
+    "hanayo": "wave",
 }
 
 
@@ -58,21 +41,22 @@ def named(name: str, workers: int, chunks: int, **parameters: int) -> Schedule:
         ValueError: No built-in schedule has this name.
     """
     verify_kind(name, str, "name must be a word", "name", "use '1f1b', for one")
-    functions = {f.__name__.replace("_", ""): f for f in _BUILT_IN} | _ALIASES
-    found = functions.get(re.sub("[-_ ]", "", name).lower())
-    if found is None:
+    names = {x.replace("_", ""): x for x in _BUILT_IN} | _ALIASES
+    word = re.sub("[-_ ]", "", name).lower()
+    if word not in names:
         raise ValueError(
             f"name must be that of a built-in schedule (name: {name!r}); use one of "
-            + ", ".join([*_ALIASES, *(f.__name__ for f in _BUILT_IN)])
+            + ", ".join([*_ALIASES, *_BUILT_IN])
         )
-    known = [*signature(found).parameters]
+    function: Callable[..., Schedule] = _BUILT_IN[names[word]]
+    known = [*signature(function).parameters]
     for parameter in parameters:
         if parameter not in known:
             raise TypeError(
                 f"a schedule takes the arguments of its function (name: {name!r}, {parameter}: "
                 f"{parameters[parameter]!r}); use {', '.join(known)}"
             )
-    return found(workers, chunks, **parameters)
+    return function(workers, chunks, **parameters)
 
 
 def built_in(workers: int, chunks: int) -> Iterator[tuple[str, Schedule]]:
@@ -96,11 +80,11 @@ def every(
     for v in stages_per_worker:
         calls: list[tuple[Callable[..., Schedule], dict[str, int]]]
         if v == 1:
-            calls = [(function, {}) for function in _ONE]
+            calls = [(function, {}) for function in ONE_STAGE]
         else:
-            calls = [(function, {"stages_per_worker": v}) for function in _MANY]
+            calls = [(function, {"stages_per_worker": v}) for function in ANY_STAGES]
         if v == 2:
-            calls += [(function, {}) for function in _TWO]
+            calls += [(function, {}) for function in TWO_STAGES]
         if v % 2 == 0:
             calls += [(wave, {"waves": v // 2})]
         for function, parameters in calls:

@@ -71,10 +71,10 @@ def best(
     checked(workers=workers, chunks=chunks)
     remedy = "pass such as (1, 2, 4)"
     rule = "stages_per_worker must be a sequence of numbers to try"
-    given = listed(stages_per_worker, rule, "stages_per_worker", remedy)
-    for count in given or [0]:
+    entries = listed(stages_per_worker, rule, "stages_per_worker", remedy)
+    for count in entries or [0]:
         checked(stages_per_worker=count)
-    counts = sorted({*given})
+    counts = sorted({*entries})
     if not isinstance(costs, Costs):
         verify_function(
             costs,
@@ -83,7 +83,7 @@ def best(
             "pass Costs(F=1, I=1, W=1), for one",
         )
     limits = None if capacity is None else numbers("capacity", capacity, workers)
-    found: list[Candidate] = []
+    fitting: list[Candidate] = []
     least = inf
     for count, name, schedule in every(workers, chunks, counts):
         parts = _divided(costs, count) if isinstance(costs, Costs) else costs(count)
@@ -93,15 +93,15 @@ def best(
             report = simulate(tried, parts)
             least = min(least, max(report.peak))
             if limits is None or not validate(tried, limits, parts):
-                found.append(Candidate(call, tried, parts, report, limit.gap(report)))
+                fitting.append(Candidate(call, tried, parts, report, limit.gap(report)))
                 break
-    if not found:
+    if not fitting:
         raise ValueError(
             "capacity must be enough for one of the built-in schedules "
             f"(capacity: {capacity}, smallest peak: {float(least):g}); use more workers, smaller "
             "micro-batches, or more stages per worker"
         )
-    return sorted(found, key=lambda x: (x.report.makespan, max(x.report.peak)))
+    return sorted(fitting, key=lambda x: (x.report.makespan, max(x.report.peak)))
 
 
 def _divided(costs: Costs, count: int) -> Costs:

@@ -66,17 +66,17 @@ def numbers(name: str, value: Any, count: int) -> list[float]:
     Raises:
         ValueError: A number is missing, negative or not finite.
     """
-    found = [*value] if has_entries(value) else [value] * count
-    # Nearly all are floats, and a search makes thousands of tables.
+    entries = [*value] if has_entries(value) else [value] * count
+    # Most entries are floats, checked without a call: a search makes thousands of tables.
     valid = all(
-        0 <= x < inf if type(x) is float else is_number(x) and x >= 0 and finite(x) for x in found
+        0 <= x < inf if type(x) is float else is_number(x) and x >= 0 and finite(x) for x in entries
     )
-    if len(found) != count or not valid or isinstance(value, Mapping):
+    if len(entries) != count or not valid or isinstance(value, Mapping):
         raise ValueError(
             f"{name} must be a number, or a list of {count}, finite and not negative "
             f"({name}: {value}); give one for each stage (or worker), or one for all"
         )
-    return found
+    return entries
 
 
 def checked_costs(costs: Costs) -> None:
@@ -111,16 +111,16 @@ class Table:
         self.copy = {x: numbers(f"copy of {x}", copy.get(x, "missing"), 1)[0] for x in pairs}
 
     def _keep(self, costs: Costs) -> None:
-        """Take on what cells keep, and what of it leaves."""
+        """Store what cells keep, and what part of it leaves for the memory of the host."""
 
-        def each(name: str) -> list[float]:
+        def by_stage(name: str) -> list[float]:
             return numbers(name, getattr(costs, name), len(self.time["F"]))
 
         self.costs = costs
-        self.checkpoint, self.activation = each("checkpoint"), each("activation")
-        self.pending = self.activation if costs.pending is None else each("pending")
-        self.away, self.out = each("away"), each("out")
-        self.back = self.out if costs.back is None else each("back")
+        self.checkpoint, self.activation = by_stage("checkpoint"), by_stage("activation")
+        self.pending = self.activation if costs.pending is None else by_stage("pending")
+        self.away, self.out = by_stage("away"), by_stage("out")
+        self.back = self.out if costs.back is None else by_stage("back")
         verify(
             all(x <= y for x, y in zip(self.away, self.activation)),
             "away must be a part of activation",
@@ -128,7 +128,7 @@ class Table:
             costs.away,
             "give at most as much as a cell keeps",
         )
-        prefetch = each("prefetch")
+        prefetch = by_stage("prefetch")
         verify(
             all(k > 0 and k == int(k) for k in prefetch),
             "prefetch must be positive integers",

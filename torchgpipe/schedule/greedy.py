@@ -66,7 +66,7 @@ def greedy(
     )
     placement = checked_placement(placement)
     workers = len(set(placement))
-    # Raises if they do not fit each other.
+    # Schedule() raises if placement, chunks and skips do not fit each other.
     empty = Schedule(placement, chunks, ((),) * workers, checked_skips(skips))
     table = Table(costs, placement, skips)
     memory = _Memory(placement, table, capacity, split)
@@ -74,8 +74,8 @@ def greedy(
     ops = {Op(j, kind, i) for j in stages for kind in kinds for i in range(chunks)}
     near = by_stage(skips)
     sources = {op: needs(op, ops, near.get(op.stage, ())) for op in ops}
-    missing = {op: len(found) for op, found in sources.items()}
-    #: When what a computation needs has arrived, as far as it has been computed.
+    missing = {op: len(needed) for op, needed in sources.items()}
+    #: For each computation, when the last of its inputs that are computed so far arrives.
     arrived: dict[Op, float] = dict.fromkeys(ops, 0)
     targets: dict[Op, list[Op]] = {op: [] for op in ops}
     for op in ops:
@@ -84,7 +84,7 @@ def greedy(
 
     lines: list[list[Op]] = [[] for _ in range(workers)]
     free: list[float] = [0] * workers
-    #: By worker, the computations whose needs have ended: with inputs on their way, or arrived.
+    #: By worker, the computations whose inputs are computed: still on their way, or arrived.
     coming: list[list[tuple[float, Op]]] = [[] for _ in range(workers)]
     ready: list[list[tuple[Any, Op]]] = [[] for _ in range(workers)]
     #: The times at which a worker may find something to do.
@@ -99,10 +99,10 @@ def greedy(
         while coming[w] and coming[w][0][0] <= now:
             op = heapq.heappop(coming[w])[1]
             insort(ready[w], (priority(op), op))
-        found = memory.first([op for _, op in ready[w]])
-        if found is None:
+        index = memory.first([op for _, op in ready[w]])
+        if index is None:
             continue
-        _, op = ready[w].pop(found)
+        _, op = ready[w].pop(index)
         memory.take(op)
         lines[w].append(op)
         free[w] = now + table.duration(op)
@@ -153,7 +153,7 @@ class _Memory:
         """Return the index of the first computation after which all begun micro-batches can end."""
         refused: set[tuple[int, str]] = set()
         for k, op in enumerate(ops):
-            # All micro-batches that have not begun get the same answer.
+            # _allows() gives the same answer for all micro-batches that have not begun.
             alike = op.microbatch not in self.begun
             if not (alike and op[:2] in refused) and self._allows(op):
                 return k

@@ -31,7 +31,7 @@ from torchgpipe.schedule.rewrite import (
 __all__ = ["Schedule", "parse", "read", "read_csv", "write_csv"]
 
 
-#: What to do about a program that is none.
+#: The remedy in messages about a value that is no program.
 PARSED = "use parse() to make it from text"
 
 
@@ -201,16 +201,16 @@ def checked_placement(placement: Sequence[int]) -> tuple[int, ...]:
         TypeError: they are no sequence of integers.
     """
     remedy = "pass the worker of each stage, as in [0, 1, 2, 3]"
-    found = listed(placement, "placement must be a sequence of workers", "placement", remedy)
+    workers = listed(placement, "placement must be a sequence of workers", "placement", remedy)
     verify(
-        all(type(x) is int for x in found),
+        all(type(x) is int for x in workers),
         "placement must be integers",
         "placement",
         placement,
         remedy,
         TypeError,
     )
-    return tuple(found)
+    return tuple(workers)
 
 
 def checked_skips(skips: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
@@ -221,9 +221,9 @@ def checked_skips(skips: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ..
     """
     rule = "skips must be pairs of stages"
     remedy = "pass the stage that stashes and the stage that pops, as in [(0, 2)]"
-    found = [*skips] if isinstance(skips, Set) else listed(skips, rule, "skips", remedy)
-    verify(all(map(_is_pair, found)), rule, "skips", skips, remedy, TypeError)
-    return tuple(found)
+    pairs = [*skips] if isinstance(skips, Set) else listed(skips, rule, "skips", remedy)
+    verify(all(map(_is_pair, pairs)), rule, "skips", skips, remedy, TypeError)
+    return tuple(pairs)
 
 
 def _is_op(x: object) -> bool:
@@ -262,7 +262,7 @@ def parse(text: str, placement: Sequence[int], chunks: int) -> Schedule:
 
 
 _NUMBER = "0|[1-9][0-9]*"
-#: The pieces of a computation, and the name of each piece for the error message.
+#: The patterns of a computation's parts, and the name of each part for the error message.
 _OP = ((_NUMBER, "a stage"), ("[FBIWR]", "F, B, I, W or R"), (_NUMBER, "a micro-batch"))
 _OVERLAP = ((r"\(", "("), *_OP, (";", ";"), *_OP, (r"\)", ")"))
 

@@ -139,12 +139,12 @@ def _one_machine(jobs: Sequence[Job], share: float) -> float:
 
     For each smallest head and smallest tail, the largest set of jobs gives the best bound.
     """
-    found: list[float] = []
+    makespans: list[float] = []
     for (head, _, _), (_, _, tail) in product(jobs, jobs):
         times = [time for h, time, t in jobs if h >= head and t >= tail]
         if times:
-            found.append(head + share * sum(times) + tail)
-    return max(found)
+            makespans.append(head + share * sum(times) + tail)
+    return max(makespans)
 
 
 def _share(table: Table, stages: Sequence[int]) -> float:
@@ -154,7 +154,7 @@ def _share(table: Table, stages: Sequence[int]) -> float:
         (table.duration(Overlap(a, b)), table.duration(a) + table.duration(b))
         for a, b in product(ops, ops)
     ]
-    return min([1, *(time / alone for time, alone in both if alone)])
+    return min([1, *(time / total for time, total in both if total)])
 
 
 def _least(table: Table, stages: Sequence[int]) -> float:

@@ -106,7 +106,7 @@ def needs(op: Op, ops: Container[tuple[int, str, int]], skips: Skips = ()) -> li
             sources += [(k, "F", i) for k, target in skips if target == j]
         elif kind in "BI":
             sources += [(k, half, i) for source, k in skips if source == j for half in "BI"]
-        # A skip to the next stage takes the way of the value.
+        # A skip to the next stage has the same edge as the value, which counts once.
         sources = list(dict.fromkeys(sources))
     return [Op(*x) for x in sources if x in ops]
 
@@ -117,11 +117,11 @@ def by_stage(skips: Skips) -> dict[int, list[tuple[int, int]]]:
     A model may have a skip for each stage. To look through them for each computation would then
     take longer with each stage.
     """
-    found: dict[int, list[tuple[int, int]]] = {}
+    near: dict[int, list[tuple[int, int]]] = {}
     for skip in skips:
         for stage in skip:
-            found.setdefault(stage, []).append(skip)
-    return found
+            near.setdefault(stage, []).append(skip)
+    return near
 
 
 def walk(
@@ -140,12 +140,12 @@ def walk(
     Yields:
         The worker, its next instruction, and the edges that lead to this instruction.
     """
-    # Edges have the program's own objects: a search keeps many programs, and so fewer objects.
+    # Edges refer to the program's own Op objects: a search keeps many edges, and saves memory.
     ops = {op: op for op in operations_of(program)}
     near = by_stage(skips)
     done: set[Op] = set()
     waiting: Waiting = {}
-    #: The workers that wait for a computation, so that nobody has to look for them.
+    #: For each computation, the workers that wait for it.
     waiters: dict[Op, list[int]] = {}
     position = [0] * len(program)
     awake = [*range(len(program))]
@@ -167,7 +167,7 @@ def walk(
             done.update(parts)
             for op in parts:
                 for x in waiters.pop(op, ()):
-                    # The worker may have been freed since, and wait for something else.
+                    # stuck() may have let the worker go on, which now waits for something else.
                     if x in waiting and waiting[x][1] == op:
                         del waiting[x]
                         awake.append(x)

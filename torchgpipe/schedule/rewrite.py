@@ -62,8 +62,8 @@ def deferred(program: Program, k: int | Sequence[int]) -> Program:
             "weights can be deferred only where backward is split into I and W "
             f"(instruction: {whole}); call split() before defer_weights()"
         )
-    each: Any = k
-    counts: list[int] = [*each] if has_entries(each) else [each] * len(program)
+    numbers: Any = k
+    counts: list[int] = [*numbers] if has_entries(numbers) else [numbers] * len(program)
     natural = all(isinstance(x, Integral) and x >= 0 for x in counts)
     if len(counts) != len(program) or not natural:
         raise ValueError(
@@ -79,17 +79,17 @@ def _delayed(line: Sequence[Instruction], k: int) -> tuple[Instruction, ...]:
     #: The number of I of this worker that must come before each W.
     due = {op._replace(kind="W"): number + k for number, op in enumerate(inputs, 1)}
     late: list[tuple[int, int, Op]] = []
-    found: list[Instruction] = []
+    rewritten: list[Instruction] = []
     count = 0
     for position, x in enumerate(line):
         if isinstance(x, Op) and x.kind == "W":
             heapq.heappush(late, (due.get(x, 0), position, x))
         else:
-            found.append(x)
+            rewritten.append(x)
             count += sum(op.kind == "I" for op in operations(x))
         while late and late[0][0] <= count:
-            found.append(heapq.heappop(late)[-1])
-    return (*found, *(op for _, _, op in sorted(late)))
+            rewritten.append(heapq.heappop(late)[-1])
+    return (*rewritten, *(op for _, _, op in sorted(late)))
 
 
 def recomputed(
@@ -138,8 +138,8 @@ def with_modes(program: Program, modes: str | Sequence[str], chunks: int) -> Pro
     cells = recomputes(program, modes, chunks)
 
     def again(instruction: Instruction) -> list[Instruction]:
-        own = [(j, i) for j, kind, i in operations(instruction) if kind in "BI"]
-        return [*(Op(j, "R", i) for j, i in own if (j, i) in cells), instruction]
+        due = [(j, i) for j, kind, i in operations(instruction) if kind in "BI"]
+        return [*(Op(j, "R", i) for j, i in due if (j, i) in cells), instruction]
 
     return _replaced(program, again) if cells else program
 
@@ -148,9 +148,9 @@ def recomputes(
     program: Program, modes: str | Sequence[str], chunks: int
 ) -> frozenset[tuple[int, int]]:
     """The stages and micro-batches of the R that :func:`with_modes` adds."""
-    given = {modes} if isinstance(modes, str) else {*modes}
-    assert given <= {"never", "except_last", "always"}
-    if given == {"never"} or any(op.kind == "R" for op in operations_of(program)):
+    used = {modes} if isinstance(modes, str) else {*modes}
+    assert used <= {"never", "except_last", "always"}
+    if used == {"never"} or any(op.kind == "R" for op in operations_of(program)):
         return frozenset()
     at_once = {
         (op.stage, op.microbatch)
@@ -194,11 +194,11 @@ def paired(program: Program) -> Program:
     Raises:
         ValueError: the program has overlaps already.
     """
-    found = next((x for line in program for x in line if isinstance(x, Overlap)), None)
-    if found is not None:
+    overlap = next((x for line in program for x in line if isinstance(x, Overlap)), None)
+    if overlap is not None:
         raise ValueError(
             "an overlap is of two computations, so a schedule with overlaps cannot be paired "
-            f"(instruction: {found}); pair another schedule, such as '1f1b'"
+            f"(instruction: {overlap}); pair another schedule, such as '1f1b'"
         )
 
     def both(op: Op) -> Overlap:
@@ -265,10 +265,10 @@ class _Order:
     def __init__(self, program: Program, skips: Skips) -> None:
         all_ = [*chain(*program)]
         number = {op: n for n, x in enumerate(all_) for op in operations(x)}
-        #: The instructions that need each instruction, and the next one of its worker.
+        #: For each instruction, those that need it, and the next one of its worker.
         self._needing: list[set[int]] = [set() for _ in all_]
         self._next: list[int | None] = [n + 1 for n in range(len(all_))]
-        #: The pair that each second instruction has become a part of.
+        #: The second instruction of each pair, and the first one, which stands for both.
         self._pair: dict[int, int] = {}
         numbers = []
         begin = 0
@@ -276,9 +276,9 @@ class _Order:
             numbers.append(iter(range(begin, begin := begin + len(line))))
             if line:
                 self._next[begin - 1] = None
-        #: Where each instruction ends if all take the same time, and each worker so far.
+        #: When each instruction ends if all take the same time, and when each worker is free.
         end, free = [0] * len(all_), [0] * len(program)
-        # Whoever waits in a deadlock goes on. Such a schedule keeps its deadlock.
+        # In a deadlock, the first worker goes on. The new program has the same deadlock.
         for w, _, edges in walk(program, lambda waiting: min(waiting), skips):
             n = next(numbers[w])
             needed = [number[op] for op, _ in edges]
@@ -322,5 +322,5 @@ class _Order:
     def _renumber(self, begin: int, numbers: list[int]) -> None:
         """Put instructions at consecutive places."""
         self._order[begin : begin + len(numbers)] = numbers
-        for place, n in enumerate(numbers, begin):
-            self._place[n] = place
+        for position, n in enumerate(numbers, begin):
+            self._place[n] = position

@@ -97,7 +97,7 @@ def _gaps(schedule: Schedule) -> Iterator[str]:
 def _deadlocks(schedule: Schedule) -> list[str]:
     """Find all cycles of workers that wait for each other."""
     where = {op: w for w, x in enumerate(schedule.program) for op in operations_of((x,))}
-    found: list[str] = []
+    faults: list[str] = []
 
     def stuck(waiting: Waiting) -> int:
         chain = [min(waiting)]
@@ -111,12 +111,12 @@ def _deadlocks(schedule: Schedule) -> list[str]:
             links.append(
                 f"{head} (worker {member}) needs {missing}{after} (worker {where[missing]})"
             )
-        found.append("deadlock: " + "; ".join(links))
+        faults.append("deadlock: " + "; ".join(links))
         return w
 
     for _ in walk(schedule.program, stuck, schedule.skips):
         pass
-    return found
+    return faults
 
 
 def _excesses(schedule: Schedule, capacity: Each, costs: Costs) -> Iterator[str]:
@@ -136,10 +136,8 @@ def _excesses(schedule: Schedule, capacity: Each, costs: Costs) -> Iterator[str]
 
 # A simulation, in which each instruction starts as soon as it can; rehearsed for many costs.
 #
-# What waits for what is found once, and then timed under as many costs as wanted.
-#
-# To find the dependencies of a program takes several times as long as to time it. A search times
-# one program under hundreds of costs.
+# A search times one program under hundreds of costs. To find what waits for what takes several
+# times as long as to time it, so a rehearsal finds it once.
 
 
 #: The worker, the instruction, and the edges that lead to it.
@@ -159,33 +157,33 @@ class Rehearsal:
         self._stops: Known = {}
         #: The instructions, each after those that it needs.
         self.steps: list[WorkerInstruction] = [*walk(program, lambda waiting: None, skips)]
-        #: Of all instructions that take the same time, one.
+        #: One instruction of each kind and stage, since all of these take the same time.
         self._kinds: dict[tuple[tuple[str, int], ...], Instruction] = {}
-        #: Of all edges between the same stages, one.
+        #: One edge between each two stages, since all copies along these take the same time.
         self._ways: dict[tuple[int, int], Edge] = {}
         index: dict[Op, int] = {}
         kinds: dict[tuple[tuple[str, int], ...], int] = {}
         ways: dict[tuple[int, int], int] = {}
-        #: For each step its worker, the number of its kind, and for each edge from another worker
-        #: the step that it comes from, and the number of its way. Its own has done the others.
+        #: For each step its worker, its index in `_kinds`, and for each edge from another worker
+        #: the step that it comes from, and its index in `_ways`.
         self._waits: list[tuple[int, int, tuple[tuple[int, int], ...]]] = []
-        #: The number of the step of each cell's backward.
+        #: For each cell, the step of its backward (B or I).
         self._backward: dict[tuple[int, int], int] = {}
         for k, (w, instruction, edges) in enumerate(self.steps):
             ops = operations(instruction)
             kind = tuple([(op.kind, op.stage) for op in ops])
             self._kinds.setdefault(kind, instruction)
-            found = []
+            waits = []
             for source, op in edges:
                 if self.steps[index[source]][0] != w:
                     way = source.stage, op.stage
                     self._ways.setdefault(way, (source, op))
-                    found.append((index[source], ways.setdefault(way, len(ways))))
+                    waits.append((index[source], ways.setdefault(way, len(ways))))
             for op in ops:
                 index[op] = k
                 if op.kind in "BI":
                     self._backward[op.stage, op.microbatch] = k
-            self._waits.append((w, kinds.setdefault(kind, len(kinds)), (*found,)))
+            self._waits.append((w, kinds.setdefault(kind, len(kinds)), (*waits,)))
 
     def times(self, table: Table) -> tuple[list[float], list[float]]:
         """The start and the end of each step, if each starts as soon as it can."""
@@ -252,7 +250,7 @@ class Rehearsal:
         return [self.steps[k] for k in order]
 
 
-# A simulation of a schedule in which every instruction starts as soon as it can.
+# The simulation of one schedule, and its report.
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def trips(line: Sequence[Instruction], prefetch: Sequence[int]) -> list[Trip]:
         return []
     index: dict[tuple[int, str, int], int]
     index = {op: k for k, x in enumerate(line) for op in operations(x)}
-    found = []
+    round_trips = []
     for (j, kind, i), end in index.items():
         if kind not in "BI" or not prefetch[j]:
             continue
@@ -68,10 +68,10 @@ def trips(line: Sequence[Instruction], prefetch: Sequence[int]) -> list[Trip]:
         if begin is None or (j, "R", i) in index:
             continue
         if end - begin - 1 >= BETWEEN:
-            # One that has not left yet cannot come back.
+            # At begin + 2 at the earliest, since a cell must have left before it comes back.
             back = min(end, max(begin + 2, end - prefetch[j]))
-            found.append(Trip(j, i, begin, begin + 1, back, end))
-    return sorted(found, key=lambda trip: (trip.back, trip.end))
+            round_trips.append(Trip(j, i, begin, begin + 1, back, end))
+    return sorted(round_trips, key=lambda trip: (trip.back, trip.end))
 
 
 def leaving(m: int) -> range:
@@ -85,14 +85,15 @@ def leaving(m: int) -> range:
 class Stop(NamedTuple):
     """The trips around one instruction of a worker: copies that begin, or that it waits for."""
 
-    #: Copies back that begin before the instruction; those whose end it waits for; and copies out
-    #: that begin after the instruction, and are done after the next one.
+    #: Copies back that begin before the instruction.
     back: Sequence[Trip]
+    #: Copies back whose end the instruction waits for.
     awaited: Sequence[Trip]
+    #: Copies out that begin after the instruction.
     out: Sequence[Trip]
 
 
-#: Most instructions, where few cells leave.
+#: The stop of an instruction without copies.
 NOTHING = Stop((), (), ())
 #: The stops of each worker, by its number and the prefetch distances of the stages.
 Known = dict[tuple[int, tuple[int, ...]], list[Stop]]
@@ -100,7 +101,7 @@ Known = dict[tuple[int, tuple[int, ...]], list[Stop]]
 
 def stops(
     lines: Sequence[Sequence[Instruction]],
-    numbers: Sequence[int],
+    placement: Sequence[int],
     prefetch: Sequence[int],
     known: Known,
 ) -> list[list[Stop]]:
@@ -108,18 +109,18 @@ def stops(
 
     Args:
         lines: the instructions of each worker, in order.
-        numbers: the worker of each stage.
+        placement: the worker of each stage.
         prefetch: the prefetch distance of each stage.
         known: stops that were found for these instructions before; new ones are added.
     """
-    found = []
+    by_worker = []
     for k, line in enumerate(lines):
-        # The prefetch distances of other workers' stages change nothing.
-        own = tuple([x if y == k else 0 for x, y in zip(prefetch, numbers)])
-        if (k, own) not in known:
-            known[k, own] = _stops(line, own)
-        found.append(known[k, own])
-    return found
+        # Distances of other workers' stages are 0 here, so that `known` has fewer entries.
+        distances = tuple([x if w == k else 0 for x, w in zip(prefetch, placement)])
+        if (k, distances) not in known:
+            known[k, distances] = _stops(line, distances)
+        by_worker.append(known[k, distances])
+    return by_worker
 
 
 def _stops(line: Sequence[Instruction], prefetch: Sequence[int]) -> list[Stop]:
@@ -135,7 +136,7 @@ CopyTimes = dict[tuple[int, int], tuple[float, float]]
 
 
 class Tracks:
-    """The copies of all workers in a simulation: of each, one at a time to the host, and one back.
+    """The copies in a simulation: a worker makes one at a time to the host, and one back.
 
     Args:
         lines: the stops of each worker.
@@ -150,12 +151,12 @@ class Tracks:
         back: Sequence[float],
     ) -> None:
         self._stops = [*map(iter, lines)]
-        #: What leaves after the instruction of each worker.
+        #: For each worker, the copies out that begin after its present instruction.
         self._begin: list[Sequence[Trip]] = [()] * len(lines)
         self._times = {"out": out, "back": back}
-        #: The time at which each track is free.
+        #: By direction and worker, the time at which the last copy ends.
         self._free: dict[str, list[float]] = {way: [0] * len(lines) for way in self._times}
-        #: The time at which all has left that the instruction before lets leave.
+        #: For each worker, the time at which the copies out of its previous instruction end.
         self._left: list[float] = [0] * len(lines)
         self.copies: dict[str, CopyTimes] = {"out": {}, "back": {}}
 

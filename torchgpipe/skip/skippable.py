@@ -106,7 +106,7 @@ def skippable(
         rule = "only a class of layers can be skippable"
         remedy = "write @skippable(...) above a class derived from nn.Module"
         verify(is_layer, rule, "class", cls, remedy, TypeError)
-        # Not a new class the first time: pickle, and super(Class, self), find a class by its name.
+        # The first time the class itself changes: pickle, and super(Class, self), find it by name.
         if "skips_declared" not in vars(cls):
             return _declare(cls, declared, cls)
         first: Any = cls.skips_class  # type: ignore[attr-defined]
@@ -122,7 +122,7 @@ def _declare(cls: LayerClass, declared: Declared, first: LayerClass) -> LayerCla
     forward = cls.forward
     driven = getattr(cls, "skips_driven", None)
     if driven and forward is driven[0]:
-        # The generator of the base, without what the decorator put around it.
+        # The base class is skippable, too. Take its own generator, without its drive() around it.
         forward = driven[1]
 
     @wraps(forward)
@@ -133,12 +133,12 @@ def _declare(cls: LayerClass, declared: Declared, first: LayerClass) -> LayerCla
 
     @wraps(load)
     def load_either(self: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
-        # torchgpipe 0.0.7 put the layer into another one, by the name of "module". The layer may
-        # have a child of this name itself. So the keys are taken that fit the layer better.
+        # Keys of torchgpipe 0.0.7 have "module." in front, as have keys of a child with this name.
+        # So "module." is removed if more keys lead to tensors of the layer then.
         old = [key for key in state if key.startswith(f"{prefix}module.")]
-        own = [key.removeprefix(prefix) for key in old]
-        new = [key.removeprefix("module.") for key in own]
-        if sum(_unknown(self, key) for key in new) < sum(_unknown(self, key) for key in own):
+        keys = [key.removeprefix(prefix) for key in old]
+        new = [key.removeprefix("module.") for key in keys]
+        if sum(_unknown(self, key) for key in new) < sum(_unknown(self, key) for key in keys):
             values = [state.pop(key) for key in old]
             state.update({prefix + key: value for key, value in zip(new, values)})
         load(self, state, prefix, *args)
@@ -176,8 +176,8 @@ def picklable(cls: Any, make: Callable[..., Any], *args: Any) -> Any:
     """
 
     def reduce(self: Any, protocol: Any) -> Any:
-        found = super(cls, self).__reduce_ex__(protocol)
-        return (_new, (make, *args), *found[2:]) if type(self) is cls else found
+        reduced = super(cls, self).__reduce_ex__(protocol)
+        return (_new, (make, *args), *reduced[2:]) if type(self) is cls else reduced
 
     cls.__reduce_ex__ = reduce
     return cls
@@ -238,7 +238,7 @@ def _drive(layer: nn.Module, declared: Declared, output: Any) -> Any:
         try:
             output = _run_generator(layer, declared, generator, due)
         finally:
-            # After an error the generator is still within its blocks, such as that of no_grad().
+            # After an error, close() leaves the generator's blocks, such as that of no_grad().
             generator.close()
     for kind, names in due.items():
         if names:
@@ -279,8 +279,8 @@ def _run_generator(
             sent = tracker.load(skip)
         else:
             tracker.save(skip, asked.tensor)
-        # While the layer goes on, this frame must not keep alive what was stashed. It has to keep
-        # what was popped: the argument of send() lives until the generator yields again.
+        # Without this, a stashed tensor would stay in memory while the layer goes on. A popped one
+        # stays anyway: Python keeps the argument of send() until the generator yields again.
         del asked
 
 
@@ -303,11 +303,11 @@ def _undeclared(
 
 def _names(argument: str, names: Iterable[str]) -> tuple[str, ...]:
     is_collection = has_entries(names) and not isinstance(names, str | Mapping)
-    found = tuple(names) if is_collection else ()
-    valid = is_collection and all(isinstance(name, str) for name in found)
+    entries = tuple(names) if is_collection else ()
+    valid = is_collection and all(isinstance(name, str) for name in entries)
     rule, remedy = f"{argument} must be a collection of names", f'write {argument}=["name"]'
     verify(valid, rule, argument, names, remedy, TypeError)
-    return found
+    return entries
 
 
 # Faults in what layers declare, which are found before anything runs.
@@ -335,9 +335,9 @@ def verify_skippables(module: nn.Sequential) -> None:
         if layer is None:
             continue
         faults += _undecorated(child, layer)
-        found = [(path, *skips(submodule)) for path, submodule in layer.named_modules(prefix=child)]
-        here = _closed(found)
-        for path, stashes, _ in found:
+        ends = [(path, *skips(submodule)) for path, submodule in layer.named_modules(prefix=child)]
+        here = _closed(ends)
+        for path, stashes, _ in ends:
             for skip in stashes:
                 if skip in stashed and not (skip in here and skip in closed):
                     faults.append(
@@ -345,7 +345,7 @@ def verify_skippables(module: nn.Sequential) -> None:
                     )
                 stashed.setdefault(skip, path)
                 closed |= here & {skip}
-        for path, _, pops in found:
+        for path, _, pops in ends:
             for skip in pops:
                 if skip in popped and not (skip in here and skip in closed):
                     faults.append(
@@ -390,7 +390,7 @@ def _undecorated(path: str, layer: nn.Module) -> Iterator[str]:
             "with @skippable"
         )
     elif getattr(layer.forward, "__func__", None) is nn.Sequential.forward:
-        # Other layers may run the generators of the layers within them.
+        # Only within nn.Sequential: another layer may itself run the generators of its children.
         for child, inner in layer._modules.items():
             if inner is not None:
                 yield from _undecorated(f"{path}.{child}", inner)

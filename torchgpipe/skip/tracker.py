@@ -52,7 +52,7 @@ def describe(skip: Skip) -> str:
     return repr(name) if namespace is None else f"{name!r} in {namespace}"
 
 
-# The layout of skips. Layers declare what they stash and pop, so it is known before anything runs.
+# The layout of skips, known before anything runs, since layers declare what they stash and pop.
 
 
 class Declared(NamedTuple):
@@ -64,8 +64,8 @@ class Declared(NamedTuple):
 
 def namespaces(layer: nn.Module) -> dict[str, Namespace]:
     """The namespaces of the names that were isolated."""
-    found: dict[str, Namespace] = layer.__dict__.get("skip_namespaces", {})
-    return found
+    spaces: dict[str, Namespace] = layer.__dict__.get("skip_namespaces", {})
+    return spaces
 
 
 def skips(layer: nn.Module) -> tuple[list[Skip], list[Skip]]:
@@ -84,15 +84,15 @@ class SkipLayout:
     """The skips that lead from one partition to another."""
 
     def __init__(self, partitions: int, ends: dict[Skip, tuple[int, int]]) -> None:
-        #: For each partition, the skips that it stashes for another one, and that other one.
+        #: For each partition, the skips that it stashes for others, each with its target.
         self.stashed: list[dict[Skip, int]] = [{} for _ in range(partitions)]
-        #: For each partition, the skips that another one has stashed for it, and that other one.
+        #: For each partition, the skips that it pops from others, each with its source.
         self.popped: list[dict[Skip, int]] = [{} for _ in range(partitions)]
         for skip, (source, target) in ends.items():
             if source != target:
                 self.stashed[source][skip] = target
                 self.popped[target][skip] = source
-        #: The partitions that a skip leads from and to, as schedules know them.
+        #: The pairs (source, target) of partitions, for schedules, which know no names of skips.
         self.pairs = sorted({x for x in ends.values() if x[0] != x[1]})
 
 
@@ -124,7 +124,7 @@ class SkipTracker:
     @classmethod
     def of(cls, batch: Batch) -> SkipTracker:
         """A tracker with the skips of a micro-batch, put together for the layers that pop them."""
-        # Most micro-batches have none.
+        # Most micro-batches have no skips: the value is their only part.
         if len(batch.parts) == 1:
             return cls()
         return cls({key: x.structure.unflatten(x.tensors) for key, x in batch.skips.items()})
@@ -176,7 +176,7 @@ _current = registered(CurrentTracker())
 def current_skip_tracker() -> SkipTracker:
     """The tracker that this thread uses."""
     if _current.tracker is None:
-        # The layers run outside of a wrapper.
+        # Outside of a wrapper, a thread has one tracker for all layers.
         _current.tracker = SkipTracker()
     tracker: SkipTracker = _current.tracker
     return tracker
@@ -220,7 +220,7 @@ class Parcels:
             return output
         value = self.put(output)
         if len(value) < 2 and not self._waiting:
-            # Nothing is left that it could share memory with.
+            # Without skips there is no other part whose memory the value could share.
             value.shared = frozenset()
         return value
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.mapped.hugging_face import base_of
-from torchgpipe.mapped.on_demand import can_fill_itself, on_reading, there
+from torchgpipe.mapped.lazy_outputs import can_fill_itself, on_reading, there
 from torchgpipe.mapped_gpipe import MappedGPipe
 from torchgpipe.transformers.children import recorded, repeated
 from torchgpipe.transformers.collating import as_one_batch, in_one

@@ -24,7 +24,7 @@ class Holder(nn.Module):
 
 def own(copies):
     """The copies that a cell has for itself, by name."""
-    return {name: tensor for (_, name), tensor in copies.own}
+    return {name: tensor for (_, name), tensor in copies.changing}
 
 
 def common(copies):

@@ -1,4 +1,4 @@
-"""Outputs on demand: whatever stands beside a loss is computed when somebody looks at it."""
+"""Lazy outputs: whatever stands beside a loss is computed when somebody looks at it."""
 
 import copy
 import itertools
