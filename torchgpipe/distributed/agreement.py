@@ -128,7 +128,7 @@ DTYPES = (torch.float32, torch.float64)
 #: Whether a layer trains, and the plain values among its attributes.
 Flags: TypeAlias = tuple[Any, ...]
 
-#: The names of the settings in which all processes must agree, for an error.
+#: The names of the settings that all processes must share, as an error says them.
 SETTINGS = ("method", "chunks", "checkpoint", "whether backward runs")
 
 PLAIN = {bool, int, float, str, type(None)}
@@ -304,7 +304,7 @@ class Agreement:
         numbers, last = mail.numbers, mail.routes.placement[-1]
         drew, any_drew = numbers.has_drawn(0), numbers.drawn
         code = -1 if value is None else DTYPES.index(value.dtype)
-        # The host must not wait for an accelerator, whose numbers are broadcast below.
+        # The loss of an accelerator is broadcast below, so that the host does not wait for it.
         here = self._peers.device == CPU
         pair = [float(x) if here and x is not None else 1.0 for x in (value, divisor)]
         assert mail.after is not None
@@ -331,7 +331,7 @@ class Agreement:
         by_rank = mail.after.heard()
         self._quiet = None if any(x[1] for x in by_rank) else self._flags
         if self._quiet is None:
-            # If states did not travel with the micro-batches, a process that has drawn has them.
+            # States that did not travel with the micro-batches come from a process that has drawn.
             drawers = [k for k, x in enumerate(by_rank) if x[0]]
             states = numbers.all_of(0) if drawers else numbers.after()
             states = {kind: x.clone() for kind, x in states.items()}

@@ -163,7 +163,7 @@ class Mail(Post):
     def _send(self, tensors: Iterable[Tensor], peer: int, tag: int = 0) -> list[Any]:
         works: list[Any] = []
         for x in tensors:
-            # An empty tensor has no message, at either end.
+            # For an empty tensor no message is sent, and none is expected.
             if x.numel():
                 works += self._connections.send(x, peer, tag)
         return works

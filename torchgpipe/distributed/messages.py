@@ -50,7 +50,7 @@ class Packed(NamedTuple):
     #: For each tensor of the part, its index among the distinct tensors.
     places: tuple[int, ...]
     metas: tuple[Meta, ...]
-    #: Whether it shares memory with another part where it comes from.
+    #: Whether the part shares memory with another one in the sending process.
     is_shared: bool
 
     def is_like(self, other: Packed) -> bool:
@@ -85,7 +85,7 @@ class Form:
 
     @cached_property
     def shared(self) -> frozenset[Any]:
-        """The keys of parts that share memory with another one where they come from."""
+        """The keys of parts that share memory with another one in the sending process."""
         return frozenset(part.key for part in self.parts if part.is_shared)
 
     def renamed(self, names: Mapping[Any, Any]) -> Form:

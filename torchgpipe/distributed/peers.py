@@ -149,7 +149,7 @@ class Exchange:
     ) -> None:
         self._rank, self._tag = peers.rank, tag
         self._connections = Connections(peers)
-        # The caller may have set another default device.
+        # With device=CPU, since the caller may have set another default device.
         self._numbers = [torch.empty(count, dtype=dtype, device=CPU) for _ in range(peers.size)]
         self._works = {
             k: self._connections.receive(x, k, tag)
@@ -262,7 +262,7 @@ class Routes:
         self.carried: list[list[Any]] = [[] for _ in placement]
         #: The stage that each skip comes from.
         self.sources: dict[Any, int] = {}
-        #: A number for each part, the same in all processes: namespaces of skips are not.
+        #: A number for each part, the same in all processes, which the key of a skip is not.
         self.names: dict[Any, int] = {VALUE: 0}
         for source, stashed in enumerate(layout.stashed):
             for skip, target in stashed.items():
@@ -272,7 +272,7 @@ class Routes:
                 while placement[k] != placement[target]:
                     self.carried[k].append(skip)
                     k += 1
-        #: The parts by their names.
+        #: The parts by these numbers.
         self.parts = {name: key for key, name in self.names.items()}
 
     @property

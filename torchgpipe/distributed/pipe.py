@@ -374,7 +374,7 @@ class Pipe(Wrapper):
                 # guard: buffers of a step that is refused
                 agree()
             if self._replicas is not None and torch.is_grad_enabled():
-                # A difference ends this whole pipeline, so all its processes must be in the step.
+                # Replicas that differ end this pipeline, so all its processes must be in the step.
                 agree()
                 verify_same(trainable, self._replicas)
             return self._compute(agree, inputs, terms)
@@ -442,7 +442,7 @@ class Pipe(Wrapper):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        # A parent module calls this method, and not load_state_dict().
+        # A parent module calls this method, not load_state_dict(), so keys are renamed here.
         names = [name for layers in self._layers for name in layers._modules]
         prefixes = dict.fromkeys(names, "") | dict.fromkeys(self._others)
         rename(state_dict, prefix, prefixes)

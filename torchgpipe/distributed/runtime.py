@@ -45,7 +45,7 @@ from torchgpipe.skip.tracker import SkipLayout
 
 __all__: list[str] = []
 
-#: What to do (compute, send or receive), and the operations that it belongs to.
+#: What to do (compute, send or receive), and for which operations.
 Action: TypeAlias = tuple[str, Sequence[Op]]
 ActionCall: TypeAlias = Callable[[Executor, Mail], None]
 
@@ -82,7 +82,7 @@ class Actions:
         self.plan = StepPlan(local, (peers.device,), (), names, choosing(keepings))
         todo = actions(schedule, routes, peers)
         if not recorded:
-            # PyTorch only lowers schedules in which each forward has a backward.
+            # PyTorch only lowers schedules in which each forward has a backward, which is dropped.
             forward = [(does, [op for op in ops if op.kind == "F"]) for does, ops in todo]
             todo = [(does, ops) for does, ops in forward if ops]
         again = self.plan.again
@@ -124,7 +124,7 @@ class Actions:
             call(executor, mail)
         if first:
             executor.settle(0, first)
-            # These objects hold the cell, which would outlive its backward.
+            # ``first`` holds the cell, which would otherwise outlive its backward.
             first.clear()
         prepare()
         mail.expect_the_end()

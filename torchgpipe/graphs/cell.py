@@ -60,7 +60,7 @@ class GraphCell(Cell):
         self._late: tuple[Part, list[Any]] | None = None
         #: The arguments of the next part, by roles.
         self._arguments: dict[str, Sequence[Any]] = {}
-        #: Tensors that backward needs unchanged but others could change, with their versions.
+        #: Tensors that must not change until backward, with their versions, to verify that.
         self._shared: list[tuple[Tensor, int]] = []
         #: For each part of the input, the indices of its tensors, each tensor once.
         self._places: Mapping[Any, Sequence[int]] = {}

@@ -25,7 +25,6 @@ class Gate:
         self._changed = threading.Condition()
         #: In how many nested blocks each thread computes.
         self._computing: dict[int, int] = {}
-        #: The thread that traces.
         self.tracer: int | None = None
         self._depth = 0
 
@@ -49,7 +48,7 @@ class Gate:
         """Trace within a ``with`` block, which begins as soon as no other thread computes."""
         me = threading.get_ident()
         with self._changed:
-            # Otherwise two computing threads that want to trace would wait for each other forever.
+            # A thread that waits to trace does not compute: two of them would wait for each other.
             blocks = self._computing.pop(me, 0)
             self._changed.notify_all()
             try:

@@ -142,7 +142,7 @@ class Effects:
         self.position = {node: k for k, node in enumerate(nodes)}
         #: The memory that the value of each node is in.
         self.memory = {node: frozenset(map(storage_of, fakes_of(node))) for node in self.position}
-        #: The nodes that write to memory, in order.
+        #: The nodes that write to each storage, in order.
         self.writers: dict[int, list[Node]] = {}
         self.written: dict[Node, Storages] = {}
         for node in self.position:

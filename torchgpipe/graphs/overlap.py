@@ -165,7 +165,7 @@ def overlapped(a: Part, b: Part) -> Interleaved:
     graph = Graph()
     boxes = [graph.placeholder("values_a"), graph.placeholder("values_b")]
     streams = graph.placeholder("streams")
-    # The nodes in the new graph of each part: two dicts, since ``a`` and ``b`` may be one object.
+    # For nodes of ``a`` and of ``b``, which may be the same part, those of the new graph.
     known: list[dict[Node, Node]] = [{}, {}]
     #: Messages that were sent, and not received so far.
     waiting: list[dict[Node, Node]] = [{}, {}]

@@ -42,7 +42,7 @@ def split_masks(joint: Joint) -> Joint:
         mask_index = _mask_of(node)
         early = [x for x in node.users if x in first]
         late = [x for x in node.users if x not in first]
-        # No mask, results for one half only, or a use of the whole tuple: it stays one node.
+        # Operators without a mask, for one half only, or whose tuple is used whole stay one node.
         if mask_index is None or not early or not late or not all(map(is_item, node.users)):
             continue
         mask: Any = node.args[mask_index]
@@ -85,7 +85,7 @@ def tidy(joint: Joint) -> Joint:
     effects = Effects(graph.nodes)
     for node in joint.calls:
         same = _same(node)
-        # A slice that took the node of before a change in place would leave the change out.
+        # After a change in place ``node`` stays: a slice that took ``same`` would lack the change.
         # guard: changes in place before a reference
         if same is not None and not effects.between(same, node):
             joint.replace(node, same)
@@ -292,7 +292,7 @@ def halves(joint: Joint) -> tuple[Slice, Slice]:
         for y in nodes
         if (x in first) != (y in first)
     ):
-        # The halves run at different times, so neither may change memory that the other one uses.
+        # I and W run at different times. If one changes memory of the other, all of it is I.
         # guard: changes in place across the halves
         first = region
     of_input = effects.in_order(first)

@@ -197,7 +197,7 @@ class StageInStep:
         more, structure = of_loss(criterion, run.i)
         fault = self.settings.fault or self.state.fault
         if batch.shared:
-            # The graph has an argument for each, so none would see a change of the other in place.
+            # Separate arguments of a graph: a change of one in place would not show in the other.
             fault = "tensors that come to it share memory"
         if fault:
             self.graphs.say(fault)

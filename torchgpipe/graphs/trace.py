@@ -148,9 +148,10 @@ def trace(
         for some in (tensors, batch, more)
     ]
     keep_guard()
-    # Autocast's cache must not keep casts of fake weights, nor FX notes of PyTorch's checkpoints.
     with (
+        # Casts of fake weights must not stay in autocast's cache.
         own_casts(),
+        # What PyTorch's checkpoints write into FX's metadata must not outlive the trace.
         # guard: notes of checkpoints in a trace
         preserve_node_meta(),
         places.restored(),

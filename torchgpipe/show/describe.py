@@ -205,7 +205,7 @@ def shortened(names: Sequence[str]) -> str:
 
 def _counted(tensors: Iterable[Tensor]) -> tuple[int, int]:
     """The number of elements of parameters, and the bytes of all tensors, each counted once."""
-    # A lazy layer has made none of its tensors.
+    # A lazy layer has made none of its tensors yet.
     made = [x for x in {id(x): x for x in tensors}.values() if not is_lazy(x)]
     count = sum(x.numel() for x in made if isinstance(x, nn.Parameter))
     return count, sum(x.nbytes for x in made)

@@ -243,7 +243,7 @@ CPU, _HOST = "cpu", -1
 LinkEnd: TypeAlias = int | str | tuple[int | str, ...]
 Link: TypeAlias = tuple[LinkEnd, LinkEnd]
 
-#: Operators with a kernel of their own, which takes no cost. All others share one that does.
+#: Operators with a kernel of their own. All others share one kernel, in which costs count.
 _OWN = {
     *("copy", "empty", "empty_strided", "set", "record_stream", "native_dropout"),
     *("_copy_from", "_copy_from_and_resize", "_local_scalar_dense", "_efficientzerotensor"),

@@ -288,7 +288,7 @@ def observe(
     try:
         hook = _Hook(observation._take_stack)
         address = ctypes.cast(hook, ctypes.c_void_p).value if stacks else 0
-        # Threads may still be about to call the hook of the last observation, which stays alive.
+        # Threads may still be about to call the last observation's hook, so that stays alive, too.
         _hooks[:] = [*_hooks[-1:], hook]
         _ops.observe(True, -1 if jitter is None else jitter, raise_on_race, address)
         _ops.set_issue(host, host)
@@ -297,7 +297,7 @@ def observe(
         if isinstance(costs, Hardware):
             put_hardware(costs)
         for op, cost in table.items():
-            # PyTorch may call an operator's in-place form in its place, so both have one name.
+            # PyTorch may call the in-place form instead, so an operator and its form share a name.
             _ops.set_cost(op.removeprefix("aten::").rstrip("_"), cost)
         put_links(bandwidth)
         labels.observer = observation._naming.put

@@ -219,7 +219,7 @@ class Numbers(dict[tuple[Any, ...], int]):
         self._count = itertools.count(1)
 
     def __missing__(self, key: tuple[Any, ...]) -> int:
-        # Another thread may ask at once. Then a number stays unused, but none is given twice.
+        # Two threads may ask for one key at once: a number stays unused, but none is given twice.
         number = next(self._count)
         self.named[number] = key
         return self.setdefault(key, number)

@@ -42,7 +42,7 @@ class Calls(threading.local):
     """The calls of children in the forward that a thread runs."""
 
     def __init__(self) -> None:
-        #: What each child has returned, or is to return, call by call; None where it computes.
+        #: What each child has returned, or is to return, call by call; None for a call to compute.
         self.outputs: dict[str, list[Any]] = {}
 
     def record(self, name: str, child: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -157,7 +157,7 @@ def repeated(pipe: MappedGPipe, args: Any, kwargs: dict[str, Any], outputs: Any)
 
     mode, training = pipe.checkpoint, pipe.training
     handle = pipe.module.register_forward_pre_hook(begin, with_kwargs=True)
-    # Recomputation would call the children. In training, a single micro-batch is warned of.
+    # Recomputation would call the children. In training, one micro-batch causes a warning.
     pipe.checkpoint, pipe.training = "never", False
     try:
         with called(pipe.module, calls.repeat):

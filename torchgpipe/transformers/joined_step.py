@@ -55,7 +55,7 @@ class JoinedStep:
         self._compute, self._state = compute, state
         self._losses: dict[int, Tensor] = {}
         self._calls: list[ModelCall] = []
-        #: Whether calls are still collected; then their outputs, none after a failure.
+        #: Whether calls are still collected; and their outputs, once they are computed together.
         self._is_open = True
         self._outputs: list[Any] = []
         self._before: Sequence[Any] = ()

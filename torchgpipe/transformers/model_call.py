@@ -86,7 +86,7 @@ class ModelCall:
             part["num_items_in_batch"] = count
         if items is not None and not self._micro_batches:
             self.kwargs = {**self._plain, "num_items_in_batch": Chunks(items)}
-        # A single micro-batch is the mini-batch, whatever counts in it.
+        # A single micro-batch is the whole mini-batch, so its share is 1.
         self.shares = (
             torch.ones_like(counts)
             if way == "sum" or len(counts) == 1
@@ -187,7 +187,7 @@ def compute(pipe: MappedGPipe, calls: Sequence[ModelCall]) -> list[Any]:
     # Trainers set train or eval mode on the model, and not on the wrapper.
     pipe.training = pipe.module.training
     if len({len(x.args) for x in calls}) > 1:
-        # Calls with different numbers of positional arguments cannot be one.
+        # Calls with different numbers of positional arguments cannot be computed as one.
         return [compute(pipe, [x])[0] for x in calls]
     chunks = -(-pipe.chunks // len(calls))
     for call in calls:

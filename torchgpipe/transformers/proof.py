@@ -40,7 +40,7 @@ __all__: list[str] = []
 #: The way of a loss that is computed once, from what the model's children return for all rows.
 ONCE = "once"
 
-#: By dtype, per unit of loss: limits of rounding, and of losses that are others.
+#: By dtype: relative differences of equal losses are below the first, of others above the second.
 CLOSE = {torch.float64: (1e-9, 1e-7), torch.float32: (1e-5, 1e-4)}
 HALF = 4e-3, 3e-2
 OTHERS = 1e-4, 1e-3
@@ -111,7 +111,7 @@ class Weighing:
             k = int((2 * apart + differ).argmax())
             if before and not apart[k]:
                 return
-            # Two rows of one class do not show whether the loss weighs classes.
+            # Two rows of one class do not show whether the loss weighs classes, so the proof waits.
             is_open = has_classes(kwargs, names) and not is_of_library(model)
             if is_open and not differ[k]:
                 return
@@ -193,7 +193,7 @@ class Weighing:
                     return [usual if off[usual] <= 4 * off[best] else best]
                 with recorded(model, reduce=losses_in):
                     twice = [*run(call, model, pairs[:1]), *run(call, model, pairs[:1])]
-                # Computed twice: a loss that random numbers change differs, and is no error.
+                # The model runs twice: where random numbers change its loss, there is no error.
                 if strict and all((x - target).abs() <= near for (x, _), _ in twice):
                     weighed = float(self._weighed(usual, losses, pairs, names))
                     raise ValueError(

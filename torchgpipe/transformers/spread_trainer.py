@@ -60,7 +60,7 @@ class SpreadTrainer:
     args: Any
     accelerator: Any
     optimizer: Any
-    #: Whether a step runs. The Trainer's model is its stand-in then.
+    #: Whether a step runs. Then ``self.model`` is the stand-in.
     _is_in_step = False
     #: The model; its wrapper, or how to make one; and its stand-in.
     _model: nn.Module | None = None
@@ -95,7 +95,7 @@ class SpreadTrainer:
         self._adopt()
 
     def __init_subclass__(cls) -> None:
-        # A class that inherits from a pipelined one may override methods that get the model.
+        # Subclasses may override methods that get the model, and these need its stand-in, too.
         for name in {"training_step", "compute_loss", "prediction_step"} & vars(cls).keys():
             setattr(cls, name, in_step(vars(cls)[name]))
 

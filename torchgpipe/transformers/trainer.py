@@ -259,7 +259,7 @@ class Pipelined(SpreadTrainer):
         return (
             is_of_library(above.training_step)
             and above._prepare_inputs.__func__ is transformers.Trainer._prepare_inputs
-            # These layers update their statistics once for each call.
+            # These layers update statistics once a call: joined mini-batches would be one update.
             and not any(
                 isinstance(x, DeferredBatchNorm | OncePerMiniBatch)
                 for x in self._spread.model.modules()
@@ -297,7 +297,7 @@ class Pipelined(SpreadTrainer):
         self, spread: Spread, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call a model, or a module that holds what is spread of it, through the pipeline."""
-        # Several mini-batches may share a tensor, so the one with the most of them is meant.
+        # Several mini-batches may share a tensor: the call is for the one with most of its tensors.
         counts = [x.count_in(kwargs) for x in self._prepared]
         most = max(counts, default=0)
         parts = self._prepared[counts.index(most)].divided(args, kwargs) if most else []

@@ -33,7 +33,7 @@ __all__ = ["Prediction", "dry_run"]
 
 _ops: Any = torch.ops.virtual_accelerator
 
-#: The number of characters of a picture.
+#: The columns of the picture of memory over a step.
 WIDTH = 64
 
 
@@ -228,7 +228,7 @@ def weightless() -> AbstractContextManager[Any]:
     Its value has ``is_wanted``, which may be made false before the block ends.
     """
 
-    # A private name of PyTorch, which types do not know.
+    # The type checker does not know this private class of PyTorch.
     class WeightlessMode(_torch.DispatchMode):  # type: ignore[misc]
         is_wanted = True
 

@@ -97,7 +97,7 @@ def run_script(
         def begin(module: nn.Module, _: object) -> None:
             mode.is_wanted = False
             # Under a dispatch mode no stage becomes a graph, so ``mode`` ends when a module of ours
-            # runs. Under others the dispatcher may be in any state, so it ends with the first step.
+            # runs. Elsewhere the dispatcher may be in any state, and ``mode`` ends with the step.
             is_ours = type(module).__module__.startswith(_OURS)
             count = _torch.count_dispatch_modes()
             if is_ours and count and _torch.dispatch_mode_at(count - 1) is mode:
