@@ -124,7 +124,7 @@ def test_ways_of_skips():
     layout = SkipLayout(4, {"a": (0, 2), "b": (0, 3), "c": (1, 3), "d": (2, 3)})
     routes = Routes((0, 1, 1, 0), 0, layout)
     assert routes.carried == [["a"], ["c"], ["c", "d"], []]
-    assert routes.own == [0, 3]
+    assert routes.stages == [0, 3]
     assert [routes.is_away(j) for j in range(-1, 5)] == [False, False, True, True, False, False]
     routes = Routes((0, 1, 2, 3), 1, layout)
     assert routes.carried == [["a", "b"], ["a", "b", "c"], ["b", "c", "d"], []]

@@ -69,7 +69,7 @@ class StepInputs(NamedTuple):
             ([(tuple(x.shape), x.dtype, x.requires_grad) for x in batch], batch.others)
             for batch in (batches if self.division.is_varied else [*batches[:1], *batches[-1:]])
         ]
-        # Within inference mode nothing requires a gradient, whatever is enabled within that.
+        # Within inference mode nothing requires a gradient, even where grad mode is enabled.
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         return repr((len(batches), self.rows, modes, casts, inputs))
 
@@ -128,7 +128,7 @@ DTYPES = (torch.float32, torch.float64)
 #: Whether a layer trains, and the plain values among its attributes.
 Flags: TypeAlias = tuple[Any, ...]
 
-#: What all processes must have in common in a call, as they name it.
+#: The names of the settings that all processes must share, as an error says them.
 SETTINGS = ("method", "chunks", "checkpoint", "whether backward runs")
 
 PLAIN = {bool, int, float, str, type(None)}
@@ -160,7 +160,7 @@ class Agreement:
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        #: What may make layers draw random numbers, as it was when a step has drawn none.
+        #: The flags of the layers in the last step, if no process drew random numbers in it.
         self._quiet: Any = None
         self._flags: Any = None
 
@@ -196,9 +196,9 @@ class Agreement:
             named += [*loss.named_parameters(), *loss.named_buffers()]
         layers = repr([(name, tuple(x.shape), x.dtype) for name, x in named])
         with shared_failures(self._peers):
-            own = [digest(layers), digest(repr(balance)), digest(repr(schedule))]
-            found = self._peers.gathered(own)
-        if differs := first_difference(("layers", "balance", "schedule"), found):
+            digests = [digest(layers), digest(repr(balance)), digest(repr(schedule))]
+            by_rank = self._peers.gathered(digests)
+        if differs := first_difference(("layers", "balance", "schedule"), by_rank):
             raise ValueError(
                 "all processes must make the same pipeline, or they would train different models "
                 f"({differs}); decide in one process, and tell the others with "
@@ -211,7 +211,7 @@ class Agreement:
         Raises:
             ValueError: another process calls something else.
         """
-        # Within a transform no message arrives, so each process says so for itself.
+        # Within a transform of torch.func no message arrives, so each process checks by itself.
         verify_no_transform()
         with shared_failures(self._peers):
             exchange = self._told([name, *SETTINGS[1:]], [0] * 8)
@@ -225,12 +225,12 @@ class Agreement:
 
     def _answers(self, error: Exception | None, exchange: Exchange) -> list[list[int]]:
         """The numbers of all processes, which have nothing wrong, and the same settings."""
-        found = exchange.heard()
-        numbers = [x[len(SETTINGS) :] for x in found]
+        by_rank = exchange.heard()
+        numbers = [x[len(SETTINGS) :] for x in by_rank]
         if any(x[0] for x in numbers):
             texts = self._peers.texts(error_text(error) if error else "")
             raise self._known(error or _of_others("begin the step", texts))
-        if differs := first_difference(SETTINGS, found):
+        if differs := first_difference(SETTINGS, by_rank):
             differ = ValueError(
                 "all processes must call the same method, and a step with the same settings "
                 f"({differs}); call it in all processes at the same time"
@@ -246,7 +246,7 @@ class Agreement:
 
     def begin(
         self,
-        given: StepInputs,
+        inputs: StepInputs,
         shapes: str,
         settings: Sequence[Any],
         flags: list[Flags],
@@ -256,7 +256,7 @@ class Agreement:
         """Begin to agree on a step, and return what waits for the others.
 
         Args:
-            given: what the caller gives to this process.
+            inputs: what the caller gives to this process.
             shapes: describes the micro-batches, where the first stage is.
             settings: what all processes have to have in common: :data:`SETTINGS`.
             flags: what may make the layers of this process draw random numbers.
@@ -264,16 +264,16 @@ class Agreement:
             error: what this process has found wrong, if anything.
         """
         self._flags = flags
-        (sizes, *marks), quiet = given.division, flags == self._quiet
-        # Layers of this process decide on the form of what it sends, too.
+        (sizes, *marks), quiet = inputs.division, flags == self._quiet
+        # The form of a message also depends on which parameters train, and on train and eval mode.
         form = digest(repr((shapes, trainable, [x[0] for x in flags])))
-        exchange = self._told(settings, [bool(error), len(sizes), given.rows, form, quiet, *marks])
-        found: list[Agreed] = []
+        exchange = self._told(settings, [bool(error), len(sizes), inputs.rows, form, quiet, *marks])
+        agreed: list[Agreed] = []
 
         def agree() -> Agreed:
-            if not found:
-                found.append(self._agreed(error, exchange))
-            return found[0]
+            if not agreed:
+                agreed.append(self._agreed(error, exchange))
+            return agreed[0]
 
         return agree
 
@@ -304,7 +304,7 @@ class Agreement:
         numbers, last = mail.numbers, mail.routes.placement[-1]
         drew, any_drew = numbers.has_drawn(0), numbers.drawn
         code = -1 if value is None else DTYPES.index(value.dtype)
-        # A host does not wait for its device.
+        # The loss of an accelerator is broadcast below, so that the host does not wait for it.
         here = self._peers.device == CPU
         pair = [float(x) if here and x is not None else 1.0 for x in (value, divisor)]
         assert mail.after is not None
@@ -312,7 +312,7 @@ class Agreement:
         _, _, code, divides, *pair = mail.after.heard_of(last)
         if code < 0:
             return None
-        # A number of 64 bits holds any of the others as it is.
+        # The exchange has numbers of 64 bits, which hold those of each dtype exactly.
         both = torch.tensor(pair, dtype=DTYPES[int(code)], device=self._peers.device)
         if not here:
             for k, x in enumerate((value, divisor)):
@@ -328,11 +328,11 @@ class Agreement:
         """
         numbers, placement = mail.numbers, mail.routes.placement
         assert mail.after is not None
-        found = mail.after.heard()
-        self._quiet = None if any(x[1] for x in found) else self._flags
+        by_rank = mail.after.heard()
+        self._quiet = None if any(x[1] for x in by_rank) else self._flags
         if self._quiet is None:
-            # States that do not travel are those of whoever has drawn.
-            drawers = [k for k, x in enumerate(found) if x[0]]
+            # States that did not travel with the micro-batches come from a process that has drawn.
+            drawers = [k for k, x in enumerate(by_rank) if x[0]]
             states = numbers.all_of(0) if drawers else numbers.after()
             states = {kind: x.clone() for kind, x in states.items()}
             travelled = bool(drawers) and mail.with_numbers
@@ -345,8 +345,8 @@ class Agreement:
 
 def trainable_in(modules: Iterable[nn.Module]) -> int:
     """A number that stands for the parameters of modules, as they are now."""
-    each = parameters_of(modules)
-    return digest(repr([(*x.shape, x.dtype, x.requires_grad) for x in each]))
+    parameters = parameters_of(modules)
+    return digest(repr([(*x.shape, x.dtype, x.requires_grad) for x in parameters]))
 
 
 def flags_of(modules: Iterable[nn.Module]) -> list[Flags]:
@@ -365,5 +365,5 @@ def flags_of(modules: Iterable[nn.Module]) -> list[Flags]:
 
 
 def _of_others(what: str, texts: Sequence[str]) -> RuntimeError:
-    found = "; ".join(f"rank {k}: {text}" for k, text in enumerate(texts) if text)
-    return RuntimeError(f"another process could not {what}: {found}")
+    reports = "; ".join(f"rank {k}: {text}" for k, text in enumerate(texts) if text)
+    return RuntimeError(f"another process could not {what}: {reports}")

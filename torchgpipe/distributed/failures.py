@@ -32,7 +32,7 @@ from torchgpipe.distributed.peers import Peers
 
 __all__: list[str] = []
 
-#: How long the others wait for the text of whoever has failed first.
+#: How long other processes wait for the text of the process that failed first.
 PATIENCE = datetime.timedelta(seconds=5)
 
 #: The longest text of an error, or of a note on it, that the others are sent.
@@ -93,25 +93,25 @@ class shared_failures:
 def _first_failure(peers: Peers, error: BaseException) -> tuple[bool, str]:
     """Whether nobody has failed before, and the text of the first failure."""
     lost = _is_connection(error)
-    own = f"rank {peers.rank}: {error_text(error)}"
+    text = f"rank {peers.rank}: {error_text(error)}"
     try:
         store = pipelining.default_store()
         first = store.add(f"{peers.name} failures", 1) == 1
         if first:
             if lost:
-                own = _lost(_close(peers), peers)
-            store.set(f"{peers.name} failure", own)
+                text = _lost(_close(peers), peers)
+            store.set(f"{peers.name} failure", text)
             _close(peers)
-            return True, own
+            return True, text
         store.wait([f"{peers.name} failure"], PATIENCE)
-        found: bytes = store.get(f"{peers.name} failure")
+        first_text: bytes = store.get(f"{peers.name} failure")
         _close(peers)
-        return False, found.decode()
+        return False, first_text.decode()
     except Exception:
-        # The store is lost with the process that had it, most often the first one. All others that
-        # have ended since are closed, too, so the first one is named alone.
+        # The store was in a process that is lost, most often the first one. Other processes may
+        # have ended since, and closed their connections, too. So only the first of them is named.
         closed = _close(peers)
-        return True, _lost(closed[:1], peers) if lost else own
+        return True, _lost(closed[:1], peers) if lost else text
 
 
 def _close(peers: Peers) -> list[int]:
@@ -146,7 +146,7 @@ def _text(value: object) -> str:
         text = str(value)
     except Exception as raised:
         text = f"(its text raises {type(raised).__name__})"
-    # Texts may have surrogates, which no encoding has, or be as long as memory.
+    # A text may have surrogates, which cannot be encoded, or be very long.
     return text[:LONGEST].encode(errors="backslashreplace").decode()
 
 
@@ -167,5 +167,5 @@ def _is_connection(error: BaseException) -> bool:
     """Whether an exception comes from a connection, and not from the code of this process."""
     if isinstance(error, dist.DistNetworkError | dist.DistBackendError):
         return True
-    # A layer may have connections of its own.
+    # A noted error comes from a layer, which may have connections of its own.
     return not is_noted(error) and (_is_closed(error) or "caused pair closure" in _text(error))

@@ -57,10 +57,10 @@ def verify_same(number: int, replicas: Peers) -> None:
     Raises:
         ValueError: it is not.
     """
-    if found := first_difference(["parameters"], replicas.gathered([number])):
+    if difference := first_difference(["parameters"], replicas.gathered([number])):
         raise ValueError(
             "replicas must have the same parameters, and the same of them frozen, since their "
-            f"gradients are averaged ({found}); make and freeze the same layers in all of them"
+            f"gradients are averaged ({difference}); make and freeze the same layers in all of them"
         )
 
 
@@ -69,11 +69,11 @@ def average(weights: Iterable[Tensor], sums: Sums, replicas: Peers) -> None:
     weights = [*weights]
     reached = sums.reached()
     # A weight that got a gradient in no pipeline gets none, as in the plain model.
-    told = replicas.gathered([id(x) in reached for x in weights]) if weights else []
-    weights = [x for x, *each in zip(weights, *told) if any(each)]
-    found = [(weight, resolved(sums.take(weight))) for weight in weights]
-    works = [dist.all_reduce(grad, group=replicas.group, async_op=True) for _, grad in found]
-    for (weight, grad), work in zip(found, works):
+    reached_in = replicas.gathered([id(x) in reached for x in weights]) if weights else []
+    weights = [x for x, *in_pipelines in zip(weights, *reached_in) if any(in_pipelines)]
+    grads = [(weight, resolved(sums.take(weight))) for weight in weights]
+    works = [dist.all_reduce(grad, group=replicas.group, async_op=True) for _, grad in grads]
+    for (weight, grad), work in zip(grads, works):
         assert work is not None
         work.wait()
         sums.add([weight], [grad.div_(replicas.size)])
@@ -108,20 +108,20 @@ def total_norm(parameters: Iterable[nn.Parameter], norm_type: float, peers: Peer
         The norm, of shape ``()``, in all processes.
     """
     grads = [x.grad for x in parameters if x.grad is not None]
-    own = nn.utils.get_total_norm(grads, norm_type).to(peers.device)
-    if is_shard(own):
-        # Shards of a norm, whose sum FSDP2 has not computed yet.
-        whole: Any = own
-        own = whole.full_tensor()
-    own = own.double() if own.device.type != "mps" else own.float()
+    norm = nn.utils.get_total_norm(grads, norm_type).to(peers.device)
+    if is_shard(norm):
+        # FSDP2 gives each process a part of the norm, whose sum it has not computed yet.
+        whole: Any = norm
+        norm = whole.full_tensor()
+    norm = norm.double() if norm.device.type != "mps" else norm.float()
     if norm_type == torch.inf:
-        # The largest of several numbers is one of them that is a number.
-        own = own.nan_to_num(nan=torch.inf)
-        dist.all_reduce(own, dist.ReduceOp.MAX, group=peers.group)
-        return own
-    own = own**norm_type
-    dist.all_reduce(own, group=peers.group)
-    return own ** (1 / norm_type)
+        # A maximum may pass over NaN, but a norm with NaN must not be finite.
+        norm = norm.nan_to_num(nan=torch.inf)
+        dist.all_reduce(norm, dist.ReduceOp.MAX, group=peers.group)
+        return norm
+    norm = norm**norm_type
+    dist.all_reduce(norm, group=peers.group)
+    return norm ** (1 / norm_type)
 
 
 # Weights that stages in several processes share: one gradient, the sum of all.
@@ -157,12 +157,12 @@ class Tied:
                         holders.setdefault(x, set()).add(process)
                         if process == routes.rank:
                             places[x] = table, name
-        #: The weights that other processes have alone.
+        #: The weights that only other processes have.
         self._elsewhere = {
             id(x): weakref.ref(x) for x, ranks in holders.items() if routes.rank not in ranks
         }
         #: Where this process has each weight, and the processes that have it.
-        self._found = [
+        self._shared = [
             (*places[x], sorted(ranks))
             for x, ranks in holders.items()
             if len(ranks) > 1 and routes.rank in ranks
@@ -175,8 +175,8 @@ class Tied:
             RuntimeError: one of them is.
         """
         for weight in weights:
-            found = self._elsewhere.get(id(weight))
-            if found is not None and found() is weight:
+            reference = self._elsewhere.get(id(weight))
+            if reference is not None and reference() is weight:
                 raise RuntimeError(
                     "a layer must not use a weight of a layer in another process without having it "
                     "as a parameter, since it has a copy here that nobody trains (stage: "
@@ -200,7 +200,7 @@ class Tied:
     def add_up(self, sums: Sums) -> None:
         """Add the gradients of the other processes."""
         for weight, ranks in self._weights():
-            # A process may have frozen it, and another one not; and perhaps none has a gradient.
+            # Gradients are added if some process trains the weight, and one has a gradient.
             told = [int(weight.requires_grad), int(id(weight) in sums.reached())]
             wanted = torch.tensor(told, device=CPU)
             self._peers.summed(wanted, ranks)
@@ -211,8 +211,8 @@ class Tied:
                     sums.add([weight], [grad])
 
     def _weights(self) -> Iterator[tuple[Tensor, list[int]]]:
-        # A weight may have been replaced by another one since.
-        for table, name, ranks in self._found:
+        # Read from the module each time, since a weight may have been replaced.
+        for table, name, ranks in self._shared:
             weight = table[name]
             if weight is not None:
                 yield weight, ranks
@@ -220,15 +220,15 @@ class Tied:
 
 def _verify_norms(modules: Iterable[tuple[int, nn.Module]]) -> None:
     """Check that each norm with running statistics is in one process."""
-    found: dict[nn.Module, int] = {}
+    ranks: dict[nn.Module, int] = {}
     for process, layers in modules:
         for name, norm in layers.named_modules():
             tracks = getattr(norm, "num_batches_tracked", None) is not None
-            if tracks and found.setdefault(norm, process) != process:
+            if tracks and ranks.setdefault(norm, process) != process:
                 raise ValueError(
                     "a norm with running statistics must be in one process, since each process "
                     f"would have statistics of its own (layer: {name}, processes: "
-                    f"{[found[norm], process]}); make a norm for each place, or choose a balance "
+                    f"{[ranks[norm], process]}); make a norm for each place, or choose a balance "
                     "that has both places in one process"
                 )
 
@@ -244,14 +244,14 @@ def _verify_norms(modules: Iterable[tuple[int, nn.Module]]) -> None:
 
 def sharded_in(partitions: Sequence[nn.Module]) -> list[Any]:
     """The outermost sharded modules."""
-    found: list[Any] = []
+    outermost: list[Any] = []
     inner: set[nn.Module] = set()
     for partition in partitions:
         for module in modules_of(partition):
             if is_sharded(module) and module not in inner:
-                found.append(module)
+                outermost.append(module)
                 inner.update(module.modules())
-    return found
+    return outermost
 
 
 @contextmanager
@@ -265,20 +265,20 @@ def unsharded(modules: Sequence[Any]) -> Iterator[None]:
             module.set_manual_backward_finalization(True)
         else:
             module.set_is_last_backward(False)
-        for each in module.modules():
-            if is_sharded(each):
-                each.unshard()
+        for layer in module.modules():
+            if is_sharded(layer):
+                layer.unshard()
     try:
         yield
     finally:
         for module in modules:
             if _is_finalized_by_hand(module):
-                # After a step that failed, FSDP still waits for its end, and says so.
+                # After a failed step FSDP raises, since finalize_backward() was not called.
                 with suppress(RuntimeError):
                     module.set_manual_backward_finalization(False)
-            for each in module.modules():
-                if is_sharded(each):
-                    each.reshard()
+            for layer in module.modules():
+                if is_sharded(layer):
+                    layer.reshard()
 
 
 def reduce(modules: Sequence[Any]) -> None:

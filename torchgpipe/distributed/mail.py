@@ -29,7 +29,7 @@ from torchgpipe.engine.links import Post, Sent
 
 __all__: list[str] = []
 
-#: The tag of messages on the CPU, which tells them from those of a device that is the CPU, too.
+#: The tag of forms and RNG states, which tells them from values where the device is the CPU.
 HOST = 1_000_001
 
 
@@ -43,13 +43,13 @@ class Mail(Post):
         self.with_numbers = False
         self._device, self._peers = peers.device, peers
         self._connections = Connections(peers)
-        #: What the processes tell each other after the step, once it is expected.
+        #: What the processes tell each other after the step; None until it is expected.
         self.after: Exchange | None = None
-        #: What is on its way here, by kind, stage and micro-batch: the tensors, what to wait for,
-        #: and states of generators.
+        #: Messages on their way here, by kind, stage and micro-batch: the tensors, and the works to
+        #: wait for. States of generators are on their way by stage and micro-batch.
         self._coming: dict[tuple[str, int, int], tuple[list[Tensor], list[Any]]] = {}
         self._states: dict[tuple[int, int], dict[str, Tensor]] = {}
-        #: What to wait for of what is on its way from here.
+        #: The works to wait for of messages on their way from here.
         self._going: dict[tuple[str, int, int], list[Any]] = {}
 
     def end(self) -> None:
@@ -114,21 +114,21 @@ class Mail(Post):
 
     def _grads(self, j: int, i: int) -> list[Tensor]:
         """The gradients of what stage ``j`` has received; zeros where is none."""
-        found = []
+        grads = []
         for part in self.forms.known(j, i).parts:
             waiting = self.grads.get((self.routes.source(part.key, j), i), {})
             sent = waiting.pop(part.key, None)
             for k, meta in enumerate(part.metas):
                 if meta.requires_grad:
                     grad = None if sent is None else sent.tensors[k]
-                    found.append(
+                    grads.append(
                         torch.zeros(meta.shape, dtype=meta.dtype, device=self._device)
                         if grad is None
                         # A custom backward may keep its gradient, and return it again for the next
-                        # micro-batch. Then the memory has two tensors, and sending clones it.
+                        # micro-batch. Then two tensors have the memory, and ``send`` clones it.
                         else grad.detach()
                     )
-        return found
+        return grads
 
     def receive_backward(self, j: int, i: int) -> None:
         """Begin to receive the gradients of what stage ``j`` has sent of micro-batch ``i``."""
@@ -138,8 +138,8 @@ class Mail(Post):
     def grads_arrived(self, j: int, i: int) -> None:
         """Wait for the gradients that were received, which wait for stages here from then on.
 
-        What they are gradients of has been received, then, and is let go of: under gloo, messages
-        keep their memory until somebody waits for them.
+        The other process has then received the outputs. Waiting for their message frees memory,
+        which gloo holds until somebody waits.
         """
         rest = iter(self._waited_for("B", j, i))
         for part in self.forms.known(j + 1, i).parts:
@@ -163,7 +163,7 @@ class Mail(Post):
     def _send(self, tensors: Iterable[Tensor], peer: int, tag: int = 0) -> list[Any]:
         works: list[Any] = []
         for x in tensors:
-            # An empty tensor takes no message.
+            # For an empty tensor no message is sent, and none is expected.
             if x.numel():
                 works += self._connections.send(x, peer, tag)
         return works

@@ -30,7 +30,7 @@ from torchgpipe.values.structure import ATOMS, Structure, equal
 
 __all__: list[str] = []
 
-#: How many kinds of steps are remembered.
+#: The number of kinds of steps whose forms are remembered.
 MOST = 100
 
 
@@ -47,10 +47,10 @@ class Packed(NamedTuple):
 
     key: Any
     structure: Structure
-    #: For each tensor of the part, its number among the different ones.
+    #: For each tensor of the part, its index among the distinct tensors.
     places: tuple[int, ...]
     metas: tuple[Meta, ...]
-    #: Whether it shares memory with another part where it comes from.
+    #: Whether the part shares memory with another one in the sending process.
     is_shared: bool
 
     def is_like(self, other: Packed) -> bool:
@@ -72,7 +72,7 @@ class Form:
 
     parts: tuple[Packed, ...]
 
-    # A form serves for many messages.
+    # Cached, since one form serves for many messages.
     @cached_property
     def metas(self) -> list[Meta]:
         """The shape, the dtype and the need of a gradient of each tensor."""
@@ -80,12 +80,12 @@ class Form:
 
     @cached_property
     def back(self) -> list[Meta]:
-        """The same of those that a gradient comes back for."""
+        """The metas of the tensors whose gradients come back."""
         return [meta for meta in self.metas if meta.requires_grad]
 
     @cached_property
     def shared(self) -> frozenset[Any]:
-        """The keys of parts that share memory with another one where they come from."""
+        """The keys of parts that share memory with another one in the sending process."""
         return frozenset(part.key for part in self.parts if part.is_shared)
 
     def renamed(self, names: Mapping[Any, Any]) -> Form:
@@ -97,7 +97,7 @@ def alike(a: Any, b: Any) -> bool:
     """Whether two objects in a message are equal, or have the same content."""
     if equal(a, b):
         return True
-    # Classes without a way to compare, of which a layer may make an object each time.
+    # Objects of a class without __eq__, which a layer makes anew each time: compare contents.
     return type(a) is type(b) and type(a) not in ATOMS and pickle.dumps(a) == pickle.dumps(b)
 
 
@@ -124,8 +124,8 @@ def unpack(form: Form, tensors: Sequence[Tensor]) -> Batch:
     parts, structures = {}, {}
     rest = iter(tensors)
     for part in form.parts:
-        own = [next(rest).requires_grad_(meta.requires_grad) for meta in part.metas]
-        parts[part.key] = tuple([own[k] for k in part.places])
+        distinct = [next(rest).requires_grad_(meta.requires_grad) for meta in part.metas]
+        parts[part.key] = tuple([distinct[k] for k in part.places])
         structures[part.key] = part.structure
     # guard: skips that share memory elsewhere
     return Batch.of(parts, structures, form.shared)
@@ -136,9 +136,9 @@ class Forms:
 
     def __init__(self, routes: Routes) -> None:
         self._routes = routes
-        #: By shapes of a step, stage that receives, and rows.
+        #: Forms by the shapes of a step, the stage that receives, and the rows of the micro-batch.
         self._known: dict[tuple[Any, int, int], Form] = {}
-        #: The shapes of the steps that these are of.
+        #: The shapes of the steps whose forms are known.
         self._seen: set[Any] = set()
 
     def begin(self, shapes: Any, rows: Sequence[int]) -> None:
@@ -176,7 +176,7 @@ class Forms:
         known = self.get(j, i)
         if known is None:
             data = _pickled(form.renamed(self._routes.names), j - 1)
-            # As the receiver reads it: an object in it may change after that.
+            # Kept as the receiver reads it, since a layer may change an object in ``form`` later.
             self.read(j, i, data)
             return data
         for announced, sent in zip(known.parts, form.parts):
@@ -193,9 +193,9 @@ class Forms:
 
     def read(self, j: int, i: int, data: Tensor) -> Form:
         """Read, and remember, the form of what stage ``j`` is sent."""
-        form: Form = pickle.loads(data.numpy().tobytes())
-        found = self._known[self._shapes, j, self._rows[i]] = form.renamed(self._routes.parts)
-        return found
+        sent: Form = pickle.loads(data.numpy().tobytes())
+        form = self._known[self._shapes, j, self._rows[i]] = sent.renamed(self._routes.parts)
+        return form
 
 
 def _pickled(form: Form, j: int) -> Tensor:

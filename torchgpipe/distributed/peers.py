@@ -24,7 +24,7 @@ __all__: list[str] = []
 # Peers: the processes of a pipeline, and what they tell each other on the CPU.
 
 
-#: The tags of numbers that all processes tell each other, and of those after a step.
+#: The tags of the exchanges before a step, and after it.
 NUMBERS, AFTER = 1_000_003, 1_000_004
 
 
@@ -59,8 +59,8 @@ class Peers:
             name,
             "pass what torch.distributed.new_group() returns, or None for all processes",
         )
-        # PyTorch has the group, until somebody destroys it. Held here, its threads would outlive
-        # that, and end the process by an abort if the interpreter ends before them.
+        # PyTorch refers to the group until it is destroyed. With a reference here its threads would
+        # live on after that, and abort the process when the interpreter ends.
         self._group = weakref.ref(group)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.device = device
@@ -74,7 +74,7 @@ class Peers:
         #: An error that all processes raise, so that none waits for another one.
         self.known: Exception | None = None
         config = dist.get_backend_config(self.group)
-        # A backend without a colon is for all devices.
+        # "gloo" alone is the backend of all devices, the CPU included.
         if "cpu:" not in config and config != "gloo":
             raise RuntimeError(
                 "the processes of a pipeline exchange small tensors on the CPU, too, so that no "
@@ -105,16 +105,16 @@ class Peers:
 
     def texts(self, text: str) -> list[str]:
         """The texts of all processes."""
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, text, group=self.group)
-        return found
+        texts: list[Any] = [None] * self.size
+        dist.all_gather_object(texts, text, group=self.group)
+        return texts
 
     def fill(self, tensor: Tensor, rank: int) -> None:
         """Fill a tensor with that of one process."""
-        own = resolved(tensor)
-        dist.broadcast(own, group=self.group, group_src=rank)
-        if own is not tensor:
-            tensor.copy_(own)
+        plain = resolved(tensor)
+        dist.broadcast(plain, group=self.group, group_src=rank)
+        if plain is not tensor:
+            tensor.copy_(plain)
 
     def summed(self, tensor: Tensor, ranks: Sequence[int]) -> None:
         """Sum a tensor up over some of the processes, in place, in the order of their ranks.
@@ -122,19 +122,19 @@ class Peers:
         These are messages between two processes. A group for some of them would have to be made by
         all processes of the job, also by those of other pipelines.
         """
-        own = resolved(tensor)
+        total = resolved(tensor)
         if self.rank != ranks[0]:
-            dist.send(own, group=self.group, group_dst=ranks[0])
-            dist.recv(own, group=self.group, group_src=ranks[0])
+            dist.send(total, group=self.group, group_dst=ranks[0])
+            dist.recv(total, group=self.group, group_src=ranks[0])
         else:
             for rank in ranks[1:]:
-                other = torch.empty_like(own)
+                other = torch.empty_like(total)
                 dist.recv(other, group=self.group, group_src=rank)
-                own += other
+                total += other
             for rank in ranks[1:]:
-                dist.send(own, group=self.group, group_dst=rank)
-        if own is not tensor:
-            tensor.copy_(own)
+                dist.send(total, group=self.group, group_dst=rank)
+        if total is not tensor:
+            tensor.copy_(total)
 
 
 class Exchange:
@@ -149,35 +149,35 @@ class Exchange:
     ) -> None:
         self._rank, self._tag = peers.rank, tag
         self._connections = Connections(peers)
-        # The caller may have set another default device.
-        self._found = [torch.empty(count, dtype=dtype, device=CPU) for _ in range(peers.size)]
+        # With device=CPU, since the caller may have set another default device.
+        self._numbers = [torch.empty(count, dtype=dtype, device=CPU) for _ in range(peers.size)]
         self._works = {
             k: self._connections.receive(x, k, tag)
-            for k, x in enumerate(self._found)
+            for k, x in enumerate(self._numbers)
             if k != peers.rank
         }
         self._going: list[Any] = []
 
     def tell(self, numbers: Sequence[float]) -> None:
         """Send the numbers of this process to all others."""
-        own = torch.tensor(numbers, dtype=self._found[0].dtype, device=CPU)
-        self._found[self._rank] = own
+        numbers_here = torch.tensor(numbers, dtype=self._numbers[0].dtype, device=CPU)
+        self._numbers[self._rank] = numbers_here
         for k in self._works:
-            self._going += self._connections.send(own, k, self._tag)
+            self._going += self._connections.send(numbers_here, k, self._tag)
 
     def heard_of(self, rank: int) -> list[Any]:
         """Wait for the numbers of a process."""
         if rank in self._works:
             self._works.pop(rank).wait()
-        found: list[Any] = self._found[rank].tolist()
-        return found
+        numbers: list[Any] = self._numbers[rank].tolist()
+        return numbers
 
     def heard(self) -> list[list[Any]]:
         """Wait for the numbers of all processes."""
-        found = [self.heard_of(k) for k in range(len(self._found))]
+        by_rank = [self.heard_of(k) for k in range(len(self._numbers))]
         for work in self._going:
             work.wait()
-        return found
+        return by_rank
 
 
 class Connections:
@@ -188,12 +188,12 @@ class Connections:
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> list[Any]:
         """Begin to send a tensor to a process; return what waits until it has left."""
-        # A layer may return the same memory the next time, or a view of more.
+        # Other tensors may have this memory, and a layer may write to it before it is sent.
         # guard: clone of what goes to a process
         if not is_alone(tensor):
             tensor = tensor.clone(memory_format=torch.contiguous_format)
-        # What isend() and irecv() call in the end. Before that they look the group and the rank up,
-        # by 20 functions in Python, which take as long as the message itself.
+        # isend() and irecv() end in this call. Before it they look the group and the rank up, by 20
+        # functions in Python, which take as long as the message itself.
         return [self._group.send([_real(tensor.detach())], rank, tag)]
 
     def receive(self, tensor: Tensor, rank: int, tag: int) -> Any:
@@ -216,9 +216,9 @@ def digest(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def first_difference(names: Sequence[str], found: Sequence[Sequence[int]]) -> str:
+def first_difference(names: Sequence[str], by_rank: Sequence[Sequence[int]]) -> str:
     """The first of some things in which processes differ, as text; empty if there is none."""
-    for name, values in zip(names, zip(*found)):
+    for name, values in zip(names, zip(*by_rank)):
         if len({*values}) > 1:
             first = [values.index(x) for x in values]
             return f"differing: {name}, first process with the same, by rank: {first}"
@@ -257,12 +257,12 @@ class Routes:
     def __init__(self, placement: Sequence[int], rank: int, layout: SkipLayout) -> None:
         self.placement, self.rank = placement, rank
         #: The stages in this process.
-        self.own = [j for j, process in enumerate(placement) if process == rank]
+        self.stages = [j for j, process in enumerate(placement) if process == rank]
         #: For each stage, the skips that travel from it to the next one.
         self.carried: list[list[Any]] = [[] for _ in placement]
         #: The stage that each skip comes from.
         self.sources: dict[Any, int] = {}
-        #: A name for each part that is the same in all processes; namespaces of skips are not.
+        #: A number for each part, the same in all processes, which the key of a skip is not.
         self.names: dict[Any, int] = {VALUE: 0}
         for source, stashed in enumerate(layout.stashed):
             for skip, target in stashed.items():
@@ -272,7 +272,7 @@ class Routes:
                 while placement[k] != placement[target]:
                     self.carried[k].append(skip)
                     k += 1
-        #: The parts by their names.
+        #: The parts by these numbers.
         self.parts = {name: key for key, name in self.names.items()}
 
     @property

@@ -166,21 +166,21 @@ class Pipe(Wrapper):
         self._agreement.same_pipeline(module, loss, self.balance, fits)
         self._routes = Routes(fits.placement, self._peers.rank, layout)
         self._tied = Tied(partitions, loss, self._routes, self._peers)
-        own = [j in self._routes.own for j in range(len(partitions))]
-        place([x for x, here in zip(partitions, own) if here], [self._device] * sum(own))
-        partitions = [x if here else Partition() for x, here in zip(partitions, own)]
+        is_here = [j in self._routes.stages for j in range(len(partitions))]
+        place([x for x, here in zip(partitions, is_here) if here], [self._device] * sum(is_here))
+        partitions = [x if here else Partition() for x, here in zip(partitions, is_here)]
         self._tied.equalise()
         if isinstance(loss, nn.Module) and self.is_last:
             place([loss], [self._device])
         #: The names of the layers of other processes, whose keys a state dict may have.
         self._others = {*module._modules} - {name for x in partitions for name in x._modules}
         for partition in partitions:
-            # Not add_module(), which takes no name of an attribute, such as "balance".
+            # add_module() refuses the name of an attribute, and a layer may be called "balance".
             self._modules.update(partition._modules)
         self.loss = loss if self.is_last else None
         if not self.is_last:
             self._others.add("loss")
-        # Setting an attribute would register the layers a second time.
+        # ``self._layers = ...`` would register the layers a second time.
         self.__dict__["_layers"] = partitions
         if deferred_batch_norm:
             for partition in partitions:
@@ -196,7 +196,7 @@ class Pipe(Wrapper):
         stages = Stages(layers, [self._device] * len(layers), self._layout)
         self._crew = Crew(stages, verify=self._tied.verify_here)
         self._forms = Forms(self._routes)
-        #: Makes the actions of steps, each once.
+        #: Makes the actions of a step, once for each set of arguments.
         self._actions = cache(
             partial(Actions, self._schedule, self._layout, self._routes, self._peers)
         )
@@ -205,10 +205,10 @@ class Pipe(Wrapper):
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipe:
         for shared in (self._peers, self._replicas):
             memo[id(shared)] = shared
-        found = memo[id(self)] = type(self).__new__(type(self))
-        found.__dict__.update(copy.deepcopy(super().__getstate__(), memo))
-        found._prepare()
-        return found
+        pipe = memo[id(self)] = type(self).__new__(type(self))
+        pipe.__dict__.update(copy.deepcopy(super().__getstate__(), memo))
+        pipe._prepare()
+        return pipe
 
     def __getstate__(self) -> Any:
         raise TypeError(
@@ -230,7 +230,7 @@ class Pipe(Wrapper):
     @property
     def stages(self) -> list[int]:
         """The stages of this process."""
-        return [*self._routes.own]
+        return [*self._routes.stages]
 
     @property
     def is_first(self) -> bool:
@@ -325,8 +325,8 @@ class Pipe(Wrapper):
         verify_norm(max_norm, norm_type)
         self._agreement.same_call(f"clip_grad_norm_({float(max_norm)}, {float(norm_type)})")
         with shared_failures(self._peers):
-            own = self._tied.counted_here(self.parameters())
-            norm = total_norm(own, norm_type, self._peers)
+            parameters = self._tied.counted_here(self.parameters())
+            norm = total_norm(parameters, norm_type, self._peers)
         nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
         return norm
 
@@ -347,11 +347,11 @@ class Pipe(Wrapper):
 
     def _run(self, input: Any, terms: Any) -> Any:
         recorded = torch.is_grad_enabled()
-        # Within a transform no message arrives, so each process says so for itself.
+        # Within a transform of torch.func no message arrives, so each process checks by itself.
         verify_no_transform()
         targets, first = terms[0] if terms else (), next(self._layers[0].children(), None)
         with shared_failures(self._peers), explaining(targets, first if self.is_first else None):
-            given, shapes, flags, trainable, error = StepInputs(), "", [], 0, None
+            inputs, shapes, flags, trainable, error = StepInputs(), "", [], 0, None
             modules = modules_of(self)
             try:
                 if recorded and is_within_float16():
@@ -360,37 +360,37 @@ class Pipe(Wrapper):
                         "over several processes takes no gradient scaler (autocast: float16); use "
                         "bfloat16"
                     )
-                given = self._reader.read(self, input, terms)
-                shapes = given.shapes
+                inputs = self._reader.read(self, input, terms)
+                shapes = inputs.shapes
                 flags, trainable = flags_of(modules), trainable_in(modules)
             except Exception as raised:
                 error = raised
-            # Policies are functions, which are others in each process.
+            # Policies are functions, other objects in each process, so words are compared.
             modes = words_of(self.checkpoint, len(self.balance))
             settings = ("forward" if terms is None else "step", self.chunks, modes, recorded)
-            agree = self._agreement.begin(given, shapes, settings, flags, trainable, error)
+            agree = self._agreement.begin(inputs, shapes, settings, flags, trainable, error)
             if self.training and (self._updated or any(x._buffers for x in modules)):
                 # A step that the others refuse must not change statistics of the first stage.
                 # guard: buffers of a step that is refused
                 agree()
             if self._replicas is not None and torch.is_grad_enabled():
-                # Whoever finds a difference ends this pipeline, whose processes all have to look.
+                # Replicas that differ end this pipeline, so all its processes must be in the step.
                 agree()
                 verify_same(trainable, self._replicas)
-            return self._compute(agree, given, terms)
+            return self._compute(agree, inputs, terms)
 
     def _traced(self) -> tuple[Stages, list[torch.device]]:
         return self._crew.stages, [self._device]
 
-    def _compute(self, agree: Callable[[], Agreed], given: StepInputs, terms: Any) -> Any:
+    def _compute(self, agree: Callable[[], Agreed], inputs: StepInputs, terms: Any) -> Any:
         """Compute a step, of which the first cell alone does without all processes' agreement."""
-        with_loss, arguments, arriving = terms is not None, given.arguments, given.arriving
-        batches, mini_batch = given.batches, given.mini_batch
-        # All wait for the first stage, which gets on with it while the answers are on their way.
+        with_loss, arguments, arriving = terms is not None, inputs.arguments, inputs.arriving
+        batches, mini_batch = inputs.batches, inputs.mini_batch
+        # The first stage does not wait for the others: it computes while their answers arrive.
         division = agree().division if mini_batch is None or self.is_last else mini_batch.division
         m, rows = division.m, division.rows
         if with_loss and self.is_last and (arguments is None or len(arguments) != m):
-            # No argument tells the number of rows, or of micro-batches.
+            # Only the agreed division tells how many rows and micro-batches the arguments have.
             arguments, arriving = self._reader.arguments(terms, division)
         actions = self._actions(m, torch.is_grad_enabled(), self._checkpoint)
         criterion = Criterion(
@@ -401,28 +401,28 @@ class Pipe(Wrapper):
         sharded, output = sharded_in(self._layers), None
         with unsharded(sharded):
             verify_placement(self._layers, [self._device] * len(self._layers))
-            made = partial(Mail, self._forms, self._routes, self._peers)
+            new_mail = partial(Mail, self._forms, self._routes, self._peers)
             begin_mini_batch(self)
-            step = ScheduledStep(self._crew, actions.plan, batches, criterion, arriving, made)
+            step = ScheduledStep(self._crew, actions.plan, batches, criterion, arriving, new_mail)
             executor, mail = Executor(step), step.post
             assert isinstance(mail, Mail)
             try:
                 run = partial(executor.run, partial(actions.run, executor, mail, agree))
                 compute(run, self, mini_batch.whole if mini_batch else (), step.context.modes, m)
-                # Before the others take the step for done, since this may fail.
+                # Joining outputs may fail, so it comes before the others learn of the end.
                 if criterion.outputs is not None and self.is_last:
                     output = criterion.joined(step.blocks)
                 ends = criterion.total() if with_loss and self.is_last else (None, None)
-                found = self._agreement.end(mail, *ends)
-                # The last stage waits for the others' last backwards, and does this meanwhile.
+                step_loss = self._agreement.end(mail, *ends)
+                # The last stage checks this while the others compute their last backwards.
                 self._traps.coupled([criterion.shapes], rows, (), self.parameters())
-                if found is not None and torch.is_grad_enabled():
-                    self._hand_over(step, found)
+                if step_loss is not None and torch.is_grad_enabled():
+                    self._hand_over(step, step_loss)
                     reduce(sharded)
                 self._agreement.wait_for_all(mail)
             finally:
                 mail.end()
-        loss = found and found.value
+        loss = step_loss and step_loss.value
         return output if not with_loss else (loss, output) if self._outputs else loss
 
     def _hand_over(self, step: ScheduledStep, loss: StepLoss) -> None:
@@ -432,18 +432,18 @@ class Pipe(Wrapper):
         self._tied.add_up(sums)
         if self._replicas is not None:
             average(chain(*step.sums.weights), sums, self._replicas)
-        # There may be nothing that requires a gradient here.
+        # ``zeros`` is empty where no tensor of this process requires a gradient.
         if zeros := step.sums.zeros(step.links, step.post, loss.value.dtype):
             factor = torch.ones_like(loss.value) if loss.divisor is None else 1 / loss.divisor
             grads = tuple([factor.to(x.device) for x in zeros])
-            # Without the checks of torch.autograd.backward(), which a step has no need of.
+            # Called directly, since the checks of torch.autograd.backward() only take time here.
             _torch.run_backward(tuple(zeros), grads, False, False, (), True, True)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        # A parent does not call load_state_dict().
-        own = [name for layers in self._layers for name in layers._modules]
-        prefixes = dict.fromkeys(own, "") | dict.fromkeys(self._others)
+        # A parent module calls this method, not load_state_dict(), so keys are renamed here.
+        names = [name for layers in self._layers for name in layers._modules]
+        prefixes = dict.fromkeys(names, "") | dict.fromkeys(self._others)
         rename(state_dict, prefix, prefixes)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

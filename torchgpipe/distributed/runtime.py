@@ -45,13 +45,11 @@ from torchgpipe.skip.tracker import SkipLayout
 
 __all__: list[str] = []
 
-#: What to do (compute, send or receive), and what with.
+#: What to do (compute, send or receive), and for which operations.
 Action: TypeAlias = tuple[str, Sequence[Op]]
-
-#: What carries out an action in a step.
 ActionCall: TypeAlias = Callable[[Executor, Mail], None]
 
-#: The messages, by what is done and what with.
+#: The method of Mail for each kind of message.
 MESSAGES = {
     ("send", "F"): Mail.send_forward,
     ("send", "B"): Mail.send_backward,
@@ -73,25 +71,26 @@ class Actions:
         recorded: bool,
         modes: Keepings,
     ) -> None:
-        found = fitting(choice, len(routes.placement), peers.size, m)
-        each = keepings_of(modes if recorded else "never", len(routes.placement))
-        words = tuple(map(recomputed_by, each))
-        schedule = completed(found, words, layout.pairs, forward=False)
-        # For the executor, the stages of this process are those of its only worker.
+        fits = fitting(choice, len(routes.placement), peers.size, m)
+        keepings = keepings_of(modes if recorded else "never", len(routes.placement))
+        words = tuple(map(recomputed_by, keepings))
+        schedule = completed(fits, words, layout.pairs, forward=False)
+        # To the executor, this process is the only worker, which has all stages.
         line = tuple(_late(schedule.program[routes.rank]))
-        own = Schedule((0,) * len(routes.placement), m, (line,))
-        self.plan = StepPlan(own, (peers.device,), (), [f"rank {routes.rank}"], choosing(each))
+        local = Schedule((0,) * len(routes.placement), m, (line,))
+        names = [f"rank {routes.rank}"]
+        self.plan = StepPlan(local, (peers.device,), (), names, choosing(keepings))
         todo = actions(schedule, routes, peers)
         if not recorded:
-            # PyTorch lowers no schedule without a backward for each forward.
+            # PyTorch only lowers schedules in which each forward has a backward, which is dropped.
             forward = [(does, [op for op in ops if op.kind == "F"]) for does, ops in todo]
             todo = [(does, ops) for does, ops in forward if ops]
         again = self.plan.again
         #: The first computation, if it needs no message.
         self._first = together([*todo.pop(0)[1]]) if todo[0][0] == "compute" else None
-        #: What to call after it, in order.
+        #: The calls after the first computation, in order.
         self._calls = [*_calls(todo, again, routes)]
-        #: How many of them come before the work that has time: a message that others wait for.
+        #: How many of these calls come before ``prepare``: one message, if others wait for it.
         self._urgent = int(bool(todo) and todo[0][0] != "compute")
 
     def run(
@@ -125,7 +124,7 @@ class Actions:
             call(executor, mail)
         if first:
             executor.end(0, first)
-            # They hold the cell, whose backward is to free it.
+            # ``first`` holds the cell, which would otherwise outlive its backward.
             first.clear()
         prepare()
         mail.expect_the_end()
@@ -138,7 +137,7 @@ def fitting(choice: Choice, stages: int, size: int, m: int) -> Schedule:
     """Make the schedule of steps.
 
     Raises:
-        TypeError: the choice is none of these.
+        TypeError: the choice is no schedule.
         ValueError: the schedule does not fit.
     """
     schedule = chosen(choice, stages, [size], m)
@@ -196,7 +195,7 @@ def _computation(
     routes: Routes,
 ) -> ActionCall:
     """The call that computes when what it needs has arrived, and sends at once what comes of it."""
-    # These run before the wait for the gradient, which is still on its way then.
+    # Recomputations run before this process waits for the gradient, which arrives meanwhile.
     first = [
         op._replace(kind="R")
         for op in ops
@@ -233,6 +232,6 @@ def actions(schedule: Schedule, routes: Routes, peers: Peers) -> list[Action]:
         program = without_recomputation(schedule.program)
         write_csv(replace(schedule, program=program), path)
         count, device, group = len(routes.placement), peers.device, peers.group
-        found = pipelining.lowered(path, routes.own, count, schedule.chunks, device, group)
-        pairs = [pipelining.read(action) for action in found]
+        lowered = pipelining.lowered(path, routes.stages, count, schedule.chunks, device, group)
+        pairs = [pipelining.read(action) for action in lowered]
         return [(does, [Op(*part) for part in parts]) for does, parts in pairs]

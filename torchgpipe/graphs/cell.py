@@ -45,7 +45,7 @@ class GraphCell(Cell):
     """
 
     __slots__ = (
-        *("_begun", "_first", "_given", "_late", "_more", "_places"),
+        *("_arguments", "_begun", "_first", "_late", "_more", "_places"),
         *("_shared", "_stage", "_traced"),
     )
 
@@ -54,13 +54,13 @@ class GraphCell(Cell):
     ) -> None:
         super().__init__(*of_cell)
         self._stage, self._traced, self._more = stage, traced, more
-        #: The part that :meth:`begin` has prepared, until a method ends it.
+        #: The part that :meth:`begin` has prepared, until the method of its kind computes it.
         self._begun: PartCall | None = None
-        #: R or W, and its arguments: taken early, so that others are freed as soon as they can be.
+        #: The part for R or W with its arguments: collected early, so that the rest is freed.
         self._late: tuple[Part, list[Any]] | None = None
         #: The arguments of the next part, by roles.
-        self._given: dict[str, Sequence[Any]] = {}
-        #: Tensors that backward needs unchanged, and other stages have, too; with their versions.
+        self._arguments: dict[str, Sequence[Any]] = {}
+        #: Tensors that must not change until backward, with their versions, to verify that.
         self._shared: list[tuple[Tensor, int]] = []
         #: For each part of the input, the indices of its tensors, each tensor once.
         self._places: Mapping[Any, Sequence[int]] = {}
@@ -79,12 +79,12 @@ class GraphCell(Cell):
     def backward_weight(self) -> Any:
         return self._end(self._begun or self._backward_weight())
 
-    def begin(self, kind: str, given: Any) -> PartCall | None:
+    def begin(self, kind: str, argument: Any) -> PartCall | None:
         """Prepare a computation, which the next call of its method ends.
 
         Args:
             kind: its kind: F, B, I or W, or another one, for which nothing is prepared.
-            given: the argument of that method. It releases its tensors now.
+            argument: the argument of that method, which releases its tensors now.
 
         Returns:
             The prepared part; None if there is none.
@@ -96,16 +96,16 @@ class GraphCell(Cell):
             "W": self._backward_weight,
         }
         if kind in begin:
-            self._begun = begin[kind](given)
+            self._begun = begin[kind](argument)
         return self._begun
 
     def _end(self, work: PartCall) -> Any:
         self._begun = None
-        return work.finish(self, work.compute() if work.found is None else work.found)
+        return work.finish(self, work.compute() if work.results is None else work.results)
 
     def _forward(self, batch: Batch) -> PartCall:
         stage, parts, recorded = self._stage, self._traced.parts, torch.is_grad_enabled()
-        given = {"state": stage.tensors, "input": [*batch], "more": self._more}
+        arguments = {"state": stage.tensors, "input": [*batch], "more": self._more}
         self._more = ()
         if recorded:
             self._places = _places(batch)
@@ -113,25 +113,25 @@ class GraphCell(Cell):
         if recorded and self.again:
             part = parts.first
             self._first, state = self._before(parts)
-            self._late = parts.again, parts.again.reserve({**given, "state": state}, "kept")
-        values = _of_its_own(parts, part, part.arguments(given))
-        # From here on, only the list of arguments holds the input, unless it is needed again.
+            self._late = parts.again, parts.again.reserve({**arguments, "state": state}, "kept")
+        values = _of_its_own(parts, part, part.arguments(arguments))
+        # ``values`` alone holds the input from here on, so that the part can free it.
         batch.take()
         return PartCall(stage, part, values, GraphCell._forwarded)
 
-    def _forwarded(self, found: Sequence[Any]) -> Batch:
+    def _forwarded(self, results: Sequence[Any]) -> Batch:
         count = len(self._traced.form.needs_grad)
         if self._late is None:
-            self._keep(found[count:])
+            self._keep(results[count:])
         else:
             if self._first is not None:
                 self._first.end_first_run()
             again, values = self._late
-            again.add(values, "kept", found[count:])
-        return self._output(found[:count])
+            again.add(values, "kept", results[count:])
+        return self._output(results[:count])
 
     def _keep(self, saved: Sequence[Any]) -> None:
-        self._given = {"saved": saved}
+        self._arguments = {"saved": saved}
         traced, state = self._traced, self._stage.tensors
         shared = [saved[k] for k in traced.parts.exposed] + [state[k] for k in traced.lasting]
         self._shared = [(x, version_of(x)) for x in shared]
@@ -152,8 +152,8 @@ class GraphCell(Cell):
         output = form.output(outputs, form.shared)
         if criterion is not None:
             places, structure = form.rest
-            found = form.fixed or structure.unflatten(tuple([outputs[k] for k in places]))
-            weight, value = found
+            further = form.fixed or structure.unflatten(tuple([outputs[k] for k in places]))
+            weight, value = further
             (loss,) = output
             criterion.take(
                 self.i, loss, weight, None if criterion.outputs is None else Batch(value)
@@ -183,33 +183,33 @@ class GraphCell(Cell):
         parts = self._begin_backward(grads)
         count = len(parts.joint.input_grads)
 
-        def finish(cell: GraphCell, found: Sequence[Any]) -> Any:
-            return cell._by_part(found), cell.weights, found[count:]
+        def finish(cell: GraphCell, results: Sequence[Any]) -> Any:
+            return cell._by_part(results), cell.weights, results[count:]
 
-        return PartCall(self._stage, parts.backward, self._taken(parts.backward), finish)
+        return PartCall(self._stage, parts.backward, self._arguments_of(parts.backward), finish)
 
     def _backward_input(self, grads: Gradients) -> PartCall:
         parts = self._begin_backward(grads)
         late = parts.weight
-        rest = late.reserve(self._given, "live")
+        rest = late.reserve(self._arguments, "live")
         count = len(parts.joint.input_grads)
 
-        def finish(cell: GraphCell, found: Sequence[Any]) -> Gradients:
-            late.add(rest, "live", found[count:])
+        def finish(cell: GraphCell, results: Sequence[Any]) -> Gradients:
+            late.add(rest, "live", results[count:])
             cell._late = late, rest
-            return cell._by_part(found)
+            return cell._by_part(results)
 
-        return PartCall(self._stage, parts.input, self._taken(parts.input), finish)
+        return PartCall(self._stage, parts.input, self._arguments_of(parts.input), finish)
 
     def _backward_weight(self, _: None = None) -> PartCall:
         assert self._late is not None
         (part, values), self._late = self._late, None
-        return PartCall(self._stage, part, values, lambda cell, found: (cell.weights, found))
+        return PartCall(self._stage, part, values, lambda cell, results: (cell.weights, results))
 
-    def _taken(self, part: Part) -> list[Any]:
+    def _arguments_of(self, part: Part) -> list[Any]:
         """Move the arguments of a part into a list, which alone holds them from here on."""
-        given, self._given = self._given, {}
-        return part.arguments(given)
+        arguments, self._arguments = self._arguments, {}
+        return part.arguments(arguments)
 
     def _begin_backward(self, grads: Gradients) -> BackwardParts:
         """Find the parts for these gradients, and set the arguments of the next part."""
@@ -228,9 +228,9 @@ class GraphCell(Cell):
                     "a stage must not change in place what another stage needs for its backward "
                     f"(stage: {self.j}, shape: {tuple(x.shape)}); clone it first"
                 )
-        self._given = {
+        self._arguments = {
             "state": self._stage.tensors,
-            "saved": self._given["saved"],
+            "saved": self._arguments["saved"],
             "tangent": [*map(_as_traced, tangents, parts.joint.tangents)],
         }
         return parts
@@ -248,14 +248,14 @@ class PartCall:
         part: the part.
         values: its arguments.
         finish: takes the cell and what the part returns; returns what the cell's method returns.
-        found: what the part has returned, if it was computed beside another one.
+        results: what the part has returned, if it was computed beside another one.
     """
 
     stage: StageInStep
     part: Part
     values: list[Any]
     finish: Callable[[GraphCell, Sequence[Any]], Any]
-    found: Sequence[Any] | None = None
+    results: Sequence[Any] | None = None
 
     def compute(self) -> Sequence[Any]:
         """Run the part; return what it returns."""
@@ -264,17 +264,17 @@ class PartCall:
 
     def compute_beside(self, other: PartCall, streams: Interleaving) -> None:
         """Run the part and another one interleaved, if one of them communicates."""
-        # Interleaved, each would draw from an RNG state that was set for the other one.
+        # Each part has its own RNG state. Interleaved, one would draw from that of the other.
         # guard: random numbers of an overlap
         if self.part.is_random or other.part.is_random:
             return
         function = interleaved(self.part, other.part)
         if function is not None:
             with torch.no_grad(), self._without_casts(), gate:
-                self.found, other.found = function(self.values, other.values, streams)
+                self.results, other.results = function(self.values, other.values, streams)
 
     def _without_casts(self) -> AbstractContextManager[None]:
-        # The graph has the casts of autocast in it.
+        # The graph contains the casts of autocast, which would cast a second time.
         # guard: autocast around a graph
         return without_autocast() if self.stage.settings.casts else nullcontext()
 
@@ -287,7 +287,7 @@ class GraphCells(Cells):
 
     def begin(self, copies: Sequence[Mapping[Tensor, Tensor]]) -> NewCell:
         settings = current_settings()
-        stages = [graphs.begin(settings, own) for graphs, own in zip(self.graphs, copies)]
+        stages = [graphs.begin(settings, weights) for graphs, weights in zip(self.graphs, copies)]
         return partial(_cell, stages)
 
     def compute(self, function: Callable[[], None]) -> None:
@@ -346,15 +346,15 @@ def _of_its_own(parts: Parts, part: Part, values: list[Any]) -> list[Any]:
 
 
 def _places(batch: Batch) -> Mapping[Any, Sequence[int]]:
-    place = {id(x): k for k, x in enumerate(batch)}
+    index = {id(x): k for k, x in enumerate(batch)}
     return {
-        key: [*dict.fromkeys([place[id(x)] for x in part])] for key, part in batch.parts.items()
+        key: [*dict.fromkeys([index[id(x)] for x in part])] for key, part in batch.parts.items()
     }
 
 
 def _with_grad(tensor: Tensor, needed: bool) -> Tensor:
     """Set ``requires_grad`` of an output, which tells the next stage to return a gradient."""
-    # The output may be an input of the graph, which other stages have, or another output, too.
+    # The tensor may also be an input or another output, whose requires_grad must not change.
     return tensor.detach().requires_grad_(needed)
 
 

@@ -23,9 +23,8 @@ class Gate:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        #: For each thread that computes, in how many blocks it does, one within the other.
+        #: In how many nested blocks each thread computes.
         self._computing: dict[int, int] = {}
-        #: The thread that traces.
         self.tracer: int | None = None
         self._depth = 0
 
@@ -49,8 +48,8 @@ class Gate:
         """Trace within a ``with`` block, which begins as soon as no other thread computes."""
         me = threading.get_ident()
         with self._changed:
-            # This thread gives up its share meanwhile: another one may wait to trace, too.
-            own = self._computing.pop(me, 0)
+            # A thread that waits to trace does not compute: two of them would wait for each other.
+            blocks = self._computing.pop(me, 0)
             self._changed.notify_all()
             try:
                 while self._computing or self.tracer not in (None, me):
@@ -58,8 +57,8 @@ class Gate:
                 self.tracer = me
                 self._depth += 1
             finally:
-                if own:
-                    self._computing[me] = own
+                if blocks:
+                    self._computing[me] = blocks
         try:
             yield
         finally:

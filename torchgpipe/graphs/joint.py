@@ -72,12 +72,12 @@ class Joint:
 
         An input may be a view of all micro-batches, whose memory is the caller's.
         """
-        found = {storage_of(x): x.untyped_storage().nbytes() for x in tensors}
+        sizes = {storage_of(x): x.untyped_storage().nbytes() for x in tensors}
         for node in [*self.inputs, *self.more]:
             for x in fakes_of(node):
-                if (storage := storage_of(x)) in found:
-                    found[storage] = min(x.nbytes, found[storage])
-        return sum(found.values())
+                if (storage := storage_of(x)) in sizes:
+                    sizes[storage] = min(x.nbytes, sizes[storage])
+        return sum(sizes.values())
 
     @property
     def calls(self) -> list[Node]:
@@ -87,18 +87,18 @@ class Joint:
     @property
     def results(self) -> list[Node]:
         """All nodes whose values are results of the graph, each once."""
-        found = [*self.outputs, *self.input_grads, *self.weight_grads]
-        return [*dict.fromkeys(x for x in found if x is not None)]
+        nodes = [*self.outputs, *self.input_grads, *self.weight_grads]
+        return [*dict.fromkeys(x for x in nodes if x is not None)]
 
     def copied(self) -> Joint:
         """Copy the graph; nodes keep their names."""
-        graph, found = Graph(), dict[Node, Node]()
-        graph.graph_copy(self.module.graph, found)
+        graph, copies = Graph(), dict[Node, Node]()
+        graph.graph_copy(self.module.graph, copies)
         roles = [
-            type(nodes)([None if x is None else found[x] for x in nodes])
+            type(nodes)([None if x is None else copies[x] for x in nodes])
             for nodes in (getattr(self, role.name) for role in fields(self)[1:])
         ]
-        graph.output([found[x] for x in self.results])
+        graph.output([copies[x] for x in self.results])
         return Joint(GraphModule(self.module, graph), *roles)
 
     def replace(self, old: Node, new: Node) -> None:
@@ -117,8 +117,8 @@ class Joint:
 def fakes_of(node: Node) -> list[Tensor]:
     """The tensors that a node computes, as fake tensors, which have no data."""
     value = node.meta.get("val")
-    found = value if isinstance(value, tuple | list) else [value]
-    return [x for x in found if isinstance(x, Tensor)]
+    values = value if isinstance(value, tuple | list) else [value]
+    return [x for x in values if isinstance(x, Tensor)]
 
 
 #: Arguments of norms that are written in training, though their declarations do not say so.
@@ -142,7 +142,7 @@ class Effects:
         self.position = {node: k for k, node in enumerate(nodes)}
         #: The memory that the value of each node is in.
         self.memory = {node: frozenset(map(storage_of, fakes_of(node))) for node in self.position}
-        #: The nodes that write to memory, in order.
+        #: The nodes that write to each storage, in order.
         self.writers: dict[int, list[Node]] = {}
         self.written: dict[Node, Storages] = {}
         for node in self.position:
@@ -176,12 +176,12 @@ class Effects:
         """The nodes that change memory before a node reads it."""
         if not self.writers:
             return []
-        place = self.position[node]
+        position = self.position[node]
         return [
             writer
             for x in self.reads(node)
             for writer in self.writers.get(x, ())
-            if self.position[writer] < place
+            if self.position[writer] < position
         ]
 
     def between(self, source: Node, node: Node) -> bool:
@@ -255,8 +255,8 @@ def _written(node: Node) -> list[Node]:
         return []
     infos = {x.name: x.alias_info for x in schema.arguments}
     declared = [x for name, x in operator_arguments(node) if infos[name] and infos[name].is_write]
-    found = [x for x in leaves_of(declared) if isinstance(x, Node)]
-    return found if _is_backward(node) else [*found, *_statistics(node)]
+    written = [x for x in leaves_of(declared) if isinstance(x, Node)]
+    return written if _is_backward(node) else [*written, *_statistics(node)]
 
 
 def _statistics(node: Node) -> list[Node]:
@@ -264,9 +264,9 @@ def _statistics(node: Node) -> list[Node]:
 
     Its forward writes them, and its backward does not read them.
     """
-    found = dict(operator_arguments(node))
-    trains = found.get("training", found.get("train", found.get("use_input_stats", True)))
-    return [found[name] for name in STATISTICS if trains and isinstance(found.get(name), Node)]
+    named = dict(operator_arguments(node))
+    trains = named.get("training", named.get("train", named.get("use_input_stats", True)))
+    return [named[name] for name in STATISTICS if trains and isinstance(named.get(name), Node)]
 
 
 def _is_backward(node: Node) -> bool:

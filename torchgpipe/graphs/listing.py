@@ -66,13 +66,13 @@ def _count(number: int) -> str:
 
 def _names(part: Part) -> dict[Node, str]:
     """The names of what a part is given, by roles."""
-    given = sorted(zip(part.sources, part.slice.inputs), key=lambda x: x[0])
-    return {node: f"{role}[{k}]" for (role, k), node in given}
+    arguments = sorted(zip(part.sources, part.slice.inputs), key=lambda x: x[0])
+    return {node: f"{role}[{k}]" for (role, k), node in arguments}
 
 
 def _marks(parts: Parts, part: Part, kind: str) -> dict[Node, list[str]]:
     """The names that values of a part have elsewhere, and the buffers that operators change."""
-    joint, found = parts.joint, dict[Node, list[str]]()
+    joint, marks = parts.joint, dict[Node, list[str]]()
     first, rest = {"F": ("output", "saved"), "I": ("input_grad", "live")}.get(
         kind, ("input_grad", "weight_grad")
     )
@@ -80,12 +80,12 @@ def _marks(parts: Parts, part: Part, kind: str) -> dict[Node, list[str]]:
     for k, node in enumerate(part.slice.outputs):
         if node is not None:
             name = f"{first}[{k}]" if k < count else f"{rest}[{k - count}]"
-            found.setdefault(node, []).append(name)
+            marks.setdefault(node, []).append(name)
     for k in parts.changed if kind == "F" else ():
         for node, written in parts.effects.written.items():
             if written & parts.effects.memory[joint.state[k]]:
-                found.setdefault(node, []).append(f"changes state[{k}]")
-    return found
+                marks.setdefault(node, []).append(f"changes state[{k}]")
+    return marks
 
 
 def _operator(node: Node) -> str:
@@ -99,8 +99,8 @@ def _operator(node: Node) -> str:
 def _result(node: Node) -> str:
     """The shapes of the values of a node, and their dtypes."""
     value = node.meta.get("val")
-    found = value if isinstance(value, tuple | list) else [value]
-    shapes = ["x".join(map(str, x.shape)) if isinstance(x, Tensor) else "-" for x in found]
+    values = value if isinstance(value, tuple | list) else [value]
+    shapes = ["x".join(map(str, x.shape)) if isinstance(x, Tensor) else "-" for x in values]
     dtypes = dict.fromkeys(str(x.dtype).removeprefix("torch.") for x in fakes_of(node))
     return " ".join([", ".join([x or "scalar" for x in shapes]), *dtypes])
 

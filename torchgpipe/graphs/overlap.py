@@ -39,9 +39,9 @@ __all__: list[str] = ["communicates"]
 #   channel            ├─ copy ─│────────╯         arithmetic takes turns,
 #   stream of b        ╰── b1 ──╯                  a copy or collective runs beside it
 #
-# Two computations that run at the same time on one device share its arithmetic, so neither is
-# faster than in turns. A copy, or a collective, needs none. So it runs on a stream of its own,
-# and a computation waits before it uses the result.
+# Two computations that run at the same time share the device's arithmetic units, so they gain
+# nothing over turns. A copy or a collective uses none of these units. It runs on a stream of its
+# own, the channel, and a computation waits for it before it uses the result.
 
 
 class Interleaving:
@@ -50,16 +50,16 @@ class Interleaving:
     Args:
         streams: the stream of each computation, which may be one stream.
         channel: the stream of their communication.
-        own: the label of each computation; None without an observation.
+        shown_as: the label of each computation; None without an observation.
     """
 
     def __init__(
         self,
         streams: tuple[AbstractStream, AbstractStream],
         channel: AbstractStream,
-        own: Sequence[labels.Label | None] = (None, None),
+        shown_as: Sequence[labels.Label | None] = (None, None),
     ) -> None:
-        self._streams, self._channel, self._labels = streams, channel, own
+        self._streams, self._channel, self._labels = streams, channel, shown_as
         self._last: AbstractStream | None = None
 
     def turn(self, k: int) -> None:
@@ -112,9 +112,9 @@ def _tensors(values: Any) -> list[Tensor]:
 #   a     a1 ─ exchange ─ a2          a1, send, b1, send, receive, a2, receive, b2
 #   b     b1 ─ exchange ─ b2
 #
-# Each part is cut after its messages, and the pieces take turns. A message is sent as soon as
-# what it sends is there, and received right before its first use, so the arithmetic of the other
-# part runs in between. A part that has fewer messages is cut where that makes its pieces even.
+# Each part is cut after each of its messages, and the pieces of the two parts take turns. A message
+# is sent as soon as its tensors are computed, and received right before its first use: arithmetic
+# of the other part runs in between. A part with fewer messages is cut into pieces of equal times.
 #
 # Sources: DualPipe (DeepSeek-V3, arXiv 2412.19437) for forward beside backward; Purandare and
 # Fan, Graph-based pipeline parallelism (PyTorch), for the interleaving of graphs.
@@ -123,7 +123,7 @@ def _tensors(values: Any) -> list[Tensor]:
 #: A function of two lists of arguments, which it empties, and of the streams.
 Interleaved = Callable[[list[Any], list[Any], Interleaving], tuple[Sequence[Any], Sequence[Any]]]
 
-#: Operators that move data and compute little.
+#: The operators that :func:`communicates` has declared.
 _communicating: set[Any] = set()
 
 
@@ -156,8 +156,8 @@ def interleaved(a: Part, b: Part) -> Interleaved | None:
     if b not in a.interleaved_with:
         communicate = any(map(is_communication, [*a.slice.nodes, *b.slice.nodes]))
         a.interleaved_with[b] = overlapped(a, b) if communicate else None
-    found: Interleaved | None = a.interleaved_with[b]
-    return found
+    function: Interleaved | None = a.interleaved_with[b]
+    return function
 
 
 def overlapped(a: Part, b: Part) -> Interleaved:
@@ -165,7 +165,7 @@ def overlapped(a: Part, b: Part) -> Interleaved:
     graph = Graph()
     boxes = [graph.placeholder("values_a"), graph.placeholder("values_b")]
     streams = graph.placeholder("streams")
-    # For each part, since both may be the same one, of two micro-batches.
+    # For nodes of ``a`` and of ``b``, which may be the same part, those of the new graph.
     known: list[dict[Node, Node]] = [{}, {}]
     #: Messages that were sent, and not received so far.
     waiting: list[dict[Node, Node]] = [{}, {}]
@@ -218,12 +218,12 @@ def overlapped(a: Part, b: Part) -> Interleaved:
 
 def pieces_of(part: Part) -> list[list[Node]]:
     """The nodes of a part, cut after each message."""
-    found: list[list[Node]] = [[]]
+    pieces: list[list[Node]] = [[]]
     for node in part.slice.nodes:
-        found[-1].append(node)
+        pieces[-1].append(node)
         if is_communication(node):
-            found.append([])
-    return found
+            pieces.append([])
+    return pieces
 
 
 def even(a: list[list[Node]], b: list[list[Node]]) -> tuple[list[list[Node]], list[list[Node]]]:
@@ -234,8 +234,8 @@ def even(a: list[list[Node]], b: list[list[Node]]) -> tuple[list[list[Node]], li
         longest = max(few, key=lambda piece: sum(map(cost, piece)) if len(piece) > 1 else -1)
         if len(longest) < 2:
             break
-        place = few.index(longest)
-        few[place : place + 1] = cut_in_two(longest)
+        index = few.index(longest)
+        few[index : index + 1] = cut_in_two(longest)
     return a, b
 
 
@@ -243,15 +243,15 @@ def cut_in_two(piece: list[Node]) -> list[list[Node]]:
     """Cut a piece in two that take about as long."""
     whole = sum(map(cost, piece))
     before = [*accumulate(map(cost, piece))]
-    place = min(range(1, len(piece)), key=lambda k: abs(2 * before[k - 1] - whole))
-    return [piece[:place], piece[place:]]
+    middle = min(range(1, len(piece)), key=lambda k: abs(2 * before[k - 1] - whole))
+    return [piece[:middle], piece[middle:]]
 
 
 def cost(node: Node) -> float:
     """Estimate the time of a node: its operations, and the elements that it writes."""
     if is_view(node):
         return 0
-    found = float(sum(x.numel() for x in fakes_of(node)))
+    total = float(sum(x.numel() for x in fakes_of(node)))
     packet: Any = getattr(node.target, "overloadpacket", None)
     if packet in flop_registry:
 
@@ -259,5 +259,5 @@ def cost(node: Node) -> float:
             return x.meta.get("val")
 
         args, kwargs = map_arg((node.args, node.kwargs), value)
-        found += float(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]))
-    return found
+        total += float(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]))
+    return total

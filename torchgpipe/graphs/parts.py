@@ -55,10 +55,10 @@ __all__: list[str] = []
 
 aten = torch.ops.aten
 
-#: Operators, besides views by shape, that compute something else, or refuse, with other strides.
+#: Operators, besides ``VIEWS``, whose result or validity depends on their argument's strides.
 RELYING = {aten.as_strided.default, aten.view.dtype, aten.view_as_complex.default}
 RELYING |= {aten.as_strided_.default, aten.as_strided_scatter.default}
-#: Operators whose strides are the same for fake tensors and others.
+#: Operators whose results have the strides of the fake tensors on every device.
 CERTAIN = {aten.new_empty_strided.default, aten.empty_strided.default, aten.mm.default}
 CERTAIN |= {aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
 #: Operators, besides elementwise ones, whose strides follow from those of their arguments.
@@ -73,10 +73,10 @@ def laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
 def copy_with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     """A copy with these strides."""
     shape, dtype, device = tensor.shape, tensor.dtype, tensor.device
-    found = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-    # The graph was traced with the bits of the tensor, and has views that need them.
-    found = found.conj() if tensor.is_conj() else found
-    return (found._neg_view() if tensor.is_neg() else found).copy_(tensor)
+    copy = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    # A new tensor lacks the conjugate and negative bits, with which the graph was traced.
+    copy = copy.conj() if tensor.is_conj() else copy
+    return (copy._neg_view() if tensor.is_neg() else copy).copy_(tensor)
 
 
 def fix_strides(joint: Joint) -> Joint:
@@ -88,7 +88,7 @@ def fix_strides(joint: Joint) -> Joint:
     """
     graph = joint.module.graph
     effects = Effects(graph.nodes)
-    # Placeholders come with the strides of the trace.
+    # Arguments have the traced strides: inputs with other strides get a graph of their own.
     certain = {x for x in graph.nodes if x.op != "call_function"}
 
     def fix(x: Node) -> None:
@@ -119,7 +119,7 @@ def fix_strides(joint: Joint) -> Joint:
                 fix(x)
         if _is_certain(effects, node, certain):
             certain.add(node)
-    # The next stage may rely on the strides of outputs, too.
+    # The graph of the next stage was traced with these strides, and may view its inputs.
     for x in [x for x in joint.outputs if x not in certain]:
         if x not in certain:
             # guard: strides of outputs
@@ -135,7 +135,7 @@ def _relying(node: Node) -> list[Node]:
         return []
     if node.target in VIEWS or node.target in RELYING or "attention" in schema.name:
         return node.all_input_nodes
-    # Operators of other libraries may rely on all strides.
+    # Nothing is known of operators outside of aten, so each may depend on all strides.
     return [] if schema.name.startswith("aten::") else node.all_input_nodes
 
 
@@ -154,9 +154,9 @@ def _is_certain(effects: Effects, node: Node, certain: Collection[Node]) -> bool
 
 #: The arguments of a part, by their roles, such as ``state`` and ``saved``.
 ByRole = Mapping[str, Sequence[Any]]
-#: Makes a function of a slice.
+#: Turns a slice of a joint graph into a function.
 Maker = Callable[[Joint, Slice], SliceFunction]
-#: For each argument of a part, by the name of its node, its role and its index in that.
+#: Maps the name of an argument to its role, and to its index among the arguments of that role.
 Roles = Mapping[str, tuple[str, int]]
 
 
@@ -181,19 +181,19 @@ class Part:
     is_random: bool
     interleaved_with: WeakKeyDictionary[Part, Any] = field(default_factory=WeakKeyDictionary)
 
-    def arguments(self, given: ByRole) -> list[Any]:
+    def arguments(self, by_role: ByRole) -> list[Any]:
         """The list of arguments, which the function empties."""
-        return [given[role][k] for role, k in self.sources]
+        return [by_role[role][k] for role, k in self.sources]
 
-    def reserve(self, given: ByRole, later: str) -> list[Any]:
-        """The list of arguments, in which those of a role come later."""
-        return self.arguments({**given, later: [None] * len(self.sources)})
+    def reserve(self, by_role: ByRole, later: str) -> list[Any]:
+        """The list of arguments, with None for those of role ``later`` until :meth:`add`."""
+        return self.arguments({**by_role, later: [None] * len(self.sources)})
 
-    def add(self, values: list[Any], later: str, found: Sequence[Any]) -> None:
-        """Put arguments that have come into the list."""
-        for place, (role, k) in enumerate(self.sources):
+    def add(self, values: list[Any], later: str, late_values: Sequence[Any]) -> None:
+        """Put the values of role ``later`` into a list that :meth:`reserve` has made."""
+        for index, (role, k) in enumerate(self.sources):
             if role == later:
-                values[place] = found[k]
+                values[index] = late_values[k]
 
 
 class BackwardParts:
@@ -201,7 +201,7 @@ class BackwardParts:
 
     Args:
         joint: forward and backward.
-        make: makes a function of a slice.
+        make: turns a slice into a function.
         roles: for each argument of the backward, by name, its role and index.
     """
 
@@ -230,8 +230,8 @@ class BackwardParts:
         first, last = halves(joint)
         live = first.outputs[len(joint.input_grads) :]
         roles = {x.name: ("live", k) for k, x in enumerate(live) if x is not None}
-        own = BackwardParts(joint, self._make, self._later)
-        return own._part(first, self._later), own._part(last, {**self._later, **roles})
+        split = BackwardParts(joint, self._make, self._later)
+        return split._part(first, self._later), split._part(last, {**self._later, **roles})
 
     def without(self, missing: Collection[int]) -> BackwardParts:
         """The backward in which outputs of these indices have no gradient."""
@@ -258,7 +258,7 @@ class Parts(BackwardParts):
     ) -> None:
         joint = fix_strides(tidy(joint))
         self._recompute = recompute
-        self._given = {
+        self._roles = {
             x.name: (role, k)
             for role, nodes in (
                 ("state", joint.state),
@@ -269,13 +269,13 @@ class Parts(BackwardParts):
             for k, x in enumerate(nodes)
             if x is not None
         }
-        taken = {x: self._given.get(x.name, ("saved", 0)) for x in backward(joint).inputs}
+        roles = {x: self._roles.get(x.name, ("saved", 0)) for x in backward(joint).inputs}
         #: The indices of the parameters and buffers that the backward takes.
-        self.state_of_backward = [k for role, k in taken.values() if role == "state"]
-        #: What the forward keeps for the backward: inputs, too.
-        self.saved = [x for x, (role, _) in taken.items() if role not in ("state", "tangent")]
+        self.state_of_backward = [k for role, k in roles.values() if role == "state"]
+        #: The nodes whose values the forward keeps for the backward, inputs among them.
+        self.saved = [x for x, (role, _) in roles.items() if role not in ("state", "tangent")]
         saved = {x.name: ("saved", k) for k, x in enumerate(self.saved)}
-        super().__init__(joint, make, self._given | saved)
+        super().__init__(joint, make, self._roles | saved)
         memory = self.effects.memory
         forward = {x for node in joint.forward for x in self.effects.written_by(node)}
         #: The parameters and buffers that the forward changes.
@@ -283,44 +283,44 @@ class Parts(BackwardParts):
         #: The inputs, and the arguments of the loss, that the forward changes in place.
         self.changed_inputs = {x for x in (*joint.inputs, *joint.more) if memory[x] & forward}
         ends = {x for node in [*joint.inputs, *joint.outputs] for x in memory[node]}
-        #: The indices of saved values whose memory other stages have, too.
+        #: Indices of saved values in memory of inputs or outputs, which other stages may change.
         self.exposed = [k for k, x in enumerate(self.saved) if memory[x] & ends]
 
     def bytes_of(self, nodes: Iterable[Node]) -> int:
         """The memory of some values; parameters, buffers and their views are not among it."""
         state = {storage_of(x) for node in self.joint.state for x in fakes_of(node)}
-        found = [x for node in nodes for x in fakes_of(node)]
-        return self.joint.bytes_of(x for x in found if storage_of(x) not in state)
+        fakes = [x for node in nodes for x in fakes_of(node)]
+        return self.joint.bytes_of(x for x in fakes if storage_of(x) not in state)
 
     @cached_property
     def forward(self) -> Part:
         """F: returns the outputs, then what is saved."""
         return self._part(
-            sliced(self.joint.forward, [*self.joint.outputs, *self.saved]), self._given
+            sliced(self.joint.forward, [*self.joint.outputs, *self.saved]), self._roles
         )
 
     @cached_property
     def first(self) -> Part:
-        """F of a cell that has an R: returns the outputs, then what R takes of what it computes."""
+        """F under checkpointing: returns the outputs, then the values of F that R takes."""
         results = [*self.joint.outputs, *self._computed]
         nodes = self._needed([*results, *self.effects.written])
-        return self._part(sliced(nodes, results), self._given)
+        return self._part(sliced(nodes, results), self._roles)
 
     @cached_property
     def again(self) -> Part:
         """R: returns what is saved."""
         roles = {x.name: ("kept", k) for k, x in enumerate(self._computed)}
-        return self._part(self._again, {**self._given, **roles})
+        return self._part(self._again, {**self._roles, **roles})
 
     @property
     def kept(self) -> list[Node]:
         """The nodes whose values a cell keeps from F until R: arguments and results of F."""
-        given = self._given
-        return [x for x in self._again.inputs if given.get(x.name, ("",))[0] != "state"]
+        roles = self._roles
+        return [x for x in self._again.inputs if roles.get(x.name, ("",))[0] != "state"]
 
     @property
     def _computed(self) -> list[Node]:
-        return [x for x in self._again.inputs if x.name not in self._given]
+        return [x for x in self._again.inputs if x.name not in self._roles]
 
     @cached_property
     def changed_again(self) -> list[int]:
@@ -353,16 +353,16 @@ def slice_compiler(backend: str | Callable[..., Any]) -> Callable[[Joint, Slice]
         if not part.nodes:
             # There is nothing to compile.
             return function_of(joint, part)
-        # Without fullgraph=True, for which PyTorch counts what it has compiled in all threads at
-        # once. A graph of operators has no break anyway.
+        # Not with fullgraph=True, which counts compiled frames of all threads at once, and fails if
+        # the count is wrong. A graph of operators has no break anyway.
         module = GraphModule(joint.module, graph_of(part))
         function = torch.compile(module, backend=backend, dynamic=False)
         effects = Effects(joint.module.graph.nodes)
         # PyTorch's norms update running statistics without a change of their version counter.
-        # Compiled code updates them by copy_, which changes it. Then the backward of an eager cell
+        # Compiled code updates them by copy_, which changes it, and the backward of an eager cell
         # would refuse statistics that it has saved, though it does not read them. So a compiled
         # part is given aliases with version counters of their own.
-        places = [
+        statistics = [
             k
             for k, node in enumerate(part.inputs)
             if (writers := effects.changes(node)) and all(map(has_statistics, writers))
@@ -371,16 +371,16 @@ def slice_compiler(backend: str | Callable[..., Any]) -> Callable[[Joint, Slice]
 
         def run(values: list[Any]) -> Sequence[Any]:
             nonlocal is_compiled
-            for k in places:
+            for k in statistics:
                 values[k] = values[k].data
-            taken = tuple(values)
+            arguments = tuple(values)
             values.clear()
-            # The compiler works in the first call. It may work in later ones, beside others, where
-            # a setting of the process has changed that it depends on.
+            # torch.compile compiles in the first call, while no other thread computes. It may
+            # compile again, beside others, where a setting of the process has changed.
             with nullcontext() if is_compiled else gate.tracing():
-                found: Sequence[Any] = function(*taken)
+                results: Sequence[Any] = function(*arguments)
             is_compiled = True
-            return found
+            return results
 
         return run
 

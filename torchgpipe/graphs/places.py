@@ -47,7 +47,7 @@ class Places:
         #: The attributes and the submodules of each module.
         self._tables = [table for x in self._modules for table in (x.__dict__, x._modules)]
         self._stores = [table for x in self._modules for table in (x._parameters, x._buffers)]
-        self._found: list[tuple[dict[str, Any], str]] = [
+        self._keys: list[tuple[dict[str, Any], str]] = [
             (table, key)
             for table in (*self._tables[::2], *self._stores)
             for key, x in table.items()
@@ -64,7 +64,7 @@ class Places:
 
     def read(self) -> list[Tensor]:
         """The tensors that are in the places now, each once."""
-        return [*{id(x): x for x in (table[key] for table, key in self._found)}.values()]
+        return [*{id(x): x for x in (table[key] for table, key in self._keys)}.values()]
 
     @property
     def has_hooks(self) -> bool:
@@ -77,18 +77,18 @@ class Places:
     def are_current(self) -> bool:
         """Whether the modules are in the same state as before."""
         try:
-            # Dicts compare what they hold by identity first.
+            # ``==`` of dicts looks at identity first: a tensor that is still there is not compared.
             return self._tables == self._before and self._look() == self._now
         except Exception:
-            # Objects that cannot be compared, as arrays, or that are not there any more.
+            # Some objects cannot be compared, such as arrays, or a tensor is gone: a change, too.
             return False
 
     def _look(self) -> Any:
-        tensors = [table[key] for table, key in self._found]
+        tensors = [table[key] for table, key in self._keys]
         first: dict[int, int] = {}
-        # Which places hold the same tensor.
+        # Places with the same tensor have the same number.
         ties = [first.setdefault(id(x), len(first)) for x in tensors]
-        # Types, too, since 1, 1.0 and True are equal, and layers may compute otherwise with each.
+        # 1, 1.0 and True are equal, but layers may compute otherwise with each: types count, too.
         types = [[*map(type, x.values())] for x in self._tables]
         stores = [(*x, *map(type, x.values())) for x in self._stores if x]
         return (
@@ -98,17 +98,17 @@ class Places:
 
     def _held(self) -> list[tuple[str, Any]]:
         """The containers in attributes, and those within them, each with the attribute's name."""
-        found: dict[int, tuple[str, Any]] = {}
+        containers: dict[int, tuple[str, Any]] = {}
         stack = [
             (f"{type(module).__name__}.{key}", module.__dict__[key])
             for module, key in self._containers
         ]
         while stack:
             name, x = stack.pop()
-            if isinstance(x, CONTAINERS) and id(x) not in found:
-                found[id(x)] = name, x
+            if isinstance(x, CONTAINERS) and id(x) not in containers:
+                containers[id(x)] = name, x
                 stack += [(name, y) for y in _items(x).values()]
-        return [*found.values()]
+        return [*containers.values()]
 
     def difference(self, other: Places) -> str:
         """The name of an attribute that differs in ``other``, which is of the same modules."""
@@ -125,12 +125,12 @@ class Places:
             UntraceableError: layers have put yet others there, or replaced their memory.
         """
         others = dict(zip(map(id, self.read()), tensors))
-        places = [(table, key, table[key]) for table, key in self._found]
+        places = [(table, key, table[key]) for table, key in self._keys]
         memory = [*map(storage_of, tensors)]
         moved = False
         for table, key, tensor in places:
             other = table[key] = others[id(tensor)]
-            # Layers may read attributes of their tensors.
+            # Layers may read attributes that were set on their tensors.
             other.__dict__.update({**tensor.__dict__, **other.__dict__})
         try:
             yield
@@ -158,7 +158,7 @@ class Places:
             for (name, table), items in zip(tables, before):
                 if key := _different(_items(table), items):
                     changed.append(f"{name}.{key}")
-                    # Fake tensors may be in it.
+                    # The trace may have left fake tensors in it.
                     table.clear()
                     if isinstance(table, dict):
                         table.update(items)
@@ -207,15 +207,15 @@ def verify_plain(tensors: Iterable[Tensor]) -> None:
             raise UntraceableError("it has a sparse, nested or quantised tensor")
 
 
-# Tensor values that layers read: each would be a constant of a graph, though it may change.
+# A tensor that layers read in a trace would become a constant of the graph, though it may change.
 #
 # The tensors of the layers are arguments of a graph, and fake tensors replace them in a trace. So
 # a tensor with data must come from elsewhere: from an object, a closure or a global variable. To
-# compute with it, to read a number of it or to index by it takes an operator, which is refused.
-# Some functions read it without an operator, and are refused, too.
+# compute with it, to read a number of it or to index by it takes an operator. ``READING`` has the
+# functions that read it without one.
 
 
-#: Operators that take a tensor of Python's numbers, which is new.
+#: Operators that take a tensor which PyTorch has just made of numbers in the code.
 FRESH = (
     torch.ops.aten.lift_fresh.default,
     torch.ops.aten.lift_fresh_copy.default,
@@ -299,12 +299,12 @@ def _operators(reads: ReadingNothing) -> AbstractContextManager[Any]:
     """Make a dispatch mode that checks the arguments of all basic operators."""
 
     class Reading(_torch.DispatchMode):  # type: ignore[misc]
-        # Higher-order operators pass through the mode unchanged.
+        # Without this, PyTorch refuses higher-order operators under the mode.
         supports_higher_order_operators = True
 
         @classmethod
         def is_infra_mode(cls) -> bool:
-            # The compiler refuses to work under others, and some layers call it.
+            # torch.compile does not compile under other modes, and some layers need it.
             return True
 
         def __torch_dispatch__(

@@ -39,19 +39,19 @@ def split_masks(joint: Joint) -> Joint:
     effects = Effects(joint.module.graph.nodes)
     first = effects.needed([x for x in joint.input_grads if x is not None], joint.backward)
     for node in joint.late:
-        place = _mask_of(node)
+        mask_index = _mask_of(node)
         early = [x for x in node.users if x in first]
         late = [x for x in node.users if x not in first]
-        # Nothing of it is for the input, or nothing for the weights, or it is used as a whole.
-        if place is None or not early or not late or not all(map(is_item, node.users)):
+        # Operators without a mask, for one half only, or whose tuple is used whole stay one node.
+        if mask_index is None or not early or not late or not all(map(is_item, node.users)):
             continue
-        mask: Any = node.args[place]
+        mask: Any = node.args[mask_index]
         with joint.module.graph.inserting_after(node):
             other = joint.module.graph.node_copy(node)
         joint.backward.add(other)
         for one, items in ((node, early), (other, late)):
             kept = {x.args[1] for x in items}
-            one.update_arg(place, [needed and k in kept for k, needed in enumerate(mask)])
+            one.update_arg(mask_index, [needed and k in kept for k, needed in enumerate(mask)])
             value = [x if k in kept else None for k, x in enumerate(one.meta["val"])]
             one.meta = {**one.meta, "val": tuple(value)}
         for item in late:
@@ -85,7 +85,7 @@ def tidy(joint: Joint) -> Joint:
     effects = Effects(graph.nodes)
     for node in joint.calls:
         same = _same(node)
-        # A node that is used after a change in place must not be replaced by one from before it.
+        # After a change in place ``node`` stays: a slice that took ``same`` would lack the change.
         # guard: changes in place before a reference
         if same is not None and not effects.between(same, node):
             joint.replace(node, same)
@@ -168,11 +168,11 @@ class Slice(NamedTuple):
 
 def sliced(nodes: Sequence[Node], outputs: Iterable[Node | None]) -> Slice:
     """Make a slice of some nodes; its inputs are all other nodes whose values they take."""
-    own = set(nodes)
-    found = [*outputs]
-    taken = [x for node in nodes for x in node.all_input_nodes]
-    taken += [x for x in found if x is not None]
-    return Slice([*dict.fromkeys(x for x in taken if x not in own)], [*nodes], found)
+    inside = set(nodes)
+    results = [*outputs]
+    used = [x for node in nodes for x in node.all_input_nodes]
+    used += [x for x in results if x is not None]
+    return Slice([*dict.fromkeys(x for x in used if x not in inside)], [*nodes], results)
 
 
 def graph_of(part: Slice) -> Graph:
@@ -218,28 +218,28 @@ def without(joint: Joint, missing: Collection[int]) -> Joint:
     lost = {joint.tangents[k] for k in missing} - {None}
     there = {*joint.tangents} - lost
     for node in joint.late:
-        taken = {*node.all_input_nodes}
-        if taken & there and node.target is aten.add.Tensor and len(taken & lost) == 1:
-            (other,) = taken - lost
+        arguments = {*node.all_input_nodes}
+        if arguments & there and node.target is aten.add.Tensor and len(arguments & lost) == 1:
+            (other,) = arguments - lost
             (a,), (b,) = fakes_of(other), fakes_of(node)
             if (a.shape, a.stride(), a.dtype, node.kwargs) == (b.shape, b.stride(), b.dtype, {}):
                 joint.replace(node, other)
                 lost.add(node)
                 continue
-        if not taken & there:
-            lost |= {node} if taken & lost else set()
+        if not arguments & there:
+            lost |= {node} if arguments & lost else set()
             continue
         there.add(node)
-        for x in taken & lost:
+        for x in arguments & lost:
             assert x is not None
             with graph.inserting_before(node):
                 (like,) = fakes_of(x)
-                made = graph.call_function(
+                zeros = graph.call_function(
                     _zeros, (like.shape, like.stride(), like.dtype, like.device)
                 )
-            made.meta = {**x.meta}
-            joint.backward.add(made)
-            node.replace_input_with(x, made)
+            zeros.meta = {**x.meta}
+            joint.backward.add(zeros)
+            node.replace_input_with(x, zeros)
     joint.input_grads = [None if x in lost else x for x in joint.input_grads]
     joint.weight_grads = [None if x in lost else x for x in joint.weight_grads]
     joint.tangents = [None if x in lost else x for x in joint.tangents]
@@ -277,12 +277,12 @@ def halves(joint: Joint) -> tuple[Slice, Slice]:
     wanted = [x for x in joint.input_grads if x is not None]
     first = effects.needed(wanted, region)
     if first:
-        # Operators without a result have a side effect, as a message has. Each belongs to the half
-        # whose values it takes.
+        # An operator without a result is there for a side effect, such as sending a message. It is
+        # in I if all that it takes of the backward is there, and in W otherwise.
         for node in nodes:
             if is_void(node) and first.issuperset(x for x in node.all_input_nodes if x in region):
                 first |= effects.needed([node], region)
-    # An operator with several results hands on those that W needs, and not all of them.
+    # I takes single results out of a tuple, so that W keeps those that it needs, and not all.
     # guard: results of an operator that both halves need
     first |= {x for node in first for x in node.users if is_item(x) and x in region}
     if any(
@@ -292,14 +292,14 @@ def halves(joint: Joint) -> tuple[Slice, Slice]:
         for y in nodes
         if (x in first) != (y in first)
     ):
-        # No half may change memory that the other one has, or reads.
+        # I and W run at different times. If one changes memory of the other, all of it is I.
         # guard: changes in place across the halves
         first = region
     of_input = effects.in_order(first)
     of_weights = [x for x in nodes if x not in first]
     results = [x for x in joint.weight_grads if x is not None]
-    taken = {*results, *[x for node in of_weights for x in node.all_input_nodes]}
-    live = effects.in_order(taken & first)
+    used = {*results, *[x for node in of_weights for x in node.all_input_nodes]}
+    live = effects.in_order(used & first)
     return sliced(of_input, [*joint.input_grads, *live]), sliced(of_weights, joint.weight_grads)
 
 
@@ -328,31 +328,31 @@ def min_cut(joint: Joint, effects: Effects, saved: Sequence[Node]) -> list[Node]
 
     Source: He and Yang, Min-cut optimal (re)materialization (dev-discuss.pytorch.org, 2022).
     """
-    # A dependency of PyTorch.
+    # PyTorch itself depends on networkx, so it is installed.
     import networkx  # type: ignore[import-untyped]
 
     forward = joint.forward
     region = effects.needed(saved, {*forward})
     fixed = {x for x in forward if x in joint.kept or _is_fixed(effects, x)}
-    # The items of what a fixed operator returns are fixed, too.
+    # Single results of a fixed operator are fixed, too: they would need its whole tuple again.
     fixed |= {x for x in forward if is_item(x) and x.args[0] in fixed}
-    given = {*joint.inputs, *joint.more}
+    arguments = {*joint.inputs, *joint.more}
     graph: Any = networkx.DiGraph()
     graph.add_node("source")
     graph.add_node("sink")
-    for x in [*given, *region]:
+    for x in [*arguments, *region]:
         whole = isinstance(x.meta.get("val"), tuple | list)
         graph.add_edge((x, 0), (x, 1), capacity=inf if whole else joint.bytes_of(fakes_of(x)))
-        if x in given or x in fixed:
+        if x in arguments or x in fixed:
             graph.add_edge("source", (x, 0))
         if x in region and x not in fixed:
             for y in x.all_input_nodes:
-                if y in given or y in region:
+                if y in arguments or y in region:
                     graph.add_edge((y, 1), (x, 0))
     for x in saved:
         graph.add_edge((x, 1), "sink")
     _, (near, _) = networkx.minimum_cut(graph, "source", "sink")
-    kept = {x for x in [*given, *region] if (x, 0) in near and (x, 1) not in near}
+    kept = {x for x in [*arguments, *region] if (x, 0) in near and (x, 1) not in near}
     nodes = effects.needed([x for x in saved if x not in kept], region - kept)
     return effects.in_order(nodes)
 
@@ -362,7 +362,7 @@ def _is_fixed(effects: Effects, node: Node) -> bool:
     packet: Any = getattr(node.target, "overloadpacket", None)
     if packet in flop_registry or is_random(node) or is_void(node) or node in effects.written:
         return True
-    # Memory that is changed in place has another value by then.
+    # Memory that is changed in place holds another value when R runs.
     touched = effects.memory[node] | effects.reads(node)
     return any(x in effects.writers for x in touched)
 

@@ -96,7 +96,7 @@ class StageGraphs:
                 self.say(f"its attributes are others in each step ({name})")
                 # The state changes in each step, so a trace would serve one step only.
                 state.is_brief = True
-        # The one that was used last is looked at first.
+        # The state that was used last comes first, since the next step most often has it, too.
         self.states = [state, *[x for x in self.states if x is not state]][:STATES]
         return state
 
@@ -111,8 +111,8 @@ class StageGraphs:
             def after(output: Batch) -> Batch:
                 if criterion is None:
                     return output
-                given = structure.unflatten(tuple(more))
-                args, kwargs = given if criterion.arguments[run.i][1] else (given, {})
+                arguments = structure.unflatten(tuple(more))
+                args, kwargs = arguments if criterion.arguments[run.i][1] else (arguments, {})
                 loss, weight = criterion.compute(output, args, kwargs)
                 rest[0] = weight, None if criterion.outputs is None else output.value
                 return Batch(loss)
@@ -197,7 +197,7 @@ class StageInStep:
         more, structure = of_loss(criterion, run.i)
         fault = self.settings.fault or self.state.fault
         if batch.shared:
-            # A change of one of them in place would not be seen in the other.
+            # Separate arguments of a graph: a change of one in place would not show in the other.
             fault = "tensors that come to it share memory"
         if fault:
             self.graphs.say(fault)
@@ -217,7 +217,7 @@ class StageInStep:
             self.graphs.say(f"more than {KINDS} kinds of micro-batches have come to it")
             return None, more
         with gate.tracing():
-            # Another thread may have been first.
+            # Another thread may have traced it while this one waited.
             if not entry.is_tried:
                 self.state.count += 1
                 entry.traced = self.graphs.traced(self, run)
@@ -230,7 +230,7 @@ def of_loss(criterion: Criterion | None, i: int) -> tuple[Sequence[Tensor], Stru
     if criterion is None:
         return (), TUPLE
     args, kwargs = criterion.arguments[i]
-    # Most often a tuple of tensors, which takes less time.
+    # Most losses have no keyword arguments, and a tuple alone takes less time to flatten.
     return flatten((args, kwargs) if kwargs else args)
 
 
@@ -238,8 +238,8 @@ def _places(batch: Batch) -> tuple[Any, ...]:
     """For each part, the indices of its tensors among those of the micro-batch."""
     if len(batch.parts) == 1 == len(batch.tensors):
         return (len(batch.parts[None]),)
-    place = {id(x): k for k, x in enumerate(batch)}
-    return tuple(tuple([place[id(x)] for x in part]) for part in batch.parts.values())
+    index = {id(x): k for k, x in enumerate(batch)}
+    return tuple(tuple([index[id(x)] for x in part]) for part in batch.parts.values())
 
 
 def traced_all(step: ScheduledStep, graphs: Sequence[StageGraphs]) -> list[Traced]:
@@ -254,7 +254,7 @@ def traced_all(step: ScheduledStep, graphs: Sequence[StageGraphs]) -> list[Trace
     """
     batch, _ = step.post.values[0, 0]
     parcels = Parcels()
-    found = []
+    traced = []
     last = len(graphs) - 1
     layout = step.stages.skip_layout
     settings = current_settings()
@@ -268,10 +268,10 @@ def traced_all(step: ScheduledStep, graphs: Sequence[StageGraphs]) -> list[Trace
                 "the costs of a stage are those of its graph, and one is eager (stage: "
                 f"{j}, reasons: {stage.reasons}); measure it, or change the layer"
             )
-        found.append(entry.traced)
+        traced.append(entry.traced)
         if j < last:
             batch = parcels.packed(_like(entry.traced, step.stages.devices[j + 1]))
-    return found
+    return traced
 
 
 def costs_of(traced: Sequence[Traced]) -> Costs:
@@ -292,7 +292,7 @@ def costs_of(traced: Sequence[Traced]) -> Costs:
         R=times([x.again.slice for x in parts]),
         activation=[x.bytes_of(x.saved) for x in parts],
         pending=[x.bytes_of(x.weight.slice.inputs) for x in parts],
-        # Copies of buffers that R changes, too.
+        # A checkpoint also holds copies of the buffers that R changes.
         checkpoint=[
             x.bytes_of(x.kept)
             + x.joint.bytes_of(y for k in x.changed_again for y in fakes_of(x.joint.state[k]))
@@ -306,6 +306,6 @@ def _like(traced: Traced, device: torch.device) -> Batch:
     tensors = []
     for node, needed in zip(traced.parts.joint.outputs, traced.form.needs_grad):
         x = node.meta["val"]
-        made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
-        tensors.append(made.requires_grad_(needed))
+        output = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+        tensors.append(output.requires_grad_(needed))
     return traced.form.output(tensors, frozenset())

@@ -54,7 +54,7 @@ class OutputForm:
 
     def __post_init__(self) -> None:
         places, structure = self.rest
-        #: The further outputs, if no tensor is among them.
+        #: The further outputs, if no tensor is among them: they are the same in each step.
         self.fixed = None if places else structure.unflatten(())
 
     def output(self, tensors: Sequence[Tensor], shared: frozenset[Any]) -> Batch:
@@ -105,17 +105,17 @@ def trace(
         UntraceableError: the stage cannot be a graph.
     """
     verify_plain([*tensors, *batch, *more])
-    recorded, own = torch.is_grad_enabled(), {id(x): k for k, x in enumerate(tensors)}
-    if not all(id(x) in own for x in weights):
+    recorded, index_of = torch.is_grad_enabled(), {id(x): k for k, x in enumerate(tensors)}
+    if not all(id(x) in index_of for x in weights):
         raise UntraceableError("it uses a weight of elsewhere")
-    chosen = [own[id(x)] for x in weights]
+    chosen = [index_of[id(x)] for x in weights]
     if recorded and {k for k, x in enumerate(tensors) if x.requires_grad} - {*chosen}:
         raise UntraceableError("it has a tensor that requires a gradient, and is no parameter")
     forms: list[OutputForm] = []
     counts: list[int] = []
 
     def joint(state: list[Tensor], inputs: list[Tensor], more: list[Tensor]) -> list[Tensor | None]:
-        # Layers may ask whether a tensor is a parameter.
+        # Layers may check isinstance(x, nn.Parameter), so the fake weights are parameters, too.
         state = [
             nn.Parameter(x, x.requires_grad) if isinstance(original, nn.Parameter) else x
             for x, original in zip(state, places.read())
@@ -127,30 +127,31 @@ def trace(
             results = [x.detach() for x in values]
             kept = [x.detach() for x in marks.tensors]
             ends = [x for x, needed in zip(values, form.needs_grad) if needed and recorded]
-            # Gradients of outputs; their shapes are known only now. They become placeholders.
+            # Stand-ins for the gradients of outputs, which ``_with_roles`` turns into placeholders.
             tangents = [torch.empty_like(x) for x in ends]
             wanted = [x for x in [*inputs, *[state[k] for k in chosen]] if x.requires_grad]
-            found: dict[int, Tensor | None] = {}
+            grad_of: dict[int, Tensor | None] = {}
             if ends and wanted:
-                # Within the block, since checkpoints of PyTorch run layers again in backward; in
-                # this thread, where the tracer records operators.
+                # Backward runs within the block, since PyTorch's checkpoints run layers again in
+                # it, and in this thread, since the tracer records no other one.
                 with torch.autograd.set_multithreading_enabled(False), without_autocast():
                     grads = torch.autograd.grad(ends, wanted, tangents, allow_unused=True)
-                found = dict(zip(map(id, wanted), grads))
-        of_inputs = [found.get(id(x)) for x in inputs]
-        of_weights = [found.get(id(state[k])) for k in chosen]
-        each = results, tangents, of_inputs, of_weights, kept
-        counts.extend([len(x) for x in each])
-        return [*chain(*each)]
+                grad_of = dict(zip(map(id, wanted), grads))
+        of_inputs = [grad_of.get(id(x)) for x in inputs]
+        of_weights = [grad_of.get(id(state[k])) for k in chosen]
+        groups = results, tangents, of_inputs, of_weights, kept
+        counts.extend([len(x) for x in groups])
+        return [*chain(*groups)]
 
     arguments = [
         [x.detach().requires_grad_(x.requires_grad) for x in some]
         for some in (tensors, batch, more)
     ]
     keep_guard()
-    # Casts of fake weights must not stay in autocast's cache, nor notes of PyTorch's checkpoints.
     with (
+        # Casts of fake weights must not stay in autocast's cache.
         own_casts(),
+        # What PyTorch's checkpoints write into FX's metadata must not outlive the trace.
         # guard: notes of checkpoints in a trace
         preserve_node_meta(),
         places.restored(),
@@ -162,9 +163,9 @@ def trace(
             raise
         except Exception as error:
             raise UntraceableError(_reason(error)) from error
-    made = _with_roles(module, [len(x) for x in arguments], counts, forms[0])
-    _verify(made)
-    return made, forms[0]
+    result = _with_roles(module, [len(x) for x in arguments], counts, forms[0])
+    _verify(result)
+    return result, forms[0]
 
 
 class NoLeaves(torch.autograd.Function):
@@ -172,7 +173,7 @@ class NoLeaves(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        # A gradient of None must not become zeros.
+        # Otherwise autograd would turn a gradient of None into zeros.
         ctx.set_materialize_grads(False)
         return tuple([x.detach() for x in tensors])
 
@@ -183,39 +184,39 @@ class NoLeaves(torch.autograd.Function):
 
 def _entered(inputs: Sequence[Tensor]) -> list[Tensor]:
     needing = [x for x in inputs if x.requires_grad]
-    found = iter(NoLeaves.apply(*needing) if needing and torch.is_grad_enabled() else needing)
-    return [next(found) if x.requires_grad else x for x in inputs]
+    entered = iter(NoLeaves.apply(*needing) if needing and torch.is_grad_enabled() else needing)
+    return [next(entered) if x.requires_grad else x for x in inputs]
 
 
 def _formed(
     output: Batch, rest: Sequence[Tensor], structure: Structure
 ) -> tuple[OutputForm, list[Tensor]]:
     distinct = {id(x): x for x in [*output, *rest]}
-    place = {x: k for k, x in enumerate(distinct)}
-    given = {id(x) for x in output}
+    index = {x: k for k, x in enumerate(distinct)}
+    in_output = {id(x) for x in output}
     form = OutputForm(
-        {key: tuple([place[id(x)] for x in part]) for key, part in output.parts.items()},
+        {key: tuple([index[id(x)] for x in part]) for key, part in output.parts.items()},
         dict(output.structures),
         output.shared,
-        [key in given and x.requires_grad for key, x in distinct.items()],
-        (tuple([place[id(x)] for x in rest]), structure),
+        [key in in_output and x.requires_grad for key, x in distinct.items()],
+        (tuple([index[id(x)] for x in rest]), structure),
     )
     return form, [*distinct.values()]
 
 
 def _with_roles(
-    module: GraphModule, given: Sequence[int], counts: Sequence[int], form: OutputForm
+    module: GraphModule, arguments: Sequence[int], counts: Sequence[int], form: OutputForm
 ) -> Joint:
     """Assign roles to the nodes, and make the gradients of outputs placeholders."""
     graph = module.graph
     nodes = [*graph.nodes]
     placeholders = iter([x for x in nodes if x.op == "placeholder"])
-    state, inputs, more = ([next(placeholders) for _ in range(count)] for count in given)
-    made: Any = nodes[-1].args[0]
-    made = made[counts[0] : counts[0] + counts[1]]
-    backward = {*nodes[nodes.index(made[0]) : -1]} - {*made} if made else set[Node]()
-    last = [*state, *inputs, *more][-1] if made else None
-    for node in made:
+    state, inputs, more = ([next(placeholders) for _ in range(count)] for count in arguments)
+    empties: Any = nodes[-1].args[0]
+    empties = empties[counts[0] : counts[0] + counts[1]]
+    backward = {*nodes[nodes.index(empties[0]) : -1]} - {*empties} if empties else set[Node]()
+    last = [*state, *inputs, *more][-1] if empties else None
+    for node in empties:
         with graph.inserting_after(last):
             last = graph.placeholder(f"grad_of_{node.name}")
         last.meta = dict(node.meta)
@@ -231,7 +232,7 @@ def _with_roles(
         *(module, state, inputs, more, outputs),
         [next(rest) if tangents and needed else None for needed in form.needs_grad],
         *(of_inputs, of_weights, backward),
-        # Of what is given to a stage, its cells keep what they need anyway.
+        # Inputs and weights that layers keep need no mark: a cell holds them anyway.
         kept={x for node in kept for x in node.all_input_nodes if x.op == "call_function"},
     )
     nodes[-1].args = (joint.results,)
@@ -261,8 +262,8 @@ def _verify(joint: Joint) -> None:
         if effects.written_by(node) & effects.memory[saved]:
             raise UntraceableError("its backward changes what its forward has made")
         for x in effects.memory[saved] & effects.reads(node):
-            # The next micro-batch changes a buffer again.
-            lasts = any(x in effects.memory[own] for own in joint.state)
+            # The next forward changes a buffer before this backward, so any write to it counts.
+            lasts = any(x in effects.memory[tensor] for tensor in joint.state)
             writers = effects.writers.get(x, ())
             if any(lasts or effects.position[y] > effects.position[saved] for y in writers):
                 raise UntraceableError("it changes in place what its backward needs")
@@ -290,7 +291,7 @@ def drawing_nothing() -> Iterator[None]:
     before, state, seed = _drawn(), torch.get_rng_state(), torch.initial_seed()
     yield
     now = torch.get_rng_state()
-    # The same seed counts, too.
+    # A new seed may be the same as before. It shows in a state that is the one right after seeding.
     again = torch.Generator().manual_seed(seed).get_state()
     seeded = torch.initial_seed() != seed or (torch.equal(now, again) and not now.equal(state))
     if seeded or before != _drawn():

@@ -37,7 +37,7 @@ class Traced:
         self.lasting = [
             k for k in parts.state_of_backward if not isinstance(tensors[k], nn.Parameter)
         ]
-        #: The backward for gradients of some outputs.
+        #: The backward, by which outputs have gradients.
         self._known: dict[tuple[bool, ...], BackwardParts] = {tuple(form.needs_grad): parts}
 
     def with_grads(self, grads: Sequence[Tensor | None]) -> BackwardParts:
@@ -86,7 +86,7 @@ def current_settings() -> Settings:
             torch.get_default_dtype(),
             torch.get_default_device(),
             torch.are_deterministic_algorithms_enabled(),
-            # Attention becomes the operators of a backend that is enabled.
+            # A trace of attention has the operators of one of these backends.
             *(attention.flash_sdp_enabled(), attention.mem_efficient_sdp_enabled()),
             *(attention.math_sdp_enabled(), attention.cudnn_sdp_enabled()),
         ),
@@ -143,11 +143,11 @@ class StageState:
             if all(a.equals(b) for a, b in zip(entry.structures, structures)):
                 return entry
         if len(self._entries) > 8 * KINDS:
-            # Kinds that came once are forgotten.
+            # Kinds that were never traced make room, since their sizes may not come again.
             self._entries = {
-                key: found
+                key: tried
                 for key, some in self._entries.items()
-                if (found := [x for x in some if x.is_tried])
+                if (tried := [x for x in some if x.is_tried])
             }
         entry = Entry(structures)
         self._entries[key] = [*self._entries.get(key, ()), entry]

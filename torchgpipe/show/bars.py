@@ -36,7 +36,7 @@ KINDS = {
     "out": ("#7f8cff", "to the host"),
     "back": ("#f07a4a", "from the host"),
 }
-#: Those that are drawn at an edge of a row, above or below what is computed.
+#: The kinds that are drawn at an edge of a row: 1 for the lower edge, 0 for the upper one.
 EDGES = {"copy": 1, "out": 0, "back": 0}
 #: Pixels: the average bar, a row, the margin for names, a line of text, between two ticks, and the
 #: height of a copy at an edge of its row.
@@ -99,7 +99,7 @@ def svg(panels: Sequence[Panel], scale: float | None = None) -> str:
     stop = max([float(panel.stop) for panel in panels], default=0.0)
     margin = max([_MARGIN, *(8 + 7 * len(name) for panel in panels for name in panel.rows)])
     if not scale:
-        # In any unit of time, the average bar is wide enough for its number.
+        # The average bar has room for its number, whatever the unit of time is.
         computed = [bar.end - bar.start for bar in bars if bar.kind not in EDGES]
         scale = _BAR * len(computed) / (float(sum(computed)) or 1) or 1.0
         scale = min(scale, _WIDEST / stop) if stop else scale
@@ -111,8 +111,8 @@ def svg(panels: Sequence[Panel], scale: float | None = None) -> str:
             y += _LINE
         body += _panel(panel, y, margin, scale)
         y += _LINE + len(panel.rows) * _ROW + 6
-    found, right = _legend(bars, margin, y + 10, any(panel.is_toned for panel in panels))
-    body += found
+    legend, right = _legend(bars, margin, y + 10, any(panel.is_toned for panel in panels))
+    body += legend
     words = '<g font-family="sans-serif" font-size="11">'
     return document(
         max(right, margin + stop * scale + 8), y + 20, _LIGHT, _DARK, [words, *body, "</g>"]

@@ -115,10 +115,10 @@ class Description:
         """Describe partitions, also by what a trace has measured and a plan had predicted."""
         rows, together = [], []
         for name, layers, tensors, device, checkpoint in parts:
-            own = [*tensors]
-            row = DescriptionRow(name, tuple(layers), *_counted(own), str(device), checkpoint)
+            listed = [*tensors]
+            row = DescriptionRow(name, tuple(layers), *_counted(listed), str(device), checkpoint)
             rows.append(_with(row, figures, prediction))
-            together += own
+            together += listed
         return cls(
             tuple(rows),
             *_counted(together),
@@ -146,7 +146,7 @@ class Description:
             ("host", False, [_size(row.host) for row in self.rows]),
             ("planned", False, [_size(row.planned) for row in self.rows]),
         ]
-        # A column of which nothing is known is left out.
+        # A column without any figure is left out.
         known = [column for column in columns if any(x is not None for x in column[2])]
         cells = [[title, *[x or "" for x in texts]] for title, _, texts in known]
         left = {k for k, (_, is_left, _) in enumerate(known) if is_left}
@@ -165,7 +165,7 @@ class Description:
         settings = {"chunks": self.chunks, "slices": self.slices, "rank": self.rank}
         settings |= {"schedule": self.schedule}
         text = ", ".join(
-            # Instructions have a line for each worker.
+            # A schedule that is written as instructions has a line for each worker.
             f"{name}:\n{x}" if "\n" in str(x) else f"{name}: {x}"
             for name, x in settings.items()
             if x is not None
@@ -187,9 +187,9 @@ def _with(
     times = (
         figures.places.get(row.device) if row.name is None else figures.stages.get(int(row.name))
     )
-    found = times or CellTimes()
+    mean = times or CellTimes()
     forward, recompute, backward = (
-        None if x is None else x / 1000 for x in (found.forward, found.recompute, found.backward)
+        None if x is None else x / 1000 for x in (mean.forward, mean.recompute, mean.backward)
     )
     memory, host = (known.get(row.device) for known in (figures.memory, figures.host))
     return replace(
@@ -205,10 +205,10 @@ def shortened(names: Sequence[str]) -> str:
 
 def _counted(tensors: Iterable[Tensor]) -> tuple[int, int]:
     """The number of elements of parameters, and the bytes of all tensors, each counted once."""
-    # A lazy layer has made none of its tensors.
-    each = [x for x in {id(x): x for x in tensors}.values() if not is_lazy(x)]
-    count = sum(x.numel() for x in each if isinstance(x, nn.Parameter))
-    return count, sum(x.nbytes for x in each)
+    # A lazy layer has made none of its tensors yet.
+    made = [x for x in {id(x): x for x in tensors}.values() if not is_lazy(x)]
+    count = sum(x.numel() for x in made if isinstance(x, nn.Parameter))
+    return count, sum(x.nbytes for x in made)
 
 
 def _milliseconds(seconds: float | None) -> str | None:

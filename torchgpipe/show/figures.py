@@ -53,8 +53,8 @@ class StepFigures:
             places.setdefault(span.stream.device_name, []).append(span)
         return cls(
             last.makespan,
-            {j: _times(own) for j, own in stages.items()},
-            {name: _times(own) for name, own in places.items()},
+            {j: _times(spans) for j, spans in stages.items()},
+            {name: _times(spans) for name, spans in places.items()},
             dict(timeline.memory),
             dict(timeline.host),
         )
@@ -92,5 +92,5 @@ class PlanFigures:
 
     def holds(self, chunks: int, modes: Sequence[str], schedule: object) -> bool:
         """Whether the settings are still those of the plan."""
-        own = self.chunks, [*self.modes], self.schedule
-        return own == (chunks, [*modes], schedule)
+        planned = self.chunks, [*self.modes], self.schedule
+        return planned == (chunks, [*modes], schedule)

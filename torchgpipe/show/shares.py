@@ -10,7 +10,7 @@ from torchgpipe.show.tables import aligned, as_mib
 
 __all__ = ["Shares", "by_stream", "shares", "table"]
 
-#: The device whose workers are its threads.
+#: The CPU: its workers are threads, and each has shares of its own.
 CPU = "cpu"
 
 
@@ -45,22 +45,22 @@ class Shares:
 
 def by_stream(spans: Sequence[Span]) -> dict[Stream, list[Span]]:
     """The computations of each stream that has any, by their starts."""
-    found: dict[Stream, list[Span]] = {}
+    by_start: dict[Stream, list[Span]] = {}
     for span in sorted(spans, key=lambda span: span.start):
         if span.computes:
-            found.setdefault(span.stream, []).append(span)
-    return {stream: found[stream] for stream in sorted(found, key=order)}
+            by_start.setdefault(span.stream, []).append(span)
+    return {stream: by_start[stream] for stream in sorted(by_start, key=order)}
 
 
 def by_device(spans: Sequence[Span]) -> dict[str, list[Span]]:
     """The computations of each device, by their starts; on the CPU, those of each worker."""
     rows = by_stream(spans)
     names = labels(rows)
-    found: dict[str, list[Span]] = {}
-    for stream, own in rows.items():
+    by_name: dict[str, list[Span]] = {}
+    for stream, work in rows.items():
         name = names[stream] if stream.device_name == CPU else stream.device_name
-        found.setdefault(name, []).extend(own)
-    return {name: sorted(own, key=lambda span: span.start) for name, own in found.items()}
+        by_name.setdefault(name, []).extend(work)
+    return {name: sorted(work, key=lambda span: span.start) for name, work in by_name.items()}
 
 
 def shares(spans: Sequence[Span]) -> list[Shares]:
@@ -71,14 +71,14 @@ def shares(spans: Sequence[Span]) -> list[Shares]:
         if span.kind in ("copy", *TRIPS):
             key = span.stream.device_name, span.kind in TRIPS
             copied[key] = copied.get(key, 0.0) + span.time
-    found = []
-    for name, own in by_device(spans).items():
-        recompute = _covered([span for span in own if span.kind == "R"])
-        # Work of a device beside a recomputation on another stream counts as recomputation.
-        busy = _covered(own) - recompute
-        copies, away = (copied.get((own[0].stream.device_name, x), 0.0) for x in (False, True))
-        host = _host_bound(own)
-        found.append(
+    all_shares = []
+    for name, work in by_device(spans).items():
+        recompute = _covered([span for span in work if span.kind == "R"])
+        # Work at the same time as a recomputation on another stream counts as recomputation.
+        busy = _covered(work) - recompute
+        copies, away = (copied.get((work[0].stream.device_name, x), 0.0) for x in (False, True))
+        host = _host_bound(work)
+        all_shares.append(
             Shares(
                 name,
                 busy / end,
@@ -89,7 +89,7 @@ def shares(spans: Sequence[Span]) -> list[Shares]:
                 away / end,
             )
         )
-    return found
+    return all_shares
 
 
 def _covered(spans: Sequence[Span]) -> float:
@@ -113,14 +113,14 @@ def _host_bound(spans: Sequence[Span]) -> float | None:
     return total
 
 
-def table(found: Sequence[Shares], memory: Mapping[str, int], host: Mapping[str, int]) -> str:
+def table(devices: Sequence[Shares], memory: Mapping[str, int], host: Mapping[str, int]) -> str:
     """Write the shares of devices as a table, with their memory and the host's, where known."""
     titles = ["device", "busy", "recompute", "bubble", "copies", "host-bound"]
-    is_away = any(x.away for x in found)
+    is_away = any(x.away for x in devices)
     titles += ["offload"] * is_away
     sizes = {title: x for title, x in (("peak MiB", memory), ("host MiB", host)) if x}
     rows = [[*titles, *sizes]]
-    for x in found:
+    for x in devices:
         row = [x.device, *(f"{y:.1%}" for y in (x.busy, x.recompute, x.bubble, x.copies))]
         row.append("-" if x.host is None else f"{x.host:.1%}")
         row += [f"{x.away:.1%}"] * is_away

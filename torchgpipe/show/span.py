@@ -23,8 +23,8 @@ __all__: list[str] = [
 
 # A span: a piece of work with its times.
 #
-# A span of a real device was measured by events, one of a virtual device is exact, and one of a
-# simulation was computed. All have this one type, so that they can be drawn side by side.
+# Spans of real devices are measured by events, those of virtual devices are exact, and those of
+# simulations are computed. All have this one type, so that they can be drawn side by side.
 
 
 #: The kinds of computation: forward, recomputation, backward, and its two halves.
@@ -152,9 +152,9 @@ def trip(stream: Stream, start: float, end: float, way: str, stage: int, i: int)
 
 # Pieces: recorded spans of parts of a cell become one span for each computation.
 #
-# A backward may begin before recomputation, which then starts at the first missing tensor, so one
-# span lies within the other. And a cell under a device map is several modules, each of which was
-# recorded. Both functions take spans in the order in which they were issued.
+# A recomputation may begin within the backward that needs it, at the first missing tensor: its span
+# then lies within that of the backward. And a cell under a device map has several modules, each of
+# which was recorded. Both functions take spans in the order in which they were issued.
 
 
 def pieces(spans: Sequence[Span]) -> list[Span]:
@@ -163,25 +163,25 @@ def pieces(spans: Sequence[Span]) -> list[Span]:
     for span in spans:
         if span.kind == "R":
             again.setdefault(_cell(span), []).append(span)
-    found: list[Span] = []
+    parts: list[Span] = []
     for span in spans:
         inner = again.get(_cell(span), []) if span.kind == "B" else []
-        found += _without(span, [x for x in inner if span.start <= x.start and x.end <= span.end])
-    return _joined(found)
+        parts += _without(span, [x for x in inner if span.start <= x.start and x.end <= span.end])
+    return _joined(parts)
 
 
 def cells(spans: Sequence[Span]) -> list[Span]:
     """Make one span of the operators of each computation, as if the cell had been recorded."""
     devices = {span.stage: span.stream.device for span in spans if span.computes}
-    found = []
+    whole = []
     for span in spans:
         stream = span.stream
         if span.target in devices:
             # The sending device makes a copy, but a timeline shows it on the receiving device.
             stream = stream._replace(device=devices[span.target])
         name = span.cell or span.name
-        found.append(replace(span, stream=stream, name=name, after=-1, layer="", layer_type=""))
-    return _joined(found)
+        whole.append(replace(span, stream=stream, name=name, after=-1, layer="", layer_type=""))
+    return _joined(whole)
 
 
 def _cell(span: Span) -> tuple[object, ...]:
@@ -190,16 +190,16 @@ def _cell(span: Span) -> tuple[object, ...]:
 
 def _without(span: Span, inner: Iterable[Span]) -> list[Span]:
     """The parts of a span that are in none of those within it."""
-    found = []
+    rest = []
     start = span.start
     for x in sorted(inner, key=lambda x: x.start):
         if x.start > start:
-            found.append(replace(span, start=start, end=x.start))
+            rest.append(replace(span, start=start, end=x.start))
         start = max(start, x.end)
-    # The whole span may take no time, and is kept then.
+    # A span that takes no time at all is kept.
     if span.end > start or start == span.start:
-        found.append(replace(span, start=start))
-    return found
+        rest.append(replace(span, start=start))
+    return rest
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:

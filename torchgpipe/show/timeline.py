@@ -173,10 +173,10 @@ def panel(spans: Sequence[Span], unit: str) -> Panel:
     rows = by_stream(spans)
     names = labels(rows)
     of_device: dict[str, list[Bar]] = {}
-    found: dict[str, list[Bar]] = {}
+    bars_of: dict[str, list[Bar]] = {}
     is_toned = False
-    for stream, own in rows.items():
-        stages = sorted({span.stage for span in own if span.stage is not None})
+    for stream, computations in rows.items():
+        stages = sorted({span.stage for span in computations if span.stage is not None})
         is_toned |= len(stages) > 1
         bars = [
             Bar(
@@ -188,15 +188,15 @@ def panel(spans: Sequence[Span], unit: str) -> Panel:
                 stages.index(span.stage) / len(stages) if span.stage is not None else 0,
                 part,
             )
-            for span, part in _parts([span for span in own if span.time])
+            for span, part in _parts([span for span in computations if span.time])
         ]
-        found[names[stream]] = bars
+        bars_of[names[stream]] = bars
         of_device.setdefault(stream.device_name, bars)
     for span in spans:
         if span.kind in EDGES and span.stream.device_name in of_device:
             bar = Bar(span.start, span.end, span.kind, "", _tip(span, unit))
             of_device[span.stream.device_name].append(bar)
-    return Panel(found, end, is_toned=is_toned)
+    return Panel(bars_of, end, is_toned=is_toned)
 
 
 def _parts(spans: Sequence[Span]) -> Iterator[tuple[Span, tuple[int, int]]]:
@@ -236,9 +236,9 @@ def characters(spans: Sequence[Span]) -> str:
     names = labels(rows)
     margin = max(map(len, names.values())) + 2
     lines = ["time".ljust(margin) + _ruler(end)]
-    for stream, own in rows.items():
+    for stream, computations in rows.items():
         row = ["."] * WIDTH
-        for span in own:
+        for span in computations:
             start, stop = (round(x / end * WIDTH) for x in (span.start, span.end))
             start = min(start, WIDTH - 1)
             stop = max(stop, start + 1)
@@ -285,7 +285,7 @@ def _events(spans: Sequence[Span]) -> list[dict[str, Any]]:
     for stream in streams:
         name_ = {"name": f"stream {stream.number}"}
         events.append({"ph": "M", "name": "thread_name", **ids(stream), "args": name_})
-    #: When each stream has done the work so far.
+    #: The time when each stream has done its work so far.
     ends: dict[Stream, float] = {}
     for index, span in enumerate(spans):
         events.append(
@@ -314,8 +314,8 @@ def _events(spans: Sequence[Span]) -> list[dict[str, Any]]:
 def _arguments(span: Span) -> dict[str, Any]:
     if span.stage is None:
         return {}
-    found = {"partition": span.stage, "micro-batch": span.microbatch, "step": span.step}
-    return found | ({"layer": span.layer, "class": span.layer_type} if span.layer else {})
+    arguments = {"partition": span.stage, "micro-batch": span.microbatch, "step": span.step}
+    return arguments | ({"layer": span.layer, "class": span.layer_type} if span.layer else {})
 
 
 def _micro(milliseconds: float) -> float:

@@ -65,10 +65,10 @@ class Busy(nn.Module):
 
 def busy(input: Tensor, weight: Tensor, costs: tuple[float, float, float], name: str) -> Tensor:
     """Compute a busy layer, which lasts for the time of F, and in backward for those of I and W."""
-    forward, own, weights = costs
-    # Autograd runs the function that was applied last first: I, then W.
+    forward, inputs, weights = costs
+    # Autograd runs first what was applied last: I of the input, then W of the weight.
     weight = Spend.apply(weight, 0.0, "", weights, "W" + name)
-    output: Tensor = Spend.apply(input, forward, "F" + name, own, "I" + name) * weight
+    output: Tensor = Spend.apply(input, forward, "F" + name, inputs, "I" + name) * weight
     return output
 
 

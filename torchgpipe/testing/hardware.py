@@ -145,7 +145,7 @@ def _times(share: Share, factor: float) -> Share:
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 
-#: Some accelerators, by the rates of their makers' data sheets, for dense matrices. Of the memory,
+#: Some accelerators, by the rates of their makers' data sheets, for dense matrices. The memory is
 #: what a process can have of it. Float32 has the rate of matrices that are not rounded to TF32,
 #: which is PyTorch's default. A PCI Express of 16 lanes carries 12 GB/s in its third generation,
 #: and 25 and 50 GB/s in the next two.
@@ -243,7 +243,7 @@ CPU, _HOST = "cpu", -1
 LinkEnd: TypeAlias = int | str | tuple[int | str, ...]
 Link: TypeAlias = tuple[LinkEnd, LinkEnd]
 
-#: Operators with a kernel of their own. The others take the fallback, which counts costs.
+#: Operators with a kernel of their own. All others share one kernel, in which costs count.
 _OWN = {
     *("copy", "empty", "empty_strided", "set", "record_stream", "native_dropout"),
     *("_copy_from", "_copy_from_and_resize", "_local_scalar_dense", "_efficientzerotensor"),
@@ -252,7 +252,7 @@ _OWN = {
 }
 
 
-#: The word for the costs that the CPU has.
+#: The value of ``costs`` by which each operator takes the time that the CPU takes for it.
 MEASURED = "measured"
 
 
@@ -329,7 +329,7 @@ def _reaches_a_device(op: str) -> bool:
     if name.removeprefix("aten::") in _OWN:
         return name == "aten::copy"
     known = set(_torch.all_operators())
-    # An operator has forms in place, out of place and into a given output, which call each other.
+    # One form may call another one: in place, out of place, or into an output that is passed.
     overloads = [
         f"{schema.name}.{schema.overload_name}".rstrip(".")
         for form in (name, f"{name}_")

@@ -81,8 +81,8 @@ def verify_torch(version: str) -> None:
     Raises:
         UnavailableError: it is too old.
     """
-    found = tuple([int(part) for part in version.split(".")[:2]])
-    if found < OLDEST:
+    numbers = tuple([int(part) for part in version.split(".")[:2]])
+    if numbers < OLDEST:
         raise UnavailableError(
             f"virtual accelerators need PyTorch {OLDEST[0]}.{OLDEST[1]} or newer (version: "
             f"{version}); install a newer one"
@@ -129,13 +129,13 @@ def flags() -> list[str]:
 
 def _links() -> list[str]:
     lib, maps = Path(torch.__file__).parent / "lib", Path("/proc/self/maps")
-    own = ["-undefined", "dynamic_lookup"]
+    standard = ["-undefined", "dynamic_lookup"]
     if sys.platform != "darwin":
-        # The C++ library that PyTorch has loaded. A compiler that finds only a static one would put
-        # a second one into ours, and numbers would be printed by one from tables of the other.
+        # Links to the C++ library that PyTorch has loaded. A compiler that finds only a static one
+        # would put a second copy into ours, which would print numbers by tables of the first one.
         loaded = maps.read_text() if maps.exists() else ""
-        own = re.findall(r"/.*/libstdc\+\+\.so\S*$", loaded, re.MULTILINE)[:1]
-    return [f"-L{lib}", "-ltorch", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{lib}", *own]
+        standard = re.findall(r"/.*/libstdc\+\+\.so\S*$", loaded, re.MULTILINE)[:1]
+    return [f"-L{lib}", "-ltorch", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{lib}", *standard]
 
 
 def _digest(command: list[str]) -> str:
@@ -241,7 +241,7 @@ def _load(devices: int) -> None:
             f"{library}, error: {error}); delete it, or set XDG_CACHE_HOME to another folder"
         ) from error
     ops: Any = torch.ops.virtual_accelerator
-    # PyTorch's tracer leaves out what returns nothing.
+    # Otherwise PyTorch's tracer would leave the operator out, since it returns nothing.
     has_side_effect(ops.busy.default)
     ops.start_devices(devices)
     if not _first_backward():

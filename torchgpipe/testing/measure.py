@@ -54,7 +54,7 @@ class MeasuredDevice:
     def seconds(self, operator: Callable[[], object]) -> float:
         """The seconds of an operator on the device: the median of some rounds."""
         operator()
-        found = []
+        rounds = []
         for _ in range(ROUNDS):
             start, end = (torch.Event(self.device, enable_timing=True) for _ in range(2))
             self.busy @ self.busy
@@ -63,8 +63,8 @@ class MeasuredDevice:
                 operator()
             end.record()
             end.synchronize()
-            found.append(start.elapsed_time(end) / TIMES / 1e3)
-        return median(found)
+            rounds.append(start.elapsed_time(end) / TIMES / 1e3)
+        return median(rounds)
 
 
 def rates(sizes_and_seconds: Sequence[tuple[float, float]], launch: float) -> dict[float, float]:
@@ -72,9 +72,9 @@ def rates(sizes_and_seconds: Sequence[tuple[float, float]], launch: float) -> di
     return {size: size / (t - launch) for size, t in sizes_and_seconds if t > 2 * launch}
 
 
-def shares(found: dict[float, float], rate: float) -> dict[float, float]:
+def shares(by_size: dict[float, float], rate: float) -> dict[float, float]:
     """The shares of a rate, by size."""
-    return {size: round(x / rate, 4) for size, x in found.items()}
+    return {size: round(x / rate, 4) for size, x in by_size.items()}
 
 
 def measured(device: torch.device, name: str, memory: int) -> Hardware:
@@ -94,7 +94,7 @@ def measured(device: torch.device, name: str, memory: int) -> Hardware:
             pairs.append((2.0 * n**3, on.seconds(partial(torch.mm, x, x))))
         return rates(pairs, launch)
 
-    of_products = {dtype: found for dtype in DTYPES if (found := products(dtype))}
+    of_products = {dtype: speeds for dtype in DTYPES if (speeds := products(dtype))}
     added = []
     for n in NUMBERS:
         a, b = on.rand(n), on.rand(n)
@@ -105,7 +105,7 @@ def measured(device: torch.device, name: str, memory: int) -> Hardware:
             "an operator takes longer than its launch on an accelerator "
             f"(device: {device}); measure one that is free"
         )
-    best = {dtype: max(found.values()) for dtype, found in of_products.items()}
+    best = {dtype: max(speeds.values()) for dtype, speeds in of_products.items()}
     half = torch.bfloat16 if torch.bfloat16 in best else torch.float32
     attended = []
     for length in LENGTHS:
@@ -160,15 +160,15 @@ def of_links(on: MeasuredDevice) -> dict[str, float]:
     """Bytes a second from the host, and from one device to another, or again from the host."""
     size = 2**26
     target = on.rand(size)
-    found = {}
+    speeds = {}
     for name, pinned in (("host_link", True), ("pageable", False)):
         x = torch.empty(size, dtype=torch.float32, pin_memory=pinned)
-        found[name] = x.nbytes / on.seconds(partial(target.copy_, x, non_blocking=True))
+        speeds[name] = x.nbytes / on.seconds(partial(target.copy_, x, non_blocking=True))
     if torch.accelerator.device_count() > 1:
         other = target.to(torch.device(on.device.type, 1))
         seconds = on.seconds(partial(target.copy_, other, non_blocking=True))
-        return {**found, "link": other.nbytes / seconds}
-    return {**found, "link": found["host_link"]}
+        return {**speeds, "link": other.nbytes / seconds}
+    return {**speeds, "link": speeds["host_link"]}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -192,9 +192,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             stack.enter_context(without_values(described, None))
             stack.enter_context(watched(described))
             name, memory = options.name or "virtual", described.memory
-        elif (found := torch.accelerator.current_accelerator(check_available=True)) is not None:
-            device = torch.device(found.type, 0)
-            module: Any = torch.get_device_module(found.type)
+        elif (gpu := torch.accelerator.current_accelerator(check_available=True)) is not None:
+            device = torch.device(gpu.type, 0)
+            module: Any = torch.get_device_module(gpu.type)
             name = options.name or module.get_device_name(0)
             memory = module.mem_get_info(0)[1]
         else:
@@ -205,8 +205,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for dtype, rate in hardware.rates.items():
         print(f"{str(dtype)[6:]}: {rate / 1e12:.4g} TFLOP/s at best")
     print(f"memory: {hardware.bandwidth / 1e12:.4g} TB/s; launch: {1e6 * hardware.launch:.3g} µs")
-    own, back = 1e6 * hardware.host, 1e6 * hardware.host_backward
-    print(f"host: {own:.3g} µs an operator, {back:.3g} in backward")
+    forward, back = 1e6 * hardware.host, 1e6 * hardware.host_backward
+    print(f"host: {forward:.3g} µs an operator, {back:.3g} in backward")
     for kind, share in hardware.efficiency.items():
         assert not isinstance(share, float)
         print(f"{kind}: " + ", ".join(f"{x:.2f} at {size:.1e}" for size, x in share.items()))

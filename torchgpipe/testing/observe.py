@@ -107,15 +107,15 @@ class Observation:
         Each span is an operator. What a wrapper computes also has its kind, partition, micro-batch
         and layer.
         """
-        names, taken = self._get("names"), self._get("spans")
-        records = _SPAN.iter_unpack(ctypes.string_at(taken.data_ptr(), taken.nbytes))
+        names, buffer = self._get("names"), self._get("spans")
+        records = _SPAN.iter_unpack(ctypes.string_at(buffer.data_ptr(), buffer.nbytes))
         return [
             Span(
                 Stream(device, stream),
                 *(start, end, names[name], after),
-                **self._naming.work(own, node)._asdict(),
+                **self._naming.work(thread, node)._asdict(),
             )
-            for start, end, after, own, node, device, stream, name in records
+            for start, end, after, thread, node, device, stream, name in records
         ]
 
     @property
@@ -173,7 +173,7 @@ class Observation:
     def _places(self) -> tuple[Place | None, Place | None]:
         """The first allocation that did not fit, and the first operator that failed."""
         first, second = (
-            [self._place(x) for x in found] for found in json.loads(self._get("troubles"))
+            [self._place(x) for x in places] for places in json.loads(self._get("troubles"))
         )
         return next(iter(first), None), next(iter(second), None)
 
@@ -184,7 +184,7 @@ class Observation:
         return Place(device, title, place["bytes"], op, work.layer, place["detail"])
 
     def _access(self, access: dict[str, Any]) -> Access:
-        # The stack of an operator that began earlier is not in this observation.
+        # An operator that began before this observation has no stack here.
         stack = self._stacks.get(access["stack"], ())
         stream = Stream(access["device"], access["stream"])
         work = self._naming.work(*access["labels"])
@@ -288,7 +288,7 @@ def observe(
     try:
         hook = _Hook(observation._take_stack)
         address = ctypes.cast(hook, ctypes.c_void_p).value if stacks else 0
-        # At the end of the last observation, threads may still have been about to call its hook.
+        # Threads may still be about to call the last observation's hook, so that stays alive, too.
         _hooks[:] = [*_hooks[-1:], hook]
         _ops.observe(True, -1 if jitter is None else jitter, raise_on_race, address)
         _ops.set_issue(host, host)
@@ -297,7 +297,7 @@ def observe(
         if isinstance(costs, Hardware):
             put_hardware(costs)
         for op, cost in table.items():
-            # An operator and its form in place may reach the device under one name.
+            # PyTorch may call the in-place form instead, so an operator and its form share a name.
             _ops.set_cost(op.removeprefix("aten::").rstrip("_"), cost)
         put_links(bandwidth)
         labels.observer = observation._naming.put

@@ -23,7 +23,7 @@ __all__: list[str] = [
 ]
 
 
-# The entries of an observation: races, waits and transfers; spans have a room of their own.
+# The entries of an observation: races, waits and transfers. Spans are in torchgpipe/show/span.py.
 
 
 @dataclass(frozen=True)
@@ -192,11 +192,11 @@ def critical_path(spans: list[Span]) -> list[int]:
     return path[::-1]
 
 
-# Names of work: the numbers that the library has for labels, and what labels say of a span.
+# Names of work: labels as numbers for the library, and what labels say of a span.
 #
-# The library knows the label of the thread that issued a piece of work, and that of the node of
-# autograd's graph that ran. A node was recorded in forward, so the backward of its cell is under
-# way, unless the thread says which half of it, as a schedule does.
+# For each piece of work the library knows two labels: that of the thread that issued it, and that
+# of the autograd node that ran. A node has the label of its forward. So the work is the backward of
+# that cell, unless the label of the thread says which half of it, as under a schedule.
 
 
 _ops: Any = torch.ops.virtual_accelerator
@@ -207,7 +207,7 @@ _BACKWARD = "BIW"
 #: The last fields of a label are those of the layer, and the others those of the cell.
 _OF_LAYER = 2
 
-#: A label is one number: its low bits, this many, number the layer, and those above the cell.
+#: A label is one number: its lowest bits, this many, number the layer, and the others the cell.
 _BITS = 24
 
 
@@ -219,7 +219,7 @@ class Numbers(dict[tuple[Any, ...], int]):
         self._count = itertools.count(1)
 
     def __missing__(self, key: tuple[Any, ...]) -> int:
-        # Another thread may come in between, and numbers must stay apart.
+        # Two threads may ask for one key at once: a number stays unused, but none is given twice.
         number = next(self._count)
         self.named[number] = key
         return self.setdefault(key, number)
@@ -235,7 +235,7 @@ class Naming:
     def __init__(self) -> None:
         self._cells = Numbers()
         self._layers = Numbers()
-        # PyTorch's operators are seen by modes of the caller, and this function is not.
+        # Called by its address: as an operator it would be seen by modes of the caller.
         self._put = ctypes.PYFUNCTYPE(None, ctypes.c_int64)(_ops.label_address())
 
     def put(self, label: Label | None) -> None:
@@ -248,18 +248,18 @@ class Naming:
 
     def _label(self, number: int) -> Label | None:
         cell = self._cells.named.get(number >> _BITS)
-        # A thread that began to tell in an earlier observation may have told a number of that one.
+        # The thread may have put its label in an earlier observation, which had other numbers.
         layer = self._layers.named.get(number & (1 << _BITS) - 1)
         return None if cell is None or layer is None else Label(*cell, *layer)
 
-    def work(self, own: int, node: int) -> Label:
+    def work(self, thread: int, node: int) -> Label:
         """Tell what a piece of work belongs to.
 
         Args:
-            own: the number of its thread's label.
+            thread: the number of its thread's label.
             node: the number of the label of the node that ran.
         """
-        label, recorded = self._label(own), self._label(node)
+        label, recorded = self._label(thread), self._label(node)
         if label is None:
             return _NOTHING if recorded is None else _backward_of(recorded)
         if recorded is not None and label.kind in _BACKWARD and not label.layer:
@@ -274,5 +274,5 @@ def _backward_of(label: Label) -> Label:
     """The work whose node was recorded under a label."""
     if label.kind != "copy":
         return label._replace(kind="B")
-    # A gradient goes back.
+    # The backward of a copy takes the gradient the other way.
     return label if label.target is None else label._replace(stage=label.target, target=label.stage)

@@ -15,7 +15,7 @@ needs Transformers (in a clone of torchgpipe: ``pip install '.[transformers]'``;
 TRL, too).
 """
 
-# Before any file here does, to say what to install.
+# Imported before any file of this package does that, to say what to install.
 try:
     import transformers  # noqa: F401
 except ImportError as error:

@@ -21,9 +21,9 @@ __all__: list[str] = []
 
 
 # A contrastive loss compares each row with all others, and a detector divides the loss of boxes by
-# the number of all boxes, and that of classes by weights. No losses of micro-batches make these.
-# But the model's own code computes them, of what its children have returned row by row: towers,
-# bodies, heads. So the model's forward runs twice:
+# the number of all boxes, and that of classes by weights. Losses of micro-batches give neither.
+# But the model's own code computes them from what its children (towers, bodies, heads) return row
+# by row. So the model's forward runs twice:
 #
 #   forward of each micro-batch: children compute, pipelined; what they return is kept and joined
 #   forward of all rows, once:   children return what was kept; the code around them has all rows
@@ -42,21 +42,21 @@ class Calls(threading.local):
     """The calls of children in the forward that a thread runs."""
 
     def __init__(self) -> None:
-        #: What each child has returned, or will return, call by call. It computes what is None.
+        #: What each child has returned, or is to return, call by call; None for a call to compute.
         self.outputs: dict[str, list[Any]] = {}
 
     def record(self, name: str, child: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call a child, and keep what it returns."""
-        found = child(*args, **kwargs)
-        # The model may put something else into it.
-        self.outputs.setdefault(name, []).append(map_leaves(lambda x: x, found))
-        return found
+        output = child(*args, **kwargs)
+        # The containers are copied, since the model may change them afterwards.
+        self.outputs.setdefault(name, []).append(map_leaves(lambda x: x, output))
+        return output
 
     def repeat(self, name: str, child: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Return what a child has returned for all rows."""
         left = self.outputs.get(name)
-        found = left.pop(0) if left else None
-        return child(*args, **kwargs) if found is None else found
+        output = left.pop(0) if left else None
+        return child(*args, **kwargs) if output is None else output
 
 
 class Child:
@@ -76,7 +76,7 @@ class Child:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 
-    # The layers of a Sequential.
+    # A child may be an nn.Sequential, whose layers the model reads.
     def __len__(self) -> int:
         return len(self._child)
 
@@ -91,10 +91,10 @@ class Child:
 def called(model: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
     """Have a model call something in place of its children within a ``with`` block."""
     base = base_of(model)
-    # Lists of modules are not called.
-    found = base.named_children()
-    children = {name: x for name, x in found if type(x).forward is not nn.Module.forward}
-    # The attributes of an object come before the modules in it, which stay what they are.
+    # Children without a forward, such as a ModuleList, are never called.
+    named = base.named_children()
+    children = {name: x for name, x in named if type(x).forward is not nn.Module.forward}
+    # Python finds attributes before nn.Module looks for submodules, so these need no change.
     vars(base).update({name: Child(x, partial(call, name, x)) for name, x in children.items()})
     try:
         yield
@@ -120,16 +120,16 @@ def recorded(
         calls.outputs = {}
 
     def end(model: nn.Module, args: Any, output: Any) -> Any:
-        found, calls.outputs = calls.outputs, {}
+        outputs, calls.outputs = calls.outputs, {}
         if is_recomputing():
-            # Backward is after the block, and the model calls its children.
+            # Backward runs after the block, when the model calls its own children again.
             return None
         if by_rows is not None:
-            found = {
-                name: [x if keep else None for x, keep in zip(found[name], each, strict=True)]
-                for name, each in by_rows.items()
+            outputs = {
+                name: [x if keep else None for x, keep in zip(outputs[name], keeps, strict=True)]
+                for name, keeps in by_rows.items()
             }
-        return reduce(output), found
+        return reduce(output), outputs
 
     handles = [model.register_forward_pre_hook(begin), model.register_forward_hook(end)]
     try:
@@ -140,29 +140,29 @@ def recorded(
             handle.remove()
 
 
-def repeated(pipe: MappedGPipe, args: Any, kwargs: dict[str, Any], given: Any) -> Any:
+def repeated(pipe: MappedGPipe, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
     """Compute a model for all rows, whose children return what they have returned for these.
 
     Args:
         pipe: the wrapper.
         args: the arguments of all rows.
         kwargs: the same.
-        given: what children have returned, by :func:`recorded`, joined.
+        outputs: what children have returned, by :func:`recorded`, joined.
     """
     calls = Calls()
 
     def begin(model: nn.Module, args: Any, kwargs: Any) -> Any:
-        calls.outputs = {name: [*each] for name, each in kwargs.pop(GIVEN).items()}
+        calls.outputs = {name: [*values] for name, values in kwargs.pop(GIVEN).items()}
         return args, kwargs
 
     mode, training = pipe.checkpoint, pipe.training
     handle = pipe.module.register_forward_pre_hook(begin, with_kwargs=True)
-    # Recomputation would call the children. One micro-batch is meant, so nothing warns of it.
+    # Recomputation would call the children. In training, one micro-batch causes a warning.
     pipe.checkpoint, pipe.training = "never", False
     try:
         with called(pipe.module, calls.repeat):
             return pipe.forward(
-                *(Chunks([x]) for x in args), **Chunks.of([{**kwargs, GIVEN: given}])
+                *(Chunks([x]) for x in args), **Chunks.of([{**kwargs, GIVEN: outputs}])
             )[0]
     finally:
         pipe.checkpoint, pipe.training = mode, training
@@ -170,36 +170,36 @@ def repeated(pipe: MappedGPipe, args: Any, kwargs: dict[str, Any], given: Any) -
 
 
 def rows_of_calls(
-    both: dict[str, list[Any]], each: list[dict[str, list[Any]]], model: nn.Module
+    both: dict[str, list[Any]], separate: list[dict[str, list[Any]]], model: nn.Module
 ) -> ByRows:
     """Find the calls of children that return tensors with the rows, in their first dimension.
 
     Args:
         both: what children have returned for two rows, or micro-batches.
-        each: the same for each of these alone.
+        separate: the same for each of these alone.
         model: the model.
 
     Returns:
         These calls; none if other children have most of the model's parameters.
     """
-    found: dict[str, list[bool]] = {}
+    by_rows: dict[str, list[bool]] = {}
     for name, calls in both.items():
-        alone = [x.get(name, []) for x in each]
-        if all(len(x) == len(calls) for x in alone):
-            found[name] = [*map(are_by_rows, calls, *alone)]
+        in_parts = [x.get(name, []) for x in separate]
+        if all(len(x) == len(calls) for x in in_parts):
+            by_rows[name] = [*map(are_by_rows, calls, *in_parts)]
     children = dict(base_of(model).named_children())
-    kept = [children[name] for name, calls in found.items() if all(calls)]
+    kept = [children[name] for name, calls in by_rows.items() if all(calls)]
     inside = {p for child in kept for p in child.parameters()}
     count = sum(p.numel() for p in inside)
-    return found if 2 * count > sum(p.numel() for p in model.parameters()) else {}
+    return by_rows if 2 * count > sum(p.numel() for p in model.parameters()) else {}
 
 
-def are_by_rows(both: Any, *each: Any) -> bool:
+def are_by_rows(both: Any, *separate: Any) -> bool:
     """Whether an output for all rows has those of each of its parts, one behind another."""
-    wholes, parts = [*Batch(both)], [[*Batch(x)] for x in each]
+    wholes, parts = [*Batch(both)], [[*Batch(x)] for x in separate]
     if not wholes or any(len(x) != len(wholes) for x in parts):
         return False
     return all(
-        x.dim() and len(x) == sum(len(y) if y.dim() else 0 for y in own)
-        for x, own in zip(wholes, zip(*parts))
+        x.dim() and len(x) == sum(len(y) if y.dim() else 0 for y in pieces)
+        for x, pieces in zip(wholes, zip(*parts))
     )

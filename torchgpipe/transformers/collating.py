@@ -22,9 +22,9 @@ from torchgpipe.values.division import FlatInput, divided
 __all__: list[str] = []
 
 
-# A mini-batch whose tensors all have its rows is cut into micro-batches like any other input. One
-# row of several packed sequences has none to cut, and neither has a tensor with a row for each
-# patch of each image. The collator knows how to make such a mini-batch of examples, so it makes the
+# A mini-batch whose tensors all have its rows is cut into micro-batches like any other input. A row
+# of several packed sequences cannot be cut, nor can a tensor with a row for each patch of each
+# image. The collator knows how to make such a mini-batch of examples, so it makes the
 # micro-batches, each of some of the examples, and the mini-batch is what these are together. They
 # travel within the mini-batch, under KEY, through workers and Accelerate, and are taken out when
 # the Trainer collects the mini-batches of a step.
@@ -33,8 +33,8 @@ __all__: list[str] = []
 #: The key of the micro-batches within a mini-batch.
 KEY = "torchgpipe.micro_batches"
 
-#: Parts of the names of arguments that are not text. There may be as many images as texts, and two
-#: of them in one, so that numbers of rows say nothing.
+#: Parts of the names of arguments that are not text. One text may have two images and another one
+#: none, so equal numbers of rows do not tell what belongs together.
 BESIDE_TEXT = ("pixel", "image", "video", "audio", "input_features")
 
 
@@ -55,7 +55,7 @@ class Collator:
         self._is_one_row = False
 
     def __getattr__(self, name: str) -> Any:
-        # Copies and pickles ask before there is a collator.
+        # Copying and unpickling look for attributes before ``collate`` is set.
         if name == "collate" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.collate, name)
@@ -65,22 +65,22 @@ class Collator:
         examples = [*examples]
         if self._is_cut is False:
             return self._in_parts(examples)
-        given, numbers = examples, random_state()
+        passed, numbers = examples, random_state()
         if self._is_cut is None:
             # A collator may change its examples, and the first ones may come to it twice.
             with suppress(Exception):
-                given = copy.deepcopy(examples)
-        found = self.collate(given)
-        if not isinstance(found, Mapping):
-            return found
-        batch = {**found}
+                passed = copy.deepcopy(examples)
+        output = self.collate(passed)
+        if not isinstance(output, Mapping):
+            return output
+        batch = {**output}
         flat = FlatInput(batch)
         if flat.given:
-            # The collator has made them itself.
+            # The collator has made the micro-batches itself.
             return as_one_batch([*flat.split(flat.division(1))], False)
         if has_rows(batch, len(examples)):
             self._is_cut = True
-            return found
+            return output
         if self._is_sliced:
             raise ValueError(
                 "a mini-batch of a streamed dataset must have a row for each example in all "
@@ -105,18 +105,18 @@ class Collator:
             if len(sizes) == 1:
                 raise
             return self._in_one(examples, whole, f"raised {type(error).__name__}: {error}")
-        found = as_one_batch(parts, self._is_one_row)
-        if whole and has_other_order(found, whole):
-            # As of TRL's pairs: all chosen rows, then all others. The call of the model tells what
-            # can be cut, which is less than the mini-batch has.
+        batch = as_one_batch(parts, self._is_one_row)
+        if whole and has_other_order(batch, whole):
+            # TRL's pairs are such: all chosen rows, then all others. The mini-batch stays whole,
+            # and what the model is called with is cut instead.
             self._is_cut = True
             return whole
-        if whole and self._is_one_row and shapes_in(found) != shapes_in(whole):
-            # Only tensors of one row count: others, as cumulated lengths, have sizes of their own.
-            places = [key for key, x in shapes_in(whole).items() if x[:1] == (1,)]
-            if any(shapes_in(found)[key] != shapes_in(whole)[key] for key in places):
+        if whole and self._is_one_row and shapes_in(batch) != shapes_in(whole):
+            # Only tensors of one row are compared: others, such as cumulated lengths, may differ.
+            keys = [key for key, x in shapes_in(whole).items() if x[:1] == (1,)]
+            if any(shapes_in(batch)[key] != shapes_in(whole)[key] for key in keys):
                 return self._in_one(examples, whole, "makes other rows of them")
-        return found
+        return batch
 
     def _in_one(
         self, examples: list[Any], whole: dict[str, Any] | None, why: str
@@ -178,13 +178,13 @@ def restore_random_state(state: tuple[Any, Any, Any]) -> None:
 
 def as_one_batch(parts: list[dict[str, Any]], is_one_row: bool) -> dict[str, Any]:
     """Make a mini-batch of micro-batches, with these in it."""
-    found: dict[str, Any] = {}
+    batch: dict[str, Any] = {}
     for key in dict.fromkeys(chain(*parts)):
         values = [part[key] for part in parts if key in part]
         tensors = all(isinstance(x, Tensor) for x in values) and len({x.dim() for x in values}) == 1
         fill = IGNORED if "label" in key else 0
-        found[key] = in_one(values, is_one_row, fill) if tensors and len(parts) > 1 else values[0]
-    return {**found, KEY: parts}
+        batch[key] = in_one(values, is_one_row, fill) if tensors and len(parts) > 1 else values[0]
+    return {**batch, KEY: parts}
 
 
 def in_one(tensors: Sequence[Tensor], is_one_row: bool, fill: int = 0) -> Tensor:
@@ -228,8 +228,8 @@ class Prepared(NamedTuple):
 
     def count_in(self, kwargs: Mapping[str, Any]) -> int:
         """Count the keyword arguments of the model that are tensors of this mini-batch."""
-        own = [(key, x) for key, x in self.batch.items() if isinstance(x, Tensor)]
-        return sum(kwargs.get(key) is x for key, x in own)
+        tensors = [(key, x) for key, x in self.batch.items() if isinstance(x, Tensor)]
+        return sum(kwargs.get(key) is x for key, x in tensors)
 
     def divided(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Divide the arguments of the model as the collator has divided the mini-batch.
@@ -237,8 +237,8 @@ class Prepared(NamedTuple):
         Raises:
             ValueError: a tensor among them is none of the mini-batch's, or has no name.
         """
-        own = {key for key, x in kwargs.items() if key in self.batch and x is self.batch[key]}
-        others = {key: x for key, x in kwargs.items() if key not in own}
+        known = {key for key, x in kwargs.items() if key in self.batch and x is self.batch[key]}
+        others = {key: x for key, x in kwargs.items() if key not in known}
         names = [*others, *(f"argument {k}" for k in range(len(args)))]
         pairs = zip(names, [*others.values(), *args])
         strange = [name for name, x in pairs if isinstance(x, Tensor) and x.dim()]
@@ -248,7 +248,7 @@ class Prepared(NamedTuple):
                 f"mini-batch cannot be cut by rows (arguments: {strange}, shapes: "
                 f"{shapes_in(kwargs)}); have the collator make these, or set pipe.chunks = 1"
             )
-        return [{**others, **{key: part[key] for key in own if key in part}} for part in self.parts]
+        return [{**others, **{k: part[k] for k in known if k in part}} for part in self.parts]
 
 
 class Loader:

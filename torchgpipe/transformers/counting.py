@@ -108,9 +108,9 @@ def counts_by(
         counted = [mask.bool()] if isinstance(mask, Tensor) and mask.dim() == 2 else []
     elif way == "objects":
         lists = [x for x in kwargs.values() if type(x) is list and len(x) == sum(sizes)]
-        each = [sum(x.numel() for x in Batch(row)) for row in zip(*lists)]
+        numbers = [sum(x.numel() for x in Batch(row)) for row in zip(*lists)]
         counted = (
-            [torch.ones(len(each), max(each)).cumsum(1) <= torch.tensor(each)[:, None]]
+            [torch.ones(len(numbers), max(numbers)).cumsum(1) <= torch.tensor(numbers)[:, None]]
             if lists
             else []
         )
@@ -124,19 +124,19 @@ def labels_of(
     if "shift_labels" in kwargs:
         return [kwargs["shift_labels"]]
     mask = kwargs.get("bool_masked_pos")
-    found = [kwargs.get(name) for name in names if name != "bool_masked_pos"]
+    values = [kwargs.get(name) for name in names if name != "bool_masked_pos"]
     ids = kwargs.get("input_ids")
     if isinstance(ids, Tensor) and any(name.endswith("_positions") for name in names):
         # An answer after the end of its row counts nowhere.
-        found = [x if x is None else x.masked_fill(x >= ids.shape[1], IGNORED) for x in found]
-    labels = [x for x in found if isinstance(x, Tensor) and x.dim() and len(x) == rows]
+        values = [x if x is None else x.masked_fill(x >= ids.shape[1], IGNORED) for x in values]
+    labels = [x for x in values if isinstance(x, Tensor) and x.dim() and len(x) == rows]
     pixels = ignored_pixels(model)
     labels = [x.masked_fill(x == pixels, IGNORED) if x.dim() > 2 else x for x in labels]
-    # Labels that are truth values all count; those of a mask say what counts.
+    # All Boolean labels count. As integers they do; of Booleans ``counts_of`` counts the true ones.
     labels = [x.int() if x.dtype == torch.bool else x for x in labels]
     if not isinstance(mask, Tensor):
         return labels
-    # Of images as labels the masked patches count.
+    # If the labels are images, the masked patches count in their place.
     return [mask, *(x for x in labels if not x.is_floating_point())]
 
 
@@ -152,9 +152,9 @@ def counts_of(labels: Sequence[Tensor], sizes: Sequence[int], shifted: bool) -> 
     Returns:
         A tensor of floating point, of shape ``(m,)``. Without labels these are the rows.
     """
-    found = torch.tensor([float(size) for size in sizes])
+    row_counts = torch.tensor([float(size) for size in sizes])
     if not labels:
-        return found
+        return row_counts
     rows = torch.zeros(len(labels[0]), device=labels[0].device)
     for x in labels:
         if shifted and x.dim() > 1:
@@ -165,14 +165,14 @@ def counts_of(labels: Sequence[Tensor], sizes: Sequence[int], shifted: bool) -> 
     return torch.stack([part.sum() for part in rows.split([*sizes])])
 
 
-def shares_of(counts: Tensor, *, alone: bool = False) -> Tensor:
+def shares_of(counts: Tensor, *, nan_if_empty: bool = False) -> Tensor:
     """The share of each micro-batch in the loss of the mini-batch, of shape ``(m,)``.
 
     Args:
         counts: the labels of each micro-batch.
-        alone: whether the loss of a mini-batch without labels is NaN, and not zero.
+        nan_if_empty: whether the loss of a mini-batch without labels is NaN, and not zero.
     """
-    return counts / (counts.sum() if alone else counts.sum().clamp(min=1))
+    return counts / (counts.sum() if nan_if_empty else counts.sum().clamp(min=1))
 
 
 def told(counts: Tensor, items: Tensor | float) -> list[Tensor]:
@@ -184,7 +184,7 @@ def told(counts: Tensor, items: Tensor | float) -> list[Tensor]:
     """
     if isinstance(items, Tensor):
         counts = counts.to(items.device)
-    # At least one, since a micro-batch without labels divides by this, too.
+    # At least one, since a micro-batch without labels divides by its number, too.
     return [*(counts.clamp(min=1) * items / counts.sum().clamp(min=1))]
 
 

@@ -47,7 +47,7 @@ def call_within_head(model: Any) -> bool:
     def within(*args: Any, behind: Any = None, **kwargs: Any) -> Any:
         if behind is None:
             return plain(*args, **kwargs)
-        # The head was called with what the rest of the model has returned.
+        # ``behind`` is the output of all but the head, which must not be computed again.
         return fused(With(model, lambda *_, **__: behind), *args, **kwargs)
 
     @wraps(fused)

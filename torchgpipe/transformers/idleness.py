@@ -49,8 +49,8 @@ class Idleness(NamedTuple):
     @property
     def peak(self) -> tuple[int, torch.device] | None:
         """The most bytes that an accelerator had allocated since the process began, and which."""
-        found = [(most, x) for x in self.devices if (most := peak_memory(x)) is not None]
-        return max(found, key=lambda x: x[0], default=None)
+        peaks = [(most, x) for x in self.devices if (most := peak_memory(x)) is not None]
+        return max(peaks, key=lambda x: x[0], default=None)
 
     def line(self) -> str:
         """The figures as a line of text."""
@@ -65,14 +65,14 @@ class Idleness(NamedTuple):
             return text
         most, device = self.peak
         whole = memory_total(device)
-        # Not every device says how much it has.
+        # Some devices do not tell how much memory they have.
         limit = f" of {whole / GIB:.0f}" if isfinite(whole) else ""
         return f"{text}, peak {most / GIB:.1f}{limit} GiB on {device}"
 
     def logs(self) -> dict[str, float]:
         """The figures as Trainers log them."""
-        found = {"pipeline/bubble": self.bubble}
-        return found if self.peak is None else {**found, "pipeline/peak_gib": self.peak[0] / GIB}
+        logs = {"pipeline/bubble": self.bubble}
+        return logs if self.peak is None else {**logs, "pipeline/peak_gib": self.peak[0] / GIB}
 
 
 def counted(number: int, name: str) -> str:
@@ -121,7 +121,7 @@ class PipelineCallback(TrainerCallback):
         # A step that raised has not ended its trace.
         self._tracing.close()
         if self._step is not None and step >= self._step and model and self.timeline is None:
-            # The trace ends first.
+            # An ExitStack calls the last entry first, so the trace ends before ``_say``.
             self._tracing.callback(self._say, step)
             self.timeline = self._tracing.enter_context(trace(model))
 
@@ -131,5 +131,5 @@ class PipelineCallback(TrainerCallback):
 
     def _say(self, step: int) -> None:
         if self.timeline is not None:
-            # A bar of progress may stand in the line.
+            # The timeline begins on a line of its own, since a progress bar may precede the text.
             logger.warning(f"optimizer step {step}:\n{self.timeline}")

@@ -27,9 +27,9 @@ __all__: list[str] = []
 #   one backward of loss 0 + loss 1
 #
 # A call of the model begins the training step of the next mini-batch, and returns when the last
-# mini-batch has come to its call, and all were computed. So each loss is computed by the code that
-# computes it otherwise, of the model's output for its own mini-batch, and in one thread. Backward
-# is put off until all have their losses.
+# mini-batch has come to its call, and all were computed. So the Trainer's own code computes each
+# loss, from the model's output for its own mini-batch, and in one thread. Backward is put off until
+# all mini-batches have their losses.
 
 
 class JoinedStep:
@@ -55,7 +55,7 @@ class JoinedStep:
         self._compute, self._state = compute, state
         self._losses: dict[int, Tensor] = {}
         self._calls: list[ModelCall] = []
-        #: Whether calls are still collected; then their outputs, none after a failure.
+        #: Whether calls are still collected; and their outputs, once they are computed together.
         self._is_open = True
         self._outputs: list[Any] = []
         self._before: Sequence[Any] = ()
@@ -89,7 +89,7 @@ class JoinedStep:
             except torch.OutOfMemoryError:
                 raise
             except Exception:
-                # Each mini-batch alone shows whose error it is, and its code may leave it out.
+                # A mini-batch computed alone raises in its own training step, which may catch it.
                 self._outputs = []
         if not self._outputs:
             return self._compute([call])[0]
@@ -108,8 +108,8 @@ def one_backward(accelerator: Any) -> Iterator[None]:
 
     So devices compute backward of all mini-batches, one after another, at the same time.
     """
-    backward, own = accelerator.backward, vars(accelerator)
-    before = own.get("backward")
+    backward, attributes = accelerator.backward, vars(accelerator)
+    before = attributes.get("backward")
     losses: list[Tensor] = []
     options: dict[str, Any] = {}
 
@@ -117,13 +117,13 @@ def one_backward(accelerator: Any) -> Iterator[None]:
         losses.append(loss)
         options.update(kwargs)
 
-    own["backward"] = put_off
+    attributes["backward"] = put_off
     try:
         yield
     finally:
         if before is None:
-            del own["backward"]
+            del attributes["backward"]
         else:
-            own["backward"] = before
+            attributes["backward"] = before
     if losses:
         backward(torch.stack(losses).sum(), **options)

@@ -32,7 +32,7 @@ class ModelCall:
     Args:
         args: the arguments of the model.
         kwargs: the same, with ``num_items_in_batch`` if the model shall know it.
-        given: the keyword arguments of each micro-batch, if the mini-batch cannot be cut by rows.
+        micro_batches: the keyword arguments of each, if the mini-batch cannot be cut by rows.
         names: the arguments that are labels.
         device: where outputs go to; None if they stay where they are.
         strict: whether to prove how rows are weighed, and another loss is an error; None without a
@@ -43,7 +43,7 @@ class ModelCall:
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        given: Sequence[Mapping[str, Any]],
+        micro_batches: Sequence[Mapping[str, Any]],
         names: Sequence[str],
         device: torch.device | None,
         strict: bool | None = None,
@@ -52,51 +52,51 @@ class ModelCall:
         self._strict = strict
         self._names, self._device = names, device
         self._items = self.kwargs.pop("num_items_in_batch", None)
-        self._own = self.kwargs
-        self._given = [{**part} for part in given]
-        self._is_one_row = bool(self._given) and row_count(kwargs) == 1
+        self._plain = self.kwargs
+        self._micro_batches = [{**part} for part in micro_batches]
+        self._is_one_row = bool(micro_batches) and row_count(kwargs) == 1
 
     def divide(self, pipe: MappedGPipe, chunks: int) -> None:
         """Divide the mini-batch, and tell what each micro-batch counts in its loss."""
-        if self._given:
-            sizes = [rows_in(part, self._names) for part in self._given]
+        if self._micro_batches:
+            sizes = [rows_in(part, self._names) for part in self._micro_batches]
             self.division = Division(sizes)
         else:
-            self.kwargs = self._own
+            self.kwargs = self._plain
             self.division = FlatInput((self.args, self.kwargs)).division(chunks)
             sizes = self.division.sizes
         model, weighing = pipe.module, weighing_of(pipe)
         if self._strict is not None and self.division.m > 1:
-            # One row of packed sequences is not what its parts are alone.
-            first = [] if self._is_one_row else self._given[:2]
-            given = [as_one_batch(first, False), *first] if first else []
-            if given or not self._given:
+            # A row of packed sequences is not what its parts are alone, so it proves nothing.
+            first = [] if self._is_one_row else self._micro_batches[:2]
+            pair = [as_one_batch(first, False), *first] if first else []
+            if pair or not self._micro_batches:
                 weighing.prove(
-                    *(self.args, self._own, given, sum(sizes), self._names), strict=self._strict
+                    *(self.args, self._plain, pair, sum(sizes), self._names), strict=self._strict
                 )
-        way = weighing.way(self._own)
+        way = weighing.way(self._plain)
         #: The calls of children to keep, if the loss is computed once, of all rows.
         self.by_rows = weighing.by_rows if way == ONCE and not self._is_one_row else None
-        wholes = [*zip(self._given, ([n] for n in sizes))] or [(self.kwargs, sizes)]
-        counts = torch.cat([counts_by(way, model, own, self._names, n) for own, n in wholes])
+        wholes = [*zip(self._micro_batches, ([n] for n in sizes))] or [(self.kwargs, sizes)]
+        counts = torch.cat([counts_by(way, model, x, self._names, n) for x, n in wholes])
         if next(pipe.parameters(), counts).dtype == torch.float64:
             counts = counts.double()
         items = None if self._items is None else told(counts, self._items)
-        for part, count in zip(self._given, items or ()):
+        for part, count in zip(self._micro_batches, items or ()):
             part["num_items_in_batch"] = count
-        if items is not None and not self._given:
-            self.kwargs = {**self._own, "num_items_in_batch": Chunks(items)}
-        # One micro-batch is the mini-batch, whatever counts in it.
+        if items is not None and not self._micro_batches:
+            self.kwargs = {**self._plain, "num_items_in_batch": Chunks(items)}
+        # A single micro-batch is the whole mini-batch, so its share is 1.
         self.shares = (
             torch.ones_like(counts)
             if way == "sum" or len(counts) == 1
-            else shares_of(counts, alone=self._items is None)
+            else shares_of(counts, nan_if_empty=self._items is None)
         )
 
     def sample(self, model: nn.Module, chunks: int) -> dict[str, Any]:
         """The arguments of the first micro-batch, by name, before the mini-batch is divided."""
-        args, kwargs = self.args, self._given[0] if self._given else self.kwargs
-        if not self._given:
+        args, kwargs = self.args, self._micro_batches[0] if self._micro_batches else self.kwargs
+        if not self._micro_batches:
             flat = FlatInput((args, kwargs))
             args, kwargs = next(flat.split(flat.division(chunks)))
         return {**dict(zip(signature(model.forward).parameters, args)), **kwargs}
@@ -104,12 +104,12 @@ class ModelCall:
     @property
     def is_given(self) -> bool:
         """Whether the micro-batches are made already."""
-        return bool(self._given)
+        return bool(self._micro_batches)
 
     def parts(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
         """The arguments of each micro-batch."""
-        if self._given:
-            return ((self.args, part) for part in self._given)
+        if self._micro_batches:
+            return ((self.args, part) for part in self._micro_batches)
         return FlatInput((self.args, self.kwargs)).split(self.division)
 
     def joined(self, outputs: Sequence[Any]) -> Any:
@@ -125,11 +125,11 @@ class ModelCall:
         return on_reading(first, losses, lambda: self._joined(outputs))
 
     def _joined(self, outputs: Sequence[Any]) -> Any:
-        found = [Batch(x) for x in outputs]
-        if not self._given:
-            return joined(found, self.division)
-        tensors = [in_one(column, self._is_one_row) for column in zip(*found)]
-        return found[0].replace(tensors).value
+        batches = [Batch(x) for x in outputs]
+        if not self._micro_batches:
+            return joined(batches, self.division)
+        tensors = [in_one(column, self._is_one_row) for column in zip(*batches)]
+        return batches[0].replace(tensors).value
 
     def once(self, pipe: MappedGPipe, output: Any) -> Any:
         """Compute the loss of all rows at once, of what the model's children have returned."""
@@ -137,7 +137,7 @@ class ModelCall:
             return output
         items = {} if self._items is None else {"num_items_in_batch": self._items}
         whole = Division([sum(self.division.sizes)])
-        ((args, kwargs),) = FlatInput((self.args, {**self._own, **items})).split(whole)
+        ((args, kwargs),) = FlatInput((self.args, {**self._plain, **items})).split(whole)
         return repeated(pipe, args, kwargs, output[1])
 
     def finished(self, output: Any) -> Any:
@@ -159,10 +159,10 @@ class ModelCall:
             return map_leaves(self._arrived, value)
 
         if can_fill_itself(output):
-            found = there(output).items()
+            values = there(output).items()
             losses = {
                 key: finished(key, x)
-                for key, x in found
+                for key, x in values
                 if is_loss(key, x) or is_stacked(key, x, m, rows)
             }
             return on_reading(output, losses, lambda: map_leaves(self._arrived, {**output}))
@@ -184,10 +184,10 @@ def compute(pipe: MappedGPipe, calls: Sequence[ModelCall]) -> list[Any]:
     Returns:
         The output of each mini-batch.
     """
-    # Trainer has set the mode of the model.
+    # Trainers set train or eval mode on the model, and not on the wrapper.
     pipe.training = pipe.module.training
     if len({len(x.args) for x in calls}) > 1:
-        # They give arguments to the model in several ways.
+        # Calls with different numbers of positional arguments cannot be computed as one.
         return [compute(pipe, [x])[0] for x in calls]
     chunks = -(-pipe.chunks // len(calls))
     for call in calls:
@@ -197,12 +197,12 @@ def compute(pipe: MappedGPipe, calls: Sequence[ModelCall]) -> list[Any]:
         return [compute(pipe, [x])[0] for x in calls]
     with nullcontext() if by_rows is None else recorded(pipe.module, by_rows):
         if len(calls) == 1 and not calls[0].is_given:
-            found = [pipe(*calls[0].args, **calls[0].kwargs)]
+            results = [pipe(*calls[0].args, **calls[0].kwargs)]
         else:
             parts = [*chain(*[call.parts() for call in calls])]
             outputs = iter(run(pipe, pipe.module, parts))
-            found = [call.joined([*islice(outputs, call.division.m)]) for call in calls]
-    return [call.finished(call.once(pipe, x)) for call, x in zip(calls, found)]
+            results = [call.joined([*islice(outputs, call.division.m)]) for call in calls]
+    return [call.finished(call.once(pipe, x)) for call, x in zip(calls, results)]
 
 
 def loss_of(
@@ -256,8 +256,8 @@ def loss_in(output: Any) -> Tensor:
     """The losses in what a model has returned."""
     if isinstance(output, Mapping):
         output = output["loss"]
-    found: Tensor = output[0] if isinstance(output, tuple) else output
-    return found
+    loss: Tensor = output[0] if isinstance(output, tuple) else output
+    return loss
 
 
 def is_stacked(name: str, value: Any, m: int, rows: int) -> bool:
@@ -282,12 +282,12 @@ def loss_only(model: nn.Module) -> Iterator[None]:
     The logits of all micro-batches, joined, would take more memory than anything else.
     """
 
-    def alone(model: nn.Module, args: Any, output: Any) -> Any:
+    def keep_loss(model: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, dict):
             return {"loss": output["loss"]} if "loss" in output else output
         return output[:1] if isinstance(output, tuple) else output
 
-    handle = model.register_forward_hook(alone)
+    handle = model.register_forward_hook(keep_loss)
     try:
         yield
     finally:

@@ -26,21 +26,21 @@ from torchgpipe.values.microbatch import Batch, joined
 __all__: list[str] = []
 
 
-# A loss may weigh its rows equally, by their labels or by their tokens. Of some models the class
-# tells. Of others it is found out before the first mini-batch is divided: two of its rows are
-# computed, together and each alone, and these are compared for each way of weighing:
+# A loss may weigh its rows equally, by their labels or by their tokens. The class of some models
+# tells which. For others it is found out before the first mini-batch is divided: two of its rows
+# are computed together, and each alone. Then for each way of weighing this is compared:
 #
-#   the loss of both rows    beside    the weighed losses of each
+#   the loss of both rows together    with    the losses of each row alone, weighed
 #
-# Two rows with as many labels fit every way. So a copy is taken in which most labels of one are
-# IGNORED. Code that does not know IGNORED might take it for an index: its labels are left as they
-# are, and the proof waits until two rows differ by themselves.
+# Two rows with equally many labels fit every way. So most labels of one row are set to IGNORED, in
+# a copy. Code that does not know IGNORED might take it for an index. Its labels stay as they are,
+# and the proof waits for two rows that differ by themselves.
 
 
-#: The way of a loss that is computed once, of what children return for all rows.
+#: The way of a loss that is computed once, from what the model's children return for all rows.
 ONCE = "once"
 
-#: By dtype: how far losses differ by rounding, and from where on they are others, per unit of loss.
+#: By dtype: relative differences of equal losses are below the first, of others above the second.
 CLOSE = {torch.float64: (1e-9, 1e-7), torch.float32: (1e-5, 1e-4)}
 HALF = 4e-3, 3e-2
 OTHERS = 1e-4, 1e-3
@@ -55,7 +55,7 @@ class Weighing:
 
     def __init__(self, pipe: MappedGPipe) -> None:
         self._pipe = ref(pipe)
-        #: By the arguments: ways that no mini-batch has told from each other, the chosen one first.
+        #: By names of arguments: the ways that fit all mini-batches so far, the chosen one first.
         self._ways: dict[frozenset[str], list[str]] = {}
         #: The calls of children that are kept for a loss that is computed once.
         self.by_rows: ByRows = {}
@@ -63,20 +63,20 @@ class Weighing:
     @property
     def pipe(self) -> MappedGPipe:
         """The wrapper."""
-        found = self._pipe()
-        assert found is not None
-        return found
+        pipe = self._pipe()
+        assert pipe is not None
+        return pipe
 
     def way(self, kwargs: Mapping[str, Any]) -> str:
         """The way for a mini-batch, by the keyword arguments of the model."""
-        found = self._ways.get(call_key(kwargs))
-        return found[0] if found else usual_way(self.pipe.module, kwargs)
+        ways = self._ways.get(call_key(kwargs))
+        return ways[0] if ways else usual_way(self.pipe.module, kwargs)
 
     def prove(
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        given: Sequence[Mapping[str, Any]],
+        parts: Sequence[Mapping[str, Any]],
         rows: int,
         names: Sequence[str],
         *,
@@ -87,9 +87,9 @@ class Weighing:
         Args:
             args: the positional arguments of the model.
             kwargs: its keyword arguments.
-            given: where rows cannot be cut, the arguments of two micro-batches together, and then
+            parts: where rows cannot be cut, the arguments of two micro-batches together, and then
                 of each; else empty.
-            rows: the number of rows, which counts only if ``given`` is empty.
+            rows: the number of rows, which counts only if ``parts`` is empty.
             names: the arguments that are labels.
             strict: whether a loss of another kind is an error.
 
@@ -101,7 +101,7 @@ class Weighing:
         if (before and len(before) == 1) or any(map(is_compiled, model.modules())):
             return
         k = 0
-        if not given:
+        if not parts:
             ones = [1] * rows
             kwargs = differing(model, kwargs, names)
             ways = [x for x in before or WAYS if x != "sum"]
@@ -111,7 +111,7 @@ class Weighing:
             k = int((2 * apart + differ).argmax())
             if before and not apart[k]:
                 return
-            # Rows of one class do not show the weights of classes.
+            # Two rows of one class do not show whether the loss weighs classes, so the proof waits.
             is_open = has_classes(kwargs, names) and not is_of_library(model)
             if is_open and not differ[k]:
                 return
@@ -119,21 +119,21 @@ class Weighing:
             both = [*FlatInput((args, kwargs)).split(Division(sizes))][k > 0]
             pairs = [both, *FlatInput(both).split(Division([1, 1]))]
         else:
-            pairs = [(args, {**part}) for part in given]
+            pairs = [(args, {**part}) for part in parts]
             pairs[0][1].pop(KEY, None)
-        found = self._compared(pairs, names, usual_way(model, kwargs), strict)
+        fitting = self._compared(pairs, names, usual_way(model, kwargs), strict)
         lists = [x for x in kwargs.values() if type(x) is list]
         if before is None and is_of_library(model) and not lists:
-            # Its labels were made to differ.
-            del found[1:]
-        if found:
-            self._ways[key] = found
+            # ``differing`` has made the labels differ, so the first way that fits is right.
+            del fitting[1:]
+        if fitting:
+            self._ways[key] = fitting
 
     def _compared(
         self, pairs: list[Any], names: Sequence[str], usual: str, strict: bool
     ) -> list[str]:
         """Compute two rows, or micro-batches, and find the ways that give the loss of both."""
-        # Hooks of the wrapper are for steps.
+        # ``forward`` is called directly, since hooks of the wrapper are for steps.
         pipe, call, numbers = self.pipe, self.pipe.forward, random_state()
         model = pipe.module
         with torch.no_grad(), unchanged(model):
@@ -144,7 +144,7 @@ class Weighing:
                     try:
                         outputs = run(call, model, pairs[:1])
                     except Exception:
-                        # Code that fails in evaluation shows nothing of its loss.
+                        # A model that fails in evaluation shows nothing of its loss.
                         return [usual]
                     try:
                         outputs += run(call, model, pairs[1:])
@@ -158,13 +158,13 @@ class Weighing:
                             "model, by compute_loss_func, which gets the outputs of all rows, or "
                             "accept the loss of the micro-batches by accept_loss=True"
                         ) from error
-                (target, extra), *each = [output for output, _ in outputs]
+                (target, extra), *separate = [output for output, _ in outputs]
                 if target is None or not target.isfinite():
                     return [usual] if target is None else []
-                losses = torch.stack([loss for loss, _ in each]).cpu().double()
-                # What routers add becomes a mean, which differs by its own size.
-                others = zip(extra.values(), *[own.values() for _, own in each])
-                slack = sum(float((x - sum(own) / len(own)).abs()) for x, *own in others)
+                losses = torch.stack([loss for loss, _ in separate]).cpu().double()
+                # Losses that routers add become means. ``slack`` is how far these may be off.
+                others = zip(extra.values(), *[parts.values() for _, parts in separate])
+                slack = sum(float((x - sum(parts) / len(parts)).abs()) for x, *parts in others)
                 tight, near = [x * max(1.0, float(target.abs())) + slack for x in closeness(model)]
                 off = {
                     way: float((self._weighed(way, losses, pairs, names) - target.cpu()).abs())
@@ -172,18 +172,18 @@ class Weighing:
                 }
                 off = {way: float("inf") if x != x else x for way, x in off.items()}
                 ways = [usual, *sorted({*WAYS} - {usual}, key=off.__getitem__)]
-                # Losses over objects have other parts, which are equal before training.
+                # Losses over objects have further parts, equal before training: a fit says nothing.
                 best = min((x for x in ways if x != "objects"), key=off.__getitem__)
                 for way in (usual, best):
                     if off[way] <= tight:
                         return [way, *(x for x in ways if x != way and off[x] <= tight)]
                 calls = [calls for _, calls in outputs]
-                # Micro-batches of several lengths cannot be joined.
+                # Joining raises ValueError for micro-batches of several lengths.
                 with suppress(ValueError):
                     if kept := rows_of_calls(calls[0], calls[1:], model):
-                        sizes = [rows_in(own, names) for _, own in pairs[1:]]
-                        given = joined_calls(kept, calls[1:], sizes)
-                        once = losses_in(repeated(pipe, pairs[0][0], pairs[0][1], given))[0]
+                        sizes = [rows_in(part, names) for _, part in pairs[1:]]
+                        children = joined_calls(kept, calls[1:], sizes)
+                        once = losses_in(repeated(pipe, pairs[0][0], pairs[0][1], children))[0]
                         if once is not None and 4 * (once - target).abs() <= min(
                             off[best], 4 * near
                         ):
@@ -193,14 +193,14 @@ class Weighing:
                     return [usual if off[usual] <= 4 * off[best] else best]
                 with recorded(model, reduce=losses_in):
                     twice = [*run(call, model, pairs[:1]), *run(call, model, pairs[:1])]
-                # Some models draw a few numbers, which may be the same again.
+                # The model runs twice: where random numbers change its loss, there is no error.
                 if strict and all((x - target).abs() <= near for (x, _), _ in twice):
-                    found = float(self._weighed(usual, losses, pairs, names))
+                    weighed = float(self._weighed(usual, losses, pairs, names))
                     raise ValueError(
                         "the loss of a mini-batch must follow from those of its micro-batches, "
                         "weighed by labels, tokens or rows, or from what the model's children "
                         f"return for its rows ({type(base_of(model)).__name__}: "
-                        f"{float(target):.6g} for two rows together, {found:.6g} for each alone, "
+                        f"{float(target):.6g} for two rows together, {weighed:.6g} for each alone, "
                         f"weighed by {usual}); pass compute_loss_func to the Trainer, which gets "
                         "the outputs of all rows, or accept the other loss by accept_loss=True"
                     )
@@ -213,9 +213,9 @@ class Weighing:
     def _weighed(self, way: str, losses: Tensor, pairs: list[Any], names: Sequence[str]) -> Tensor:
         """The loss that micro-batches have together in one of the ways."""
         model, rows = self.pipe.module, len(losses)
-        each = [counts_by(way, model, x, names, [rows_in(x, names)]) for _, x in pairs[1:]]
-        counts = torch.cat(each).cpu()
-        return whole(losses, torch.ones(rows) if way == "sum" else shares_of(counts))
+        counts = [counts_by(way, model, x, names, [rows_in(x, names)]) for _, x in pairs[1:]]
+        total = torch.cat(counts).cpu()
+        return whole(losses, torch.ones(rows) if way == "sum" else shares_of(total))
 
 
 def call_key(kwargs: Mapping[str, Any]) -> frozenset[str]:
@@ -237,34 +237,34 @@ def run(
     args = [Chunks(values) for values in zip(*[args for args, _ in parts])]
     known = inspect.signature(model.forward).parameters
     defaults = {name: known[name].default if name in known else None for name in names}
-    found: list[Any] = call(*args, **Chunks.of([{**defaults, **own} for _, own in parts]))
-    return found
+    outputs: list[Any] = call(*args, **Chunks.of([{**defaults, **kwargs} for _, kwargs in parts]))
+    return outputs
 
 
 def losses_in(output: Any) -> tuple[Tensor | None, dict[str, Tensor]]:
     """The loss in an output of a model, and what routers have added to it."""
-    found, extra = output, dict[str, Tensor]()
+    loss, extra = output, dict[str, Tensor]()
     if isinstance(output, Mapping):
         added = ("aux_loss", "z_loss")
         tensors = {key: x for key, x in output.items() if isinstance(x, Tensor)}
         extra = {key: x for key, x in tensors.items() if key.endswith(added)}
-        found = output.get("loss")
+        loss = output.get("loss")
     elif isinstance(output, tuple) and output:
-        found = output[0]
-    if isinstance(found, Tensor) and found.numel() == 1 and found.is_floating_point():
-        return found.reshape(()), extra
+        loss = output[0]
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
+        return loss.reshape(()), extra
     return None, extra
 
 
 def joined_calls(
-    by_rows: ByRows, each: Sequence[Mapping[str, list[Any]]], sizes: list[int]
+    by_rows: ByRows, separate: Sequence[Mapping[str, list[Any]]], sizes: list[int]
 ) -> dict[str, list[Any]]:
     """Join what children have returned for micro-batches."""
     rows = Division(sizes)
     return {
         name: [
             joined([Batch(x) for x in outputs], rows) if keep else None
-            for keep, *outputs in zip(calls, *[own[name] for own in each])
+            for keep, *outputs in zip(calls, *[part[name] for part in separate])
         ]
         for name, calls in by_rows.items()
     }
@@ -272,7 +272,7 @@ def joined_calls(
 
 def rows_in(kwargs: Mapping[str, Any], names: Sequence[str]) -> int:
     """The number of rows of a micro-batch, by its labels if it has any."""
-    # Other tensors may have a row for each patch of an image.
+    # Labels come first: other tensors may have a row for each patch of an image.
     return row_count([kwargs.get(name) for name in names]) or row_count({**kwargs})
 
 
@@ -299,8 +299,8 @@ def is_class(labels: Any) -> bool:
 def classes_differ(kwargs: Mapping[str, Any], names: Sequence[str], rows: int) -> Tensor:
     """Whether two rows in a row have other classes, of shape ``(rows - 1,)``."""
     labels = [x for x in map(kwargs.get, names) if isinstance(x, Tensor) and is_class(x)]
-    found = [x[:-1] != x[1:] for x in labels if len(x) == rows]
-    return torch.stack(found).any(0).long().cpu() if found else torch.zeros(rows - 1).long()
+    differ = [x[:-1] != x[1:] for x in labels if len(x) == rows]
+    return torch.stack(differ).any(0).long().cpu() if differ else torch.zeros(rows - 1).long()
 
 
 def closeness(model: nn.Module) -> tuple[float, float]:
@@ -308,10 +308,10 @@ def closeness(model: nn.Module) -> tuple[float, float]:
     kinds = {x.dtype for x in model.parameters() if x.is_floating_point()}
     if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu") or not kinds <= {*CLOSE}:
         return HALF
-    found = CLOSE[torch.float64 if kinds == {torch.float64} else torch.float32]
+    limits = CLOSE[torch.float64 if kinds == {torch.float64} else torch.float32]
     # Accelerators choose other kernels for other shapes, some of which round their inputs.
     on_cpu = all(x.device.type == "cpu" for x in model.parameters())
-    return found if on_cpu else max(found, OTHERS)
+    return limits if on_cpu else max(limits, OTHERS)
 
 
 def is_of_library(model: nn.Module) -> bool:
@@ -323,25 +323,25 @@ def differing(model: nn.Module, kwargs: dict[str, Any], names: Sequence[str]) ->
     """Have the labels of rows differ in number, if the model's code knows :data:`IGNORED`."""
     code = getattr(inspect.unwrap(type(base_of(model)).forward), "__code__", None)
     used = code.co_names if code is not None and is_of_library(model) else ()
-    found = {**kwargs}
+    changed = {**kwargs}
     for name in names:
         x = kwargs.get(name)
         if not isinstance(x, Tensor) or x.is_floating_point() or x.dtype == torch.bool:
             continue
         odd = torch.arange(len(x), device=x.device) % 2
         knows = "loss_function" in used or "CrossEntropyLoss" in used
-        # Some take the outputs at the places of answers.
+        # Models with start_n_top read outputs at the answers, which must stay within the row.
         takes = hasattr(base_of(model).config, "start_n_top") if knows else True
         if x.dim() == 2 and (knows or bool((x == IGNORED).any())):
-            # Few, so that the first one has a weight.
+            # Few labels stay, so that it shows whether the first one of a row counts.
             most = (2 + 6 * odd).unsqueeze(1)
-            found[name] = x.masked_fill((x != IGNORED).cumsum(1) > most, IGNORED)
+            changed[name] = x.masked_fill((x != IGNORED).cumsum(1) > most, IGNORED)
         ids = kwargs.get("input_ids")
         if name.endswith("_positions") and not takes and isinstance(ids, Tensor):
-            # Answers of which the end alone is cut off.
+            # Odd rows get an answer whose end is beyond the row, and counts nowhere.
             length = ids.shape[1]
-            found[name] = x % length if name[0] == "s" else torch.where(odd.bool(), length, x)
-    return found
+            changed[name] = x % length if name[0] == "s" else torch.where(odd.bool(), length, x)
+    return changed
 
 
 #: What is known of the losses of each wrapper.

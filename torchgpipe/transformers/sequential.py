@@ -27,7 +27,7 @@ from torch import Tensor, nn
 __all__: list[str] = []
 
 
-#: The arguments that pass through all layers.
+#: The argument by which hidden states pass from layer to layer.
 HIDDEN = "inputs_embeds"
 
 
@@ -59,7 +59,7 @@ def layers_of(model: Any) -> nn.Sequential:
     """
     base = model.base_model
     plan: dict[str, Any] = getattr(base.config, "base_model_pp_plan", None) or {}
-    # An object's own attribute has the plan of the base model, too.
+    # The plan of the class is read, since that of the object has the base model's in it.
     heads = [] if model is base else [*(getattr(type(model), "_pp_plan", None) or {})]
     if [*plan][1:] != ["layers", "norm"] or heads != ["lm_head"][: model is not base]:
         raise ValueError(
@@ -89,12 +89,12 @@ class ModelLayer(nn.Module):
 
     def forward(self, value: Tensor | Mapping[str, Any]) -> Any:
         """Compute the layer: a dict of arguments to a dict of them, or to the logits."""
-        given = {"input_ids": value} if isinstance(value, Tensor) else {**value}
-        found = getattr(self.model(**given, use_cache=False), self._output)
+        arguments = {"input_ids": value} if isinstance(value, Tensor) else {**value}
+        output = getattr(self.model(**arguments, use_cache=False), self._output)
         if self._output == "logits":
-            return found
-        given.pop("input_ids", None)
-        return {**given, HIDDEN: found}
+            return output
+        arguments.pop("input_ids", None)
+        return {**arguments, HIDDEN: output}
 
 
 class Computed(nn.Module):
@@ -116,7 +116,7 @@ def _shell(base: Any, layers: list[nn.Module], *kept: str, number: int = 0) -> A
     shell, config = _copied(base), copy.deepcopy(base.config)
     for name, x in vars(base.config).items():
         if isinstance(x, list) and len(x) == base.config.num_hidden_layers:
-            # A list with an entry for each layer, such as attention types, keeps this one's.
+            # A list with an entry for each layer, such as attention types, keeps this layer's.
             vars(config)[name] = x[number : number + 1]
     vars(config)["num_hidden_layers"] = len(layers)
     shell.config = config
@@ -142,9 +142,9 @@ def _around(model: Any, base: nn.Module) -> Any:
 
 def _copied(module: nn.Module) -> Any:
     """A module of the same class with the same attributes, and a table of modules of its own."""
-    found = copy.copy(module)
-    found._modules = {}
-    return found
+    shell = copy.copy(module)
+    shell._modules = {}
+    return shell
 
 
 def _verify(model: Any, layers: nn.Sequential, empty: ModelLayer) -> None:
@@ -163,14 +163,14 @@ def _verify(model: Any, layers: nn.Sequential, empty: ModelLayer) -> None:
     training = [x.training for x in modules]
     try:
         with torch.no_grad():
-            # Code that drops out does nothing in evaluation.
+            # In train mode: code such as dropout does nothing in evaluation.
             if not torch.equal(empty.train()({HIDDEN: hidden})[HIDDEN], hidden):
                 reason = "the model's code changes what the embedding returns"
             layers.eval()
             expected = model.eval()(input_ids=ids, use_cache=False)[0]
-            found = layers(ids)
-        found = found if isinstance(found, Tensor) else found[HIDDEN]
-        if not reason and not torch.allclose(found, expected, rtol=1e-2, atol=1e-3):
+            computed = layers(ids)
+        computed = computed if isinstance(computed, Tensor) else computed[HIDDEN]
+        if not reason and not torch.allclose(computed, expected, rtol=1e-2, atol=1e-3):
             reason = "the model computes something else"
     except AttributeError as error:
         reason = f"the model's head needs more than they return: {error}"

@@ -43,19 +43,19 @@ class Options(NamedTuple):
         Raises:
             ValueError: there are accelerators, but fewer.
         """
-        found = accelerators()
+        available = accelerators()
         if self.devices is None:
-            return found or [CPU]
+            return available or [CPU]
         if not isinstance(self.devices, int):
             return places_of(self.devices, are_one_each=False)
         remedy = "devices=None takes all of them"
         count = checked_count(self.devices, "devices", "accelerators, the first ones", remedy)
-        if 0 < len(found) < count:
+        if 0 < len(available) < count:
             raise ValueError(
                 "there must be as many accelerators as a model is spread over (devices: "
-                f"{count}, accelerators: {len(found)}); {remedy}"
+                f"{count}, accelerators: {len(available)}); {remedy}"
             )
-        return found[:count] or [CPU]
+        return available[:count] or [CPU]
 
 
 class Spread:
@@ -81,10 +81,10 @@ class Spread:
     ) -> None:
         self.model, self.pipe = model, pipe
         self._options, self._moved, self._like = options, moved, like
-        own: Any = getattr(model, "hf_device_map", None) or {}
+        device_map: Any = getattr(model, "hf_device_map", None) or {}
         #: Whether Accelerate has spread the model, and nobody asks for other devices.
-        self._is_dispatched = len({*own.values()}) > 1 and options.devices is None
-        #: Whether the host waits for each micro-batch.
+        self._is_dispatched = len({*device_map.values()}) > 1 and options.devices is None
+        #: Whether the host waits for each micro-batch, as in TRL's fused head.
         self._waits = call_within_head(base_of(model))
         if pipe is None and not self._is_dispatched:
             self._places = options.places()
@@ -112,7 +112,7 @@ class Spread:
         if self.pipe is None:
             checkpoint = self._options.checkpoint or "except_last"
             options: dict[str, Any] = {"chunks": self.chunks, "checkpoint": checkpoint}
-            # While one thread waits, another one has work for the devices.
+            # While one thread waits for a device, another one issues work for the others.
             options["threads"] = self._count if self._waits and not self._options.slices else 1
             options["slices"] = self._options.slices or 1
             before = [*self.model.parameters()]
@@ -125,15 +125,15 @@ class Spread:
         """The arguments of the wrapper that say where its modules are."""
         if self._is_dispatched:
             return {}
-        if self._like is not None and (found := self._like.map_for(self.model, sample)):
-            return {"device_map": found}
+        if self._like is not None and (device_map := self._like.map_for(self.model, sample)):
+            return {"device_map": device_map}
         if len(self._places) == 1:
             is_meant = accelerators() or isinstance(self._options.devices, Sequence)
             return {"device_map": {"": self._places[0]} if is_meant else on_cpu(self.model)}
-        home = [x for x in self.model.parameters() if x.device == CPU]
-        if sample is None or sum(x.nbytes for x in home) > MEASURED:
+        on_host = [x for x in self.model.parameters() if x.device == CPU]
+        if sample is None or sum(x.nbytes for x in on_host) > MEASURED:
             return {"device_map": by_weights(self.model, self._places)}
-        near = map_leaves(lambda x: x.to(CPU) if home and isinstance(x, Tensor) else x, sample)
+        near = map_leaves(lambda x: x.to(CPU) if on_host and isinstance(x, Tensor) else x, sample)
         return {"device_map": "auto", "sample": near, "devices": self._places}
 
     def map_for(
@@ -144,17 +144,17 @@ class Spread:
             return None
         names = {x: name for name, x in self.model.named_modules()}
         prefix = f"{names[base_of(self.model)]}."
-        own = {key.removeprefix(prefix): x for key, x in self.made(sample).device_map.items()}
-        return own if own.keys() <= dict(model.named_modules()).keys() else None
+        renamed = {key.removeprefix(prefix): x for key, x in self.made(sample).device_map.items()}
+        return renamed if renamed.keys() <= dict(model.named_modules()).keys() else None
 
 
 def keep_in_place(model: Any, device_map: Mapping[str, torch.device] | None = None) -> None:
     """Have Accelerate leave a model where it is: it moves none with a map of several entries."""
-    found = dict(device_map or {})
-    if len(found) < 2:
-        home = next((x.device for x in model.parameters()), CPU)
-        found = {name: home for name, _ in model.named_modules()}
-    model.hf_device_map = found
+    entries = dict(device_map or {})
+    if len(entries) < 2:
+        device = next((x.device for x in model.parameters()), CPU)
+        entries = {name: device for name, _ in model.named_modules()}
+    model.hf_device_map = entries
 
 
 def by_weights(model: nn.Module, places: Sequence[torch.device]) -> dict[str, Device]:
@@ -178,5 +178,5 @@ def follow(optimizer: Any, moved: Mapping[nn.Parameter, nn.Parameter]) -> None:
         group["params"] = [moved.get(x, x) for x in group["params"]]
     for x in [*optimizer.state]:
         optimizer.state[moved.get(x, x)] = optimizer.state.pop(x)
-    # Brings the state to the devices of the parameters.
+    # Loading moves the state of the optimizer to the devices of the parameters.
     optimizer.load_state_dict(optimizer.state_dict())

@@ -60,14 +60,14 @@ class SpreadTrainer:
     args: Any
     accelerator: Any
     optimizer: Any
-    #: Whether a step runs. The Trainer's model is its stand-in then.
+    #: Whether a step runs. Then ``self.model`` is the stand-in.
     _is_in_step = False
-    #: The model, its wrapper, or how to make it, and its stand-in.
+    #: The model; its wrapper, or how to make one; and its stand-in.
     _model: nn.Module | None = None
     _spread: Spread
     _stand_in: PipelinedModel
     _is_made = False
-    # The Trainer neither moves the model nor copies it to all GPUs.
+    # With these values the Trainer neither moves the model nor copies it to all GPUs.
     place_model_on_device = property(lambda _: False, lambda *_: None)
     is_model_parallel = property(lambda _: True, lambda *_: None)
 
@@ -84,18 +84,18 @@ class SpreadTrainer:
             remedy = "by default there are two for each device"
             chunks = checked_count(chunks, "chunks", "micro-batches of a step", remedy)
         self._options = Options(devices, chunks, checkpoint, slices)
-        #: The wrappers that were given, of the model and of others, as references.
-        self._given: dict[nn.Module, MappedGPipe] = {}
+        #: The wrappers that the user passed, by their models: the Trainer's, and references.
+        self._wrappers: dict[nn.Module, MappedGPipe] = {}
         values = [self._unwrapped(x) for x in args]
-        given = {key: self._unwrapped(x) for key, x in kwargs.items()}
-        for x in (*values, *given.values()):
+        named = {key: self._unwrapped(x) for key, x in kwargs.items()}
+        for x in (*values, *named.values()):
             verify(x)
-        super().__init__(*values, **given)
+        super().__init__(*values, **named)
         verify(self.args)
         self._adopt()
 
     def __init_subclass__(cls) -> None:
-        # Classes that inherit from a pipelined one have steps of their own.
+        # Subclasses may override methods that get the model, and these need its stand-in, too.
         for name in {"training_step", "compute_loss", "prediction_step"} & vars(cls).keys():
             setattr(cls, name, in_step(vars(cls)[name]))
 
@@ -103,7 +103,7 @@ class SpreadTrainer:
         """The model of a wrapper, which is remembered; other values as they are."""
         if not isinstance(value, MappedGPipe):
             return value
-        self._given[value.module] = value
+        self._wrappers[value.module] = value
         keep_in_place(value.module, value.hf_device_map)
         return value.module
 
@@ -113,26 +113,26 @@ class SpreadTrainer:
         if self._is_made and self._spread.model is model:
             return
         within = {*model.modules()} - {model}
-        if lost := [type(x).__name__ for x in self._given if x in within]:
+        if lost := [type(x).__name__ for x in self._wrappers if x in within]:
             raise ValueError(
                 "a Trainer must train the model that was wrapped (wrapped: "
                 f"{lost}, trained: {type(model).__name__}); pass the plain model, which is wrapped "
                 "then, or give it its adapters first"
             )
-        own, given = self._given.get(model), [x for x in self._options if x is not None]
-        if own is not None and given:
+        wrapper, settings = self._wrappers.get(model), [x for x in self._options if x is not None]
+        if wrapper is not None and settings:
             raise ValueError(
                 "devices, chunks, checkpoint and slices are for a model that is not wrapped yet "
-                f"(model: MappedGPipe, given: {given}); pass them to MappedGPipe, or the model"
+                f"(model: MappedGPipe, given: {settings}); pass them to MappedGPipe, or the model"
             )
-        self._spread = Spread(model, self._options, own, moved=weakly(self._followed))
+        self._spread = Spread(model, self._options, wrapper, moved=weakly(self._followed))
         self._stand_in = self._standing_in(self._spread)
         self._is_made = True
         for key, x in [*vars(self).items()]:
             if not isinstance(x, nn.Module) or x is model:
                 continue
-            if key in REFERENCES or x in self._given:
-                spread = Spread(x, self._options, self._given.get(x), like=self._spread)
+            if key in REFERENCES or x in self._wrappers:
+                spread = Spread(x, self._options, self._wrappers.get(x), like=self._spread)
                 setattr(self, key, self._standing_in(spread))
 
     def _standing_in(self, spread: Spread) -> PipelinedModel:
@@ -148,7 +148,7 @@ class SpreadTrainer:
             self._is_in_step = outer
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
-        # TRL has the reference compute all data, by this method, while a Trainer is made.
+        # TRL calls this method within the constructor, before ``_adopt``, for the reference.
         above: Any = super()
         self._adopt()
         with self._standing():
@@ -214,12 +214,12 @@ class SpreadTrainer:
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method for what its object refers to, so that the models are freed with their Trainer."""
-    found = WeakMethod(method)
+    reference = WeakMethod(method)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        own = found()
-        assert own is not None
-        return own(*args, **kwargs)
+        bound = reference()
+        assert bound is not None
+        return bound(*args, **kwargs)
 
     return call
 

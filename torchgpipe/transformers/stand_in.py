@@ -11,7 +11,7 @@ from torch import nn
 __all__: list[str] = []
 
 
-#: Methods that call the model, or give a part of it to be called, where it is.
+#: Methods that call the model, or return a part to be called: it must be on its devices.
 PLACING = "generate", "get_input_embeddings", "get_output_embeddings"
 
 
@@ -35,7 +35,7 @@ class PipelinedModel:
     def __init__(
         self, model: nn.Module, call: Callable[..., Any], place: Callable[[], Any]
     ) -> None:
-        # Assigned attributes would be the model's.
+        # ``self._model = ...`` would set an attribute of the model.
         self.__dict__.update(_model=model, _call=call, _place=place)
 
     # The type checker does not allow a property for the class of an object.
@@ -44,14 +44,14 @@ class PipelinedModel:
         return type(self._model)
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._model, name)
-        # Whoever asks for a part of the model calls it.
-        if name in PLACING or isinstance(found, nn.Module):
+        value = getattr(self._model, name)
+        # A part of the model is asked for in order to call it, so the model is placed first.
+        if name in PLACING or isinstance(value, nn.Module):
             self._place()
-        # A loss that goes by the weights of the head calls all but the head.
-        if name == "base_model" and isinstance(found, nn.Module) and found is not self._model:
-            return PipelinedModel(found, self._call, self._place)
-        return found
+        # A loss that reads the head's weight calls all of the model but its head.
+        if name == "base_model" and isinstance(value, nn.Module) and value is not self._model:
+            return PipelinedModel(value, self._call, self._place)
+        return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "forward":
@@ -90,8 +90,8 @@ class PipelinedModel:
     @property
     def forward(self) -> Callable[..., Any]:
         """The same as a call."""
-        found: Callable[..., Any] = self.__dict__.get("forward", self._pipelined)
-        return found
+        forward: Callable[..., Any] = self.__dict__.get("forward", self._pipelined)
+        return forward
 
 
 def _itself(model: nn.Module) -> nn.Module:

@@ -32,7 +32,7 @@ __all__: list[str] = []
 
 logger = logging.getLogger("torchgpipe")
 
-#: The most mini-batches in one call: each is within the call of the one in front.
+#: The most mini-batches in one call: each training step runs within the one before.
 DEEPEST = 32
 
 
@@ -127,12 +127,12 @@ class Pipelined(SpreadTrainer):
             remedy = "joined=1 computes each mini-batch alone"
             joined = checked_count(joined, "joined", "mini-batches in one call", remedy)
         self._most = joined
-        #: Whether a loss that is not the mini-batch's is no error.
+        #: Whether to accept a loss that differs from the mini-batch's, which is an error otherwise.
         self._accepts = accept_loss
-        #: The mini-batches of the optimizer step that are to come, and losses of those in front.
+        #: Mini-batches of the optimizer step that are to come, and losses computed ahead for them.
         self._batches: list[Any] = []
         self._losses: list[Tensor] = []
-        #: Mini-batches that cannot be cut, by their identities; and mini-batches on their devices.
+        #: Mini-batches that cannot be cut, by their identities, and once they are on their devices.
         self._collated: dict[int, Collated] = {}
         self._prepared: list[Prepared] = []
         self._joined_step: JoinedStep | None = None
@@ -147,12 +147,12 @@ class Pipelined(SpreadTrainer):
         is_sliced = isinstance(dataset, IterableDataset) and (
             self.accelerator.dispatch_batches is not False
         )
-        own = self.data_collator
-        self.data_collator = Collator(own, self._spread.chunks, is_sliced)
+        collator = self.data_collator
+        self.data_collator = Collator(collator, self._spread.chunks, is_sliced)
         try:
             return above._get_dataloader(dataset, *args, **kwargs)
         finally:
-            self.data_collator = own
+            self.data_collator = collator
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         """Collect the mini-batches of an optimizer step, as the Trainer's class does."""
@@ -160,11 +160,11 @@ class Pipelined(SpreadTrainer):
         self._say()
         self._collated, self._prepared, self._losses, self._figures = {}, [], [], None
         batches = map(self._without_parts, epoch_iterator)
-        found = above.get_batch_samples(batches, *args, **kwargs)
-        self._batches = [*found[0]]
+        samples = above.get_batch_samples(batches, *args, **kwargs)
+        self._batches = [*samples[0]]
         for callback in self._callbacks():
             callback.begin(self.state.global_step + 1, self.pipe)
-        return found
+        return samples
 
     def _callbacks(self) -> list[PipelineCallback]:
         return [x for x in self.callback_handler.callbacks if isinstance(x, PipelineCallback)]
@@ -191,13 +191,13 @@ class Pipelined(SpreadTrainer):
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         above: Any = super()
-        found = above._prepare_inputs(inputs)
+        whole = above._prepare_inputs(inputs)
         if (collated := self._collated.get(id(inputs))) is not None:
-            # What somebody has changed since is one micro-batch.
+            # A mini-batch that was changed after it was collated is one micro-batch.
             parts = collated.parts if collated.is_unchanged() else []
-            own = [above._prepare_inputs(part) for part in parts] if len(parts) > 1 else [{**found}]
-            self._prepared.append(Prepared({**found}, own))
-        return found
+            cut = [above._prepare_inputs(part) for part in parts] if len(parts) > 1 else [{**whole}]
+            self._prepared.append(Prepared({**whole}, cut))
+        return whole
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the loss of a mini-batch, and the gradients, as the Trainer's class does.
@@ -207,20 +207,20 @@ class Pipelined(SpreadTrainer):
         """
         above: Any = super()
 
-        def own(inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        def one_step(inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
             loss: Tensor = above.training_step(model, inputs, *args, **kwargs)
-            # A loss of somebody's own may be on the device of the head.
+            # A loss of the user's own code may be on the device of the head.
             return loss.to(self.args.device)
 
         if not (self._batches and self._batches[0] is inputs):
-            return own(inputs, *args, **kwargs)
+            return one_step(inputs, *args, **kwargs)
         batches = [] if self._losses else self._joined()
         del self._batches[0]
         if len(batches) == 1:
-            return own(inputs, *args, **kwargs)
+            return one_step(inputs, *args, **kwargs)
         if batches:
             self._joined_step = JoinedStep(
-                lambda k: own(batches[k], *args, **kwargs),
+                lambda k: one_step(batches[k], *args, **kwargs),
                 len(batches),
                 self._computed,
                 self._state,
@@ -230,7 +230,7 @@ class Pipelined(SpreadTrainer):
                     self._losses = self._joined_step.losses()
             finally:
                 self._joined_step = None
-            # They are on their device, and are not read again.
+            # These mini-batches are not read again, so their memory is freed.
             self._prepared = []
         return self._losses.pop(0)
 
@@ -246,11 +246,11 @@ class Pipelined(SpreadTrainer):
 
     def _state(self) -> list[Any]:
         """The objects in the Trainer's attributes, and in lists and dicts there."""
-        own = ("_collated", "_prepared", "_batches", "_losses", "_joined_step", "_figures")
-        found = [(key, x) for key, x in vars(self).items() if key not in own]
-        within = [[*x.values()] if isinstance(x, dict) else x for _, x in found]
+        ours = ("_collated", "_prepared", "_batches", "_losses", "_joined_step", "_figures")
+        attributes = [(key, x) for key, x in vars(self).items() if key not in ours]
+        within = [[*x.values()] if isinstance(x, dict) else x for _, x in attributes]
         lists = [x for x in within if isinstance(x, list | tuple | set | deque)]
-        return [*chain(*found), *chain(*lists)]
+        return [*chain(*attributes), *chain(*lists)]
 
     @property
     def _can_join(self) -> bool:
@@ -259,7 +259,7 @@ class Pipelined(SpreadTrainer):
         return (
             is_of_library(above.training_step)
             and above._prepare_inputs.__func__ is transformers.Trainer._prepare_inputs
-            # They update their statistics once for each call.
+            # These layers update statistics once a call: joined mini-batches would be one update.
             and not any(
                 isinstance(x, DeferredBatchNorm | OncePerMiniBatch)
                 for x in self._spread.model.modules()
@@ -297,13 +297,13 @@ class Pipelined(SpreadTrainer):
         self, spread: Spread, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call a model, or a module that holds what is spread of it, through the pipeline."""
-        # Mini-batches may have a tensor in common.
+        # Several mini-batches may share a tensor: the call is for the one with most of its tensors.
         counts = [x.count_in(kwargs) for x in self._prepared]
         most = max(counts, default=0)
         parts = self._prepared[counts.index(most)].divided(args, kwargs) if most else []
-        # References have no loss, and a function of the loss takes the outputs, not the model's.
-        is_own = spread is not self._spread or getattr(self, "compute_loss_func", None) is not None
-        strict = None if is_own else not self._accepts
+        # With a reference, or a compute_loss_func, the model's own loss is not used, nor proved.
+        unused = spread is not self._spread or getattr(self, "compute_loss_func", None) is not None
+        strict = None if unused else not self._accepts
         call = ModelCall(args, kwargs, parts, self.label_names, self.args.device, strict)
         pipe = spread.pipe or spread.made(call.sample(spread.model, spread.chunks))
         if module is not spread.model:
@@ -318,13 +318,13 @@ class Pipelined(SpreadTrainer):
     def _computed(self, calls: Sequence[ModelCall]) -> list[Any]:
         """Compute calls of the Trainer's model in one call of its wrapper."""
         pipe = self._spread.made()
-        found = compute(pipe, calls)
+        outputs = compute(pipe, calls)
         if torch.is_grad_enabled():
             groups = [] if self._figures is None else self._figures.groups
             sizes = [size for call in calls for size in call.division.sizes]
             devices = [*dict.fromkeys(pipe.device_map.values())]
             self._figures = Idleness(devices, [*groups, sizes], pipe._slicing.count)
-        return found
+        return outputs
 
 
 def rows_of(batch: Any) -> int:

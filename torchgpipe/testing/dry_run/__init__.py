@@ -33,7 +33,7 @@ __all__ = ["Prediction", "dry_run"]
 
 _ops: Any = torch.ops.virtual_accelerator
 
-#: The number of characters of a picture.
+#: The columns of the picture of memory over a step.
 WIDTH = 64
 
 
@@ -115,8 +115,8 @@ class Prediction:
             f"{'predicted GiB':13} {'allocated':>9} {'reserved':>9} {'of':>6}  at the peak",
         ]
         of = self.hardware.memory / GIB
-        for place, allocated, reserved in zip(self.peaks, self.allocated, self.reserved):
-            name, title = f"virtual:{place.device}", place.title
+        for peak, allocated, reserved in zip(self.peaks, self.allocated, self.reserved):
+            name, title = f"virtual:{peak.device}", peak.title
             # The title of the table has the unit.
             lines.append(
                 f"{name:13} {allocated / GIB:9.2f} {reserved / GIB:9.2f} {of:6.1f}  {title}"
@@ -151,7 +151,7 @@ class Prediction:
         kinds: dict[str, list[Part]] = {}
         for part in self.parts:
             kinds.setdefault(part.kind, []).append(part)
-        sums = {kind: sum(x.time for x in found) for kind, found in kinds.items()}
+        sums = {kind: sum(x.time for x in group) for kind, group in kinds.items()}
         lines = ["predicted seconds of operators, all devices together"]
         for kind in sorted(sums, key=lambda kind: -sums[kind]):
             most = sorted(kinds[kind], key=lambda x: -x.time)
@@ -228,7 +228,7 @@ def weightless() -> AbstractContextManager[Any]:
     Its value has ``is_wanted``, which may be made false before the block ends.
     """
 
-    # A private name of PyTorch, which types do not know.
+    # The type checker does not know this private class of PyTorch.
     class WeightlessMode(_torch.DispatchMode):  # type: ignore[misc]
         is_wanted = True
 
@@ -240,10 +240,10 @@ def weightless() -> AbstractContextManager[Any]:
             kwargs: Mapping[str, Any] | None = None,
         ) -> Any:
             options = dict(kwargs or {})
-            found = None
+            result = None
             if self.is_wanted:
-                found = stand_in(func.overloadpacket.__name__, args, options)
-            return func(*args, **options) if found is None else found
+                result = stand_in(func.overloadpacket.__name__, args, options)
+            return func(*args, **options) if result is None else result
 
     mode: AbstractContextManager[Any] = WeightlessMode()
     return mode
@@ -266,7 +266,7 @@ def stand_in(name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Te
     if name in COPIES:
         return torch.empty_like(first, dtype=dtype)
     if name == "copy_" and args[1].device.type != "cpu":
-        # What comes from a device without values writes none, and takes the time of the link.
+        # A copy from a device without values writes none, but takes the time of the link.
         return None
     return first if name.endswith("_") and name not in LAYOUTS else None
 
@@ -320,14 +320,14 @@ def dry_run(
     """
     verify_function(make, "a dry run makes its own step", "make", "pass a function of the devices")
     hardware = hardware_of(device)
-    found = loaded(devices)
+    accelerators = loaded(devices)
     with without_values(hardware, value_read):
         with watched(hardware) as observation, weightless():
-            step = make(found)
+            step = make(accelerators)
         verify_function(step, "make returns the step", "step", "return a function that runs it")
         too_large = observation._places()[0]
         for _ in range(COUNTED):
-            state = begin_step(found)
+            state = begin_step(accelerators)
             with watched(hardware) as observation:
                 step()
             too_large = too_large or observation._places()[0]
@@ -342,8 +342,8 @@ def without_values(hardware: Hardware, value_read: float | None) -> Iterator[Non
         verify_number(value_read, rule, "value_read", remedy, least=-float("inf"))
     _ops.set_capacity(hardware.memory)
     _ops.set_hollow(True, value_read)
-    # With a thread for each device, the order in which they come decides when a gradient that
-    # crosses devices is freed. Virtual time does not depend on it, but that of a host does.
+    # The order of autograd threads, one for each device, decides when a gradient that crosses
+    # devices is freed. So there is one thread, unless times of the host's threads are wanted.
     has_host = bool(hardware.host or hardware.host_backward)
     try:
         with torch.autograd.set_multithreading_enabled(has_host):
@@ -382,7 +382,7 @@ def watched(hardware: Hardware) -> Iterator[Observation]:
             raise
         rule, _, remedy = failed.detail.partition("; ")
         if rule not in str(error):
-            # Whoever read a value before has done without it.
+            # The script has caught that failure before, and this error is another one.
             raise
         layer = failed.layer or "none that is known"
         raise RuntimeError(f"{rule} (operator: {failed.op}, layer: {layer}); {remedy}") from error

@@ -34,7 +34,7 @@ from torchgpipe.testing.report import Place
 
 __all__: list[str] = []
 
-#: The package of our wrappers: as a command, this module's name is ``__main__``.
+#: The package of our wrappers. ``__name__`` does not tell it in a module that is a command.
 _OURS = "torchgpipe."
 
 
@@ -85,19 +85,19 @@ def run_script(
     Raises:
         RuntimeError: it ended before, or cannot be run dry.
     """
-    found = loaded(devices)
+    accelerators = loaded(devices)
     before = sys.argv
     sys.argv = [path, *arguments]
     with ExitStack() as hooks, without_values(hardware, value_read):
         hooks.callback(setattr, sys, "argv", before)
-        # Until the first layer runs, the script makes its model and reads none of its weights.
+        # Until the first layer runs, weights are made and never read, so they need no values.
         made = hooks.enter_context(ExitStack())
         mode = made.enter_context(weightless())
 
         def begin(module: nn.Module, _: object) -> None:
             mode.is_wanted = False
-            # Stages become no graphs under a mode. PyTorch's dispatcher may be in any state where
-            # the first layer is none of ours, and then the mode goes with the step.
+            # Under a dispatch mode no stage becomes a graph, so ``mode`` ends when a module of ours
+            # runs. Elsewhere the dispatcher may be in any state, and ``mode`` ends with the step.
             is_ours = type(module).__module__.startswith(_OURS)
             count = _torch.count_dispatch_modes()
             if is_ours and count and _torch.dispatch_mode_at(count - 1) is mode:
@@ -106,7 +106,7 @@ def run_script(
         begins = nn.modules.module.register_module_forward_pre_hook(begin)
         made.callback(begins.remove)
         with ExitStack() as stack:
-            steps = Steps(hardware, found, stack, made)
+            steps = Steps(hardware, accelerators, stack, made)
             hooks.callback(register_optimizer_step_post_hook(steps.end).remove)
             try:
                 runpy.run_path(path, run_name="__main__")
