@@ -215,7 +215,7 @@ class _Context:
         return self._context.copy()
 
 
-#: A stand-in for the module contextvars, which autograd takes contexts from.
+#: Takes the place of the module contextvars in autograd: its contexts may be entered many times.
 _copied = SimpleNamespace(**{**vars(contextvars), "copy_context": _Context})
 
 
