@@ -284,7 +284,8 @@ class MappedGPipe(Wrapper):
             mini_batch.map(Near(devices[0]).all_of)
         if m > 1:
             callers_tensors = CallersTensors(mini_batch.flat) if torch.is_grad_enabled() else None
-            # A model may change its rows of an input in place: those of others count as unchanged.
+            # A model may change its rows of an input in place. Each micro-batch has versions of its
+            # own, so that the rows of others do not count as changed.
             mini_batch.map(partial(own_versions, {id(x) for x in mini_batch.whole}))
         output_device = self._output_device
         # The host waits for a copy to the CPU, so it comes after all micro-batches were issued.
@@ -313,7 +314,7 @@ class MappedGPipe(Wrapper):
 
     def _run(self, step: MappedStep, batches: list[Batch], order: Order) -> None:
         def course(i: int, turns: Turns | None = None) -> None:
-            # Only one thread watches rows: with several threads, that is in the first step.
+            # The order of rows is watched under one thread alone, which computes the first step.
             known, number = order if turns is None and i < 2 else None, self._slicing.number(i)
             batches[i] = self._course(step, number, batches[i].take(), turns, known)
 
@@ -327,12 +328,12 @@ class MappedGPipe(Wrapper):
                     for i in range(step.m):
                         course(i)
                 if step.held is not None:
-                    # A model may change an attribute back after its last call of the module.
+                    # After a module's last call, too, nothing may change what the module holds.
                     step.held.verify()
             finally:
                 self._lasting.thread = None
                 step.have_caller_wait()
-                # The graph keeps the step if the model came back to a device: fence and held go.
+                # Released: the graph keeps the step itself if the model came back to a device.
                 step.fence = step.held = None
         outputs = iter(step.back_to_caller([x for batch in batches for x in batch]))
         batches[:] = [batch.replace([next(outputs) for _ in batch]) for batch in batches]

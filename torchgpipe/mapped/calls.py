@@ -70,7 +70,7 @@ class CallAlone(Interception):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Compute the module, whose arguments come to its device."""
+        """Compute the module with its arguments copied to its device."""
         arguments, tensors = (args, kwargs), tensors_of((args, kwargs))
         copies, near = list[Any](), partial(_near, self.device_of(mapped, tensors))
         # One copy of each tensor: the module may change it in place, or compare two by identity.

@@ -75,10 +75,10 @@ class Cell:
         return labels.of("F", self.stage.number, self.i)
 
     def known(self, missing: list[Tensor], tensor: Tensor) -> Tensor:
-        """The tensor on this device, if nothing has to be done for that.
+        """The tensor, or its copy, on this device; the tensor itself if it has to be fetched.
 
         Args:
-            missing: a list to which the tensor is added otherwise.
+            missing: a list to which a tensor that has to be fetched is added.
             tensor: a tensor on any device.
         """
         stage = self.stage
@@ -132,9 +132,9 @@ class Cell:
         return fetched
 
     def taken_over(self, tensors: Iterable[Tensor]) -> dict[int, Tensor]:
-        """Hand tensors that an earlier cell of this device has left over to this cell's stream.
+        """Hand tensors of an earlier visit of this device over to this cell's stream.
 
-        They are returned by the identities of what was there. Their gradients leave this stream as
+        They are returned by the identities of the originals. Their gradients leave this stream as
         clones, since autograd may add others to them.
         """
         compute = self.stage.compute
@@ -220,13 +220,13 @@ class Cell:
         return fence.fork(self.i, j, checkpoints, *tensors)
 
     def leaving(self, offloading: Offloading) -> Offloaded:
-        """Make what takes tensors that modules of this cell save, to leave for the host."""
+        """Make what moves the tensors that modules of this cell save to the host's memory."""
         if offloading not in self._leaving:
             self._leaving.append(offloading)
         return offloading.cell(self.stage.compute, self.i)
 
     def offload(self) -> None:
-        """Let what was saved leave for the host, once the last module of the cell has run."""
+        """Move what was saved to the host's memory, once the last module of the cell has run."""
         if self._leaving:
             offloadings, self._leaving = self._leaving, []
             with use_stream(self.stage.compute):

@@ -130,7 +130,7 @@ def map_tensors(
 
 
 class handing_back:
-    """Do to lists, dicts and objects what a module does to its copies, in a ``with`` block."""
+    """Do to lists, dicts and objects what a module does to copies of them, in a ``with`` block."""
 
     def __init__(self, value: Any, copy: Any) -> None:
         #: Each list, dict or object that was copied, and its copy.
@@ -157,7 +157,7 @@ class handing_back:
         self.end()
 
     def end(self) -> None:
-        """Do it: a tensor that the module has changed in place replaces the original."""
+        """Hand changes back: a tensor that the module changed in place replaces the original."""
         for value, copy in self._pairs:
             wanted = [self._original(x) for x in _elements(copy)]
             if not same(_elements(value), wanted):

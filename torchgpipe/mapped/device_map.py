@@ -180,7 +180,7 @@ class Mapped:
         return module
 
     def called(self, counts: Counter[Mapped] | None) -> Mapped:
-        """The place of this call, of those of a module that has names on several devices.
+        """The module under the name of this call, if it has names on several devices.
 
         Args:
             counts: how often each was called, which this call adds to; None outside of steps.
@@ -268,7 +268,7 @@ def owned(
 ) -> Iterator[tuple[str, nn.Module, str | None]]:
     """Each module under each of its names, with the name of the map that it belongs to.
 
-    A name that belongs to nothing is left out if the module has another one that does.
+    A name that belongs to no name of the map is left out if another one of the module does.
     """
     entries = [
         (path, module, owner(path, device_map))

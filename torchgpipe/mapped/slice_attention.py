@@ -64,7 +64,7 @@ def takes_slice_masks(model: nn.Module) -> bool:
 
 @cache
 def install() -> bool:
-    """Make Transformers' functions for ``"sdpa"`` such as know slices, and do else as they did."""
+    """Replace Transformers' functions for ``"sdpa"`` by functions that also know slices."""
     masks: Any = import_module("transformers.masking_utils")
     attention: Any = import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
     before = masks.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], attention["sdpa"]

@@ -1,4 +1,4 @@
-"""The proof of slices: what a model makes of a few tokens in two slices is what it makes of them.
+"""The proof of slices: a model computes the same for a few tokens at once and in two slices.
 
 Code that detaches what is in the cache, or looks across the whole sequence otherwise, has the same
 outputs in slices, or nearly, and other gradients. So a few tokens are computed before the first

@@ -185,7 +185,7 @@ class MappedStep:
                 for body in earlier.bodies.values():
                     self._take_turns(earlier, body)
         self._stages[device, visit] = stage
-        # Between steps the caller uses gradients in memory of these streams, which wait for it.
+        # Between steps the caller changes gradients in these streams' memory, so they wait for it.
         caller = self._outside.get(device, streams.compute)
         others = {compute, *stage.lanes} - {caller}
         if has_streams(device):
@@ -261,7 +261,7 @@ class MappedStep:
         return stage.offloadings[offload]
 
     def _lent(self, stage: DeviceVisit, places: Sequence[TableEntry]) -> Lent:
-        """The copies of weights that modules on several devices have, for one of them."""
+        """The copies, on a stage's device, of weights that modules on several devices share."""
         if self._weights is None:
             streams = [self.lasting.pools[0].get(x, 1, skips=False) for x in self.devices]
             lanes = dict(zip(self.devices, [first.values[0] for first, *_ in streams]))

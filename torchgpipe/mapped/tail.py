@@ -198,7 +198,7 @@ class Tail:
         maker = None
         if wanted:
             maker = copy.copy(checkpoint)
-            # Its own places and values, since recomputation in backward uses up the checkpoint's.
+            # This copy gets its own places and values, since backward uses up the checkpoint's.
             maker.places, maker.values = [], Values(checkpoint.values)
             maker.function = partial(_repeated, function, calls, wanted)
         if self._slots:

@@ -32,7 +32,7 @@ DEPENDS, HAS_ROWS, IN_BLOCKS = 1, 2, 3
 
 #: Functions that concatenate their arguments, or copies of one.
 JOINING = {"cat", "concat", "concatenate", "vstack", "row_stack", "repeat", "tile"}
-#: Functions that make dimension 0 of several dimensions.
+#: Functions that may merge several dimensions into dimension 0.
 RESHAPING = {"flatten", "reshape", "reshape_as", "view", "view_as"}
 #: Functions that return views, of which dimension 0 may be another one.
 TURNING = {"t", "transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis"}

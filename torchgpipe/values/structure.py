@@ -214,7 +214,7 @@ def _restored(containers: Any, others: dict[int, Any]) -> Structure:
     return Structure(flatten_tree(containers)[1], others)
 
 
-#: The types of most other leaves, which cannot hold tensors.
+#: The types of most leaves beside tensors. Objects of these types hold no tensors.
 ATOMS = frozenset({type(None), bool, int, float, str})
 
 #: The structures of most values: a tensor alone, and a tuple of nothing but tensors.
