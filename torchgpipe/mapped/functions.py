@@ -41,7 +41,7 @@ def changed_argument(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 #: Functions that cannot be repeated: they have a side effect, or run backward.
 ONCE = frozenset({"__set__", "grad", "backward"})
 
-#: Functions whose tensors may be on several devices: they read no values, or each one separately.
+#: Functions that take tensors of several devices: they read no values, or treat each separately.
 APART = frozenset({"expand_as", "view_as", "reshape_as", "is_same_size", "is_set_to", "grad"})
 APART |= {"result_type", "can_cast", "broadcast_tensors"}
 
@@ -72,7 +72,7 @@ def _as_tensor(move: Move, data: Any, /, *args: Any, **kwargs: Any) -> tuple[Any
     return data, *args
 
 
-#: By function that copies a tensor to a device: move it there first, and return the arguments.
+#: For functions that copy to a device: what moves the tensor there first, and returns arguments.
 TARGETS: dict[Any, Callable[..., tuple[Any, ...]]] = {
     Tensor.to: _to,
     Tensor.cuda: _cuda,

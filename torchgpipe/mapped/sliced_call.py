@@ -329,7 +329,7 @@ def _slice(name: str, value: Any, start: int, end: int, sizes: tuple[int, int]) 
     if name == "attention_mask" and value.dim() == 4:
         return value[..., start:end, :end]
     if name == "position_ids":
-        # Some models have kinds of positions in a dimension in front: the sequence is the last.
+        # Some models put a dimension for kinds of positions in front: the sequence is the last.
         return value[..., start:end]
     if value.shape[1] == sizes[1] and value.shape[0] in (1, sizes[0]):
         # Contiguous, since models flatten labels by view(-1).

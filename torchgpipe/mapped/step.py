@@ -185,7 +185,7 @@ class MappedStep:
                 for body in earlier.bodies.values():
                     self._take_turns(earlier, body)
         self._stages[device, visit] = stage
-        # Between steps the caller uses gradients in memory of these streams, which wait for it.
+        # Between steps the caller changes gradients in these streams' memory, so they wait for it.
         caller = self._outside.get(device, streams.compute)
         others = {compute, *stage.lanes} - {caller}
         if has_streams(device):
