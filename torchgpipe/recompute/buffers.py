@@ -155,7 +155,7 @@ class Buffers:
             key in self._unknown
             or x.nbytes <= SMALL
             or name in UNCOUNTED
-            # Such a layer updates its buffers after the last forward, before recomputations.
+            # Such a layer updates its buffers after the step, and recomputations may come later.
             or isinstance(module, OncePerMiniBatch)
         )
 
