@@ -224,7 +224,7 @@ class Agreement:
         return exchange
 
     def _answers(self, error: Exception | None, exchange: Exchange) -> list[list[int]]:
-        """The numbers of all processes, which have nothing wrong, and the same settings."""
+        """The numbers of all processes, if none has an error or other settings."""
         by_rank = exchange.heard()
         numbers = [x[len(SETTINGS) :] for x in by_rank]
         if any(x[0] for x in numbers):
@@ -353,7 +353,7 @@ def flags_of(modules: Iterable[nn.Module]) -> list[Flags]:
     """Find what decides whether layers draw: in which mode they are, and their attributes.
 
     All plain values count, since nobody knows the names of probabilities, switches and counters.
-    Layers of PyTorch's that draw for some data alone have flags that are equal to no others.
+    A layer that draws for some data alone, as :class:`nn.RReLU`, has flags that equal no others.
     """
     return [
         (

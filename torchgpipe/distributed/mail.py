@@ -182,8 +182,8 @@ class Mail(Post):
 
 @lru_cache
 def _like(meta: Meta, device: torch.device) -> Tensor:
-    """A tensor that takes the memory of one number, to make others like it.
+    """A tensor that takes the memory of one number, for :func:`torch.empty_like`.
 
-    To make one of a shape takes several times as long.
+    Making a tensor of a given shape takes several times as long.
     """
     return torch.empty((), dtype=meta.dtype, device=device).expand(meta.shape)

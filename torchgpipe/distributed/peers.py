@@ -140,8 +140,8 @@ class Peers:
 class Exchange:
     """The numbers that all processes tell each other once.
 
-    Messages take less time than a collective, which a thread of gloo runs from process to process,
-    and none where they were expected before they are sent.
+    Messages take less time than a collective, which a thread of gloo runs from process to process.
+    They take almost none if their receiver expects them before they are sent.
     """
 
     def __init__(
@@ -202,12 +202,12 @@ class Connections:
 
 
 def resolved(tensor: Tensor) -> Tensor:
-    """A tensor for a group, which sends memory as it is: itself, or a copy that has its values."""
+    """A tensor whose memory has its values, for a group that sends memory: itself, or a copy."""
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """A tensor for a group, which knows no complex numbers, but the real ones in their memory."""
+    """A tensor for a group, which sends no complex numbers: these as pairs of real ones."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
@@ -226,7 +226,7 @@ def first_difference(names: Sequence[str], by_rank: Sequence[Sequence[int]]) -> 
 
 
 def _is_known(group: Any) -> bool:
-    """Whether PyTorch knows a group, or somebody else holds it still and it was destroyed."""
+    """Whether PyTorch knows a group. An object may refer to it after it was destroyed."""
     try:
         dist.get_process_group_ranks(group)
     except (KeyError, RuntimeError, ValueError):

@@ -383,7 +383,7 @@ class Pipe(Wrapper):
         return self._crew.stages, [self._device]
 
     def _compute(self, agree: Callable[[], Agreed], inputs: StepInputs, terms: Any) -> Any:
-        """Compute a step, of which the first cell alone does without all processes' agreement."""
+        """Compute a step, whose first cell may run before all processes have agreed on it."""
         with_loss, arguments, arriving = terms is not None, inputs.arguments, inputs.arriving
         batches, mini_batch = inputs.batches, inputs.mini_batch
         # The first stage does not wait for the others: it computes while their answers arrive.

@@ -106,7 +106,7 @@ def is_same(state: Sequence[Any], before: Sequence[Any]) -> bool:
 def one_backward(accelerator: Any) -> Iterator[None]:
     """Put off the calls of ``accelerator.backward`` in a ``with`` block, for one of their sum.
 
-    So devices compute backward of all mini-batches, one after another, at the same time.
+    Then the backward of all mini-batches is one pipeline, too.
     """
     backward, attributes = accelerator.backward, vars(accelerator)
     before = attributes.get("backward")

@@ -277,10 +277,10 @@ def rows_in(kwargs: Mapping[str, Any], names: Sequence[str]) -> int:
 
 
 def told_apart(counts: Tensor) -> Tensor:
-    """Count the ways that are told from each other by two rows in a row.
+    """Count, for each two neighbouring rows, the ways of weighing that they tell apart.
 
     Args:
-        counts: those of each row in each way, of shape ``(ways, rows)``.
+        counts: the count of each row in each way, of shape ``(ways, rows)``.
     """
     shares = counts[:, :-1] / (counts[:, :-1] + counts[:, 1:]).clamp(min=1)
     return ((shares[None] - shares[:, None]).abs() > 0.02).sum((0, 1))
@@ -297,7 +297,7 @@ def is_class(labels: Any) -> bool:
 
 
 def classes_differ(kwargs: Mapping[str, Any], names: Sequence[str], rows: int) -> Tensor:
-    """Whether two rows in a row have other classes, of shape ``(rows - 1,)``."""
+    """Whether neighbouring rows have different classes, of shape ``(rows - 1,)``."""
     labels = [x for x in map(kwargs.get, names) if isinstance(x, Tensor) and is_class(x)]
     differ = [x[:-1] != x[1:] for x in labels if len(x) == rows]
     return torch.stack(differ).any(0).long().cpu() if differ else torch.zeros(rows - 1).long()

@@ -27,7 +27,7 @@ REFERENCES = "ref_model", "teacher_model"
 
 
 def in_step(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a method that gets the model have its stand-in, also as ``self.model``."""
+    """Have a method get the stand-in in place of the model, also as ``self.model``."""
 
     @wraps(method)
     def within(self: SpreadTrainer, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -45,8 +45,8 @@ def in_step(method: Callable[..., Any]) -> Callable[..., Any]:
 class SpreadTrainer:
     """A mixin for Trainers whose models are spread over devices.
 
-    The Trainer's model is the plain one, but within a step its stand-in. So are models that it
-    compares with, for good.
+    The Trainer's model is the plain one, and within a step its stand-in. Models that it compares
+    with are always stand-ins.
 
     Args:
         *args: the Trainer's own arguments; wrappers among them stand for their models.
@@ -208,12 +208,12 @@ class SpreadTrainer:
     def _called(
         self, spread: Spread, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call a model, or a module that holds what is spread of it, through the pipeline."""
+        """Call a model, or a part of it, through the pipeline."""
         raise NotImplementedError
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method for what its object refers to, so that the models are freed with their Trainer."""
+    """A method by a weak reference: stand-ins must not keep their Trainer and its models."""
     reference = WeakMethod(method)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -236,7 +236,7 @@ def unmoved(model: Any) -> Iterator[None]:
 
 
 def verify(arguments: Any) -> None:
-    """Check the arguments of a Trainer, if these are that.
+    """Check arguments, if they are those of a Trainer.
 
     Raises:
         ValueError: they ask for something that a pipeline does in another way.

@@ -296,7 +296,7 @@ class Pipelined(SpreadTrainer):
     def _called(
         self, spread: Spread, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call a model, or a module that holds what is spread of it, through the pipeline."""
+        """Call a model, or a part of it, through the pipeline."""
         # Several mini-batches may share a tensor: the call is for the one with most of its tensors.
         counts = [x.count_in(kwargs) for x in self._prepared]
         most = max(counts, default=0)
