@@ -106,7 +106,8 @@ def skippable(
         rule = "only a class of layers can be skippable"
         remedy = "write @skippable(...) above a class derived from nn.Module"
         verify(is_layer, rule, "class", cls, remedy, TypeError)
-        # The first time the class itself changes: pickle, and super(Class, self), find it by name.
+        # The first decorator changes the class itself and derives none, since pickle, and
+        # super(Class, self) in its methods, find the class by its name.
         if "skips_declared" not in vars(cls):
             return _declare(cls, declared, cls)
         first: Any = cls.skips_class  # type: ignore[attr-defined]
@@ -122,7 +123,8 @@ def _declare(cls: LayerClass, declared: Declared, first: LayerClass) -> LayerCla
     forward = cls.forward
     driven = getattr(cls, "skips_driven", None)
     if driven and forward is driven[0]:
-        # The base class is skippable, too. Take its own generator, without its drive() around it.
+        # The class inherits this forward, which is the drive() of a skippable base class. What
+        # this class declares is for the generator that the base's drive() calls.
         forward = driven[1]
 
     @wraps(forward)
@@ -133,8 +135,8 @@ def _declare(cls: LayerClass, declared: Declared, first: LayerClass) -> LayerCla
 
     @wraps(load)
     def load_either(self: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
-        # Keys of torchgpipe 0.0.7 have "module." in front, as have keys of a child with this name.
-        # So "module." is removed if more keys lead to tensors of the layer then.
+        # Keys of torchgpipe 0.0.7 begin with "module.", but so do the keys of a child that is named
+        # "module". So it is removed if the keys without it lead further into the layer.
         old = [key for key in state if key.startswith(f"{prefix}module.")]
         keys = [key.removeprefix(prefix) for key in old]
         new = [key.removeprefix("module.") for key in keys]
@@ -279,8 +281,8 @@ def _run_generator(
             sent = tracker.load(skip)
         else:
             tracker.save(skip, asked.tensor)
-        # Without this, a stashed tensor would stay in memory while the layer goes on. A popped one
-        # stays anyway: Python keeps the argument of send() until the generator yields again.
+        # Deleting the request frees a stashed tensor while the layer goes on. A popped tensor stays
+        # in memory: Python keeps the argument of send() until the generator yields again.
         del asked
 
 
@@ -308,9 +310,6 @@ def _names(argument: str, names: Iterable[str]) -> tuple[str, ...]:
     rule, remedy = f"{argument} must be a collection of names", f'write {argument}=["name"]'
     verify(valid, rule, argument, names, remedy, TypeError)
     return entries
-
-
-# Faults in what layers declare, which are found before anything runs.
 
 
 def verify_skippables(module: nn.Sequential) -> None:

@@ -17,9 +17,6 @@ from torchgpipe.values.structure import flatten
 __all__: list[str] = ["Namespace"]
 
 
-# Namespaces, which keep the skips of layers of one class apart.
-
-
 class Namespace:
     """A space of names for skips: skips of one name in two namespaces are different skips.
 
@@ -52,9 +49,6 @@ def describe(skip: Skip) -> str:
     return repr(name) if namespace is None else f"{name!r} in {namespace}"
 
 
-# The layout of skips, known before anything runs, since layers declare what they stash and pop.
-
-
 class Declared(NamedTuple):
     """The names that a class of layers declares."""
 
@@ -81,7 +75,7 @@ def skips(layer: nn.Module) -> tuple[list[Skip], list[Skip]]:
 
 
 class SkipLayout:
-    """The skips that lead from one partition to another."""
+    """The skips that lead from one partition to another, as layers declare them."""
 
     def __init__(self, partitions: int, ends: dict[Skip, tuple[int, int]]) -> None:
         #: For each partition, the skips that it stashes for others, each with its target.
@@ -106,9 +100,6 @@ def inspect_skip_layout(partitions: Sequence[nn.Module]) -> SkipLayout:
             source.update(dict.fromkeys(stashed, j))
             target.update(dict.fromkeys(popped, j))
     return SkipLayout(len(partitions), {skip: (source[skip], j) for skip, j in target.items()})
-
-
-# Trackers, which keep values from when one layer stashes them until another pops them.
 
 
 class SkipTracker:
@@ -187,9 +178,6 @@ def use_skip_tracker(tracker: SkipTracker) -> Swap:
     return Swap(_current, tracker=tracker)
 
 
-# Parcels: the skips of a micro-batch on their way past the stages that do not pop them.
-
-
 class Parcels:
     """The skips of one micro-batch that were stashed and not popped yet."""
 
@@ -206,7 +194,7 @@ class Parcels:
         """
         popped = {}
         for skip in skips:
-            # No reference is kept here: a popped skip is freed when the layer that pops it is done.
+            # pop() and not [skip]: the layer that pops a skip frees it only if no parcel holds it.
             # guard: letting go of a skip
             part = self._waiting.pop(skip, None)
             if part is None:
