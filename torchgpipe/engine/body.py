@@ -56,14 +56,15 @@ class Body:
         order: Order | None = None,
     ) -> None:
         self.layers = layers
-        #: Calls the layers; where other devices share some of their weights, with copies of these.
+        #: Calls the layers, with copies of weights where other devices have the same weights.
         self.call: Callable[..., Any] = layers
         self.order = order
         self.lock = lock
         self.state = state
         #: Copies to the host what cells save for backward; None if it stays on the device.
         self.offloading: Offloading | None = None
-        #: PyTorch's policy of which operators recomputations do not run again, if there is one.
+        #: A policy of PyTorch's selective checkpointing, which says what recomputations do not run
+        #: again; None if they run everything.
         self.policy: Policy | None = None
         self.first = first
         self.in_place = starts_in_place(layers)
@@ -89,8 +90,9 @@ class Body:
         Raises:
             RuntimeError: a layer changed a tensor in place that shares memory with another part.
         """
-        # A change in place of one part is seen through a part that shares its memory, but not
-        # through a copy of that part on another device. So it is an error on all devices.
+        # The value and the skips of a micro-batch may share memory. Then changing one in place
+        # changes the other, but not a copy of the other on another device. So changing one is an
+        # error on any device.
         counters: list[Tensor] = []
         versions: list[int] = []
         if batch.shared:
@@ -104,9 +106,10 @@ class Body:
                     # unchanged, and the first partition may get a view of the caller's tensor.
                     batch = batch.take().map(lambda *xs: [x.clone() for x in xs], [VALUE])
             elif -1 in versions:
-                # Inference tensors have no version counter that would show the change afterwards.
+                # The first layer would change an inference tensor in place. Its version is always
+                # -1, so comparing versions after the layers would not find the change.
                 raise _changed(batch)
-        # From here on the tracker alone holds the skips, so each is freed when it is popped.
+        # From here on the tracker alone holds the skips, and drops a skip when a layer pops it.
         tracker = SkipTracker.of(batch)
         value = batch.take().with_skips({})
         order = self.order

@@ -51,9 +51,10 @@ class Cell:
         self.step, self.i, self.j = step, i, j
         self.body = step.bodies[j]
         self.stream = step.lanes.compute[j]
-        #: The parts that come from another compute stream, and the partitions they come from.
+        #: The parts of the input (value and skips) that are copied from another stream, each with
+        #: the partition that it comes from.
         self.arriving = step.lanes.sources[j]
-        #: The parts of the output that leave this compute stream, and the partition each goes to.
+        #: The parts of the output that go to another stream, each with the partition there.
         self.departing = step.lanes.targets[j]
         self._checkpoints: list[Checkpoint] = []
 
@@ -89,8 +90,8 @@ class Cell:
         checkpoint = None
         offloading = self.body.offloading
         if again:
-            # The note gets the text of this cell, not the cell: the checkpoint keeps the note until
-            # backward, and would keep the whole step in memory with it.
+            # The checkpoint keeps this context manager until backward. If the context manager held
+            # the cell in place of its text, it would keep the whole step in memory.
             within = noted(str(self), labels.of("R", self.j, self.i))
             checkpoint = self.body.checkpoint(run, step.context, self.stream, within)
             run = partial(checkpoint.forward, cell=numbers)

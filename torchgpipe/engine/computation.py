@@ -106,7 +106,7 @@ class ScheduledStep(Step):
         post: makes the post of the step.
     """
 
-    #: Has computations take turns that draw from one generator, while the step runs.
+    #: The random numbers of computations, and their turns at shared generators; set by Executor.
     draws: StepDraws
 
     def __init__(
@@ -131,19 +131,19 @@ class ScheduledStep(Step):
         super().__init__(stages, plan.schedule.chunks, again, joins, after)
         #: Whether the caller is within autocast, which must be off in backward.
         self.casts = any(x.enabled for x in self.context.modes.autocast)
-        #: For each stage, the copies that it computes with in place of other devices' weights.
+        #: For each stage, copies of the weights that are on another stage's device, by weight.
         self.copies = copies_of_weights(stages)
         for body, entries, copies in zip(self.bodies, stages.lent, self.copies):
             compute_with_copies(body, entries, partial(in_place_of, copies))
         #: The gradients of the weights and of the caller's tensors, summed over micro-batches.
         self.sums = StepSums(plan, self.modules, batches, self.copies)
         self.new_cell = crew.cells.begin(self.copies)
-        #: The cells ``(stage, micro-batch)`` between their F and their last instruction.
+        #: The cells ``(stage, micro-batch)`` that have run F, and wait for R, B, I or W.
         self.cells: dict[tuple[int, int], Cell] = {}
         self.links = Links(plan, stages, arriving)
         for body, mode in zip(self.bodies, plan.keepings):
             body.policy = policy_of(mode)
-        #: For each worker, the cells whose copies to the host are under way; empty if none leave.
+        #: For each worker, the cells that are being copied to the host; empty if no cell ever is.
         self.windows = [Window() for _ in plan.devices] if plan.leaving else []
         for j, w in enumerate(plan.schedule.placement) if plan.leaving else ():
             offload = plan.offloads[j]
@@ -162,7 +162,8 @@ class ScheduledStep(Step):
         strays = cell.look_for_strays(self.sums.nodes[cell.j])
         if strays:
             known = {*map(id, self.sums.weights[cell.j])}
-            # Both cells of an overlap may have used a weight before this finds it in the first one.
+            # The two cells of an overlap both run before anybody looks for strays. So a weight that
+            # both use is known already when the second cell is looked at.
             # guard: strays met once
             new = [x for x in strays if id(x) not in known]
             self.crew.verify(cell.j, new)
@@ -175,7 +176,7 @@ class ScheduledStep(Step):
             one = self.criterion.scale(torch.ones((), device=value.device, dtype=value.dtype))
             divisor = one if divisor is None else divisor * one
         zeros = self.sums.zeros(self.links, self.post, value.dtype)
-        # If no tensor has got a gradient, the loss must have a backward all the same.
+        # If no tensor has got a gradient, the caller's loss.backward() must work all the same.
         zeros = zeros or [torch.zeros_like(value, requires_grad=True)]
         loss: Tensor = Outcome.apply(value, divisor, *zeros)
         return loss
@@ -187,14 +188,14 @@ class Computation(noted):
     As a context manager it tells what is computed, in notes on exceptions and by labels.
     """
 
-    #: The value, or the gradients, that its cell is given, once received.
+    #: What receive() has got for the cell: the input for F, gradients for B and I.
     received: Any = None
 
     def __init__(self, step: ScheduledStep, w: int, op: Op) -> None:
         self.step, self.w, self.op = step, w, op
         self.j, _, self.i = op
         self.stream = step.links.stage_streams[self.j]
-        #: Whether the stage computes on the second stream of its worker (see ``Links._overlap``).
+        #: Whether the stage computes on the second stream that workers with overlaps have.
         self.on_second_stream = self.stream is not step.links.compute[w]
         self.label = None if labels.observer is None else labels.of(op.kind, self.j, self.i)
         self._cell: Cell | None = None
@@ -242,8 +243,9 @@ class Computation(noted):
 
     def compute(self) -> None:
         """Compute, with the random numbers of the cell, when the device has its turn."""
-        # The turn comes first. Who has it may trace a graph in cells.compute(), and waits until
-        # nobody else computes there. If somebody there waited for the turn, both would for ever.
+        # The turn comes first. In cells.compute(), the thread that has the turn may trace a graph,
+        # for which all other threads must have left cells.compute(). If one of them waited in there
+        # for the turn, both would wait for ever.
         with self.turn, self.numbers():
             self.step.crew.cells.compute(self._compute)
 
@@ -296,8 +298,8 @@ class Forward(Computation):
 
     def deliver(self) -> None:
         step, i, j = self.step, self.i, self.j
-        # An output that this object still held would stay in the memory of the device. Also, a
-        # message of ``Pipe`` would have to clone it before it is sent.
+        # This object must not keep the output in memory. Also, a ``Pipe`` sends the memory of a
+        # tensor as it is if nothing else holds the tensor, and has to send a clone otherwise.
         output = self.output
         del self.output
         if self.on_second_stream:
@@ -338,11 +340,12 @@ class BackwardWeight(Computation):
         return self.step.draws.backward()
 
     def compute(self) -> None:
-        # Not in receive(): the other computation of an overlap may make the first sum after that.
+        # Hooks for the sums are registered here and not in receive(): in an overlap, both
+        # computations receive first, and then the first one makes sums that the second adds to.
         self.step.sums.by_worker[self.w].ready()
         kind = self.step.plan.devices[self.w].type
         try:
-            # A layer may have switched autocast on, and not off again.
+            # Though the caller has autocast off, a layer may have switched it on and left it on.
             casts = self.step.casts or torch.is_autocast_enabled(kind)
             # guard: autocast in backward
             with without_autocast() if casts else NOTHING:

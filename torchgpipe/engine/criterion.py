@@ -59,13 +59,14 @@ class Criterion:
         self.division, rows = division, sum(division.sizes)
         self.shares = [size / rows if rows else 1 / division.m for size in division.sizes]
         m = len(arguments)
-        #: For each micro-batch, its loss, and the weight of a loss that is a sum; None for a mean.
+        #: For each micro-batch, once computed, its loss and the loss's weight (None for a mean).
         self.losses: list[tuple[Tensor, Any] | None] = [None] * m
         #: For each micro-batch, its output, detached from the graph; None if no outputs are kept.
         self.outputs: list[Batch | None] | None = [None] * m if outputs else None
-        #: The shapes in the output of the first micro-batch; empty if an FX graph computed it.
+        #: The shapes in the output of the first micro-batch, for a warning of layers that compare
+        #: rows; empty, and no warning, if an FX graph computed the output.
         self.shapes: Sequence[torch.Size] = ()
-        #: Whether a loss depends on something that requires a gradient.
+        #: Whether the loss of any micro-batch requires a gradient.
         self.depends = False
 
     def after(self, i: int) -> Callable[[Batch], Batch]:
@@ -106,8 +107,8 @@ class Criterion:
     def take(self, i: int, loss: Tensor, weight: Any, output: Batch | None) -> None:
         """Take note of the loss of micro-batch ``i``, and of the output of the layers."""
         weight = self._weights[i] if self._weights else weight
-        # mse_loss and others return a number in the memory of all the numbers that they have added,
-        # which a clone lets go of.
+        # The scalar that F.mse_loss() returns holds the memory of a number for each element of its
+        # input, and some other losses do so, too. A clone has the memory of one number.
         spacious = loss.untyped_storage().nbytes() > loss.nbytes
         self.losses[i] = loss.detach().clone() if spacious else loss.detach(), weight
         self.depends |= loss.requires_grad
@@ -146,7 +147,7 @@ class Criterion:
         if self._divisor is None:
             grad = torch.full_like(loss, 1 if weight is not None else self.shares[i])
         else:
-            # Scaled before it is cast: 1 / divisor may be too small for float16.
+            # The scale comes before the cast below: 1 / divisor may be too small for float16.
             grad = torch.full_like(loss, 1, dtype=self._divisor.dtype) / self._divisor
         return (grad if self.scale is None else self.scale(grad)).to(loss.dtype)
 
@@ -173,8 +174,8 @@ class Criterion:
         losses = losses.to(_dtype_of_sums(losses))
         weights = [weight for _, weight in pairs]
         if all(weight is None for weight in weights):
-            # Each share is a number of the host, which becomes an argument of a kernel. A tensor
-            # of shares would be copied to the device, and the host would wait for that.
+            # Each share is a Python number, which becomes an argument of a kernel. A tensor of
+            # shares would be copied to the device, and the host would wait for the copy.
             terms = [
                 losses[start : start + count].sum() * share
                 for share, start, count in _runs(self.shares)
@@ -185,8 +186,8 @@ class Criterion:
                 "a loss function must return a mean for all micro-batches, or (sum, weight) for "
                 f"all (weights: {weights}); return the same for each"
             )
-        # Not self._divisor: its memory belongs to the stream of the last stage, which may reuse it
-        # before the current stream has read it.
+        # The weights are added up again, though self._divisor may be their sum: its memory belongs
+        # to the last stage's stream, which may reuse it before the current stream has read it.
         total = _total(weights, losses)
         return losses.sum() / total, total if self._divisor is None else None
 
@@ -202,7 +203,7 @@ def _total(weights: Sequence[Any], loss: Tensor) -> Tensor:
     scalars = [
         x.to(device).reshape(()).to(dtype)
         if isinstance(x, Tensor) and x.device != CPU
-        # Filled in by a kernel, since the host would wait for a copy from its memory.
+        # A kernel fills in the number. The host would wait for a copy from its own memory.
         else torch.full((), float(x), dtype=dtype, device=device)
         for x in weights
     ]
@@ -249,9 +250,6 @@ def _checked_weight(weight: Any) -> Any:
     return float(weight)
 
 
-# The further arguments of the loss: targets, split as the input is, on the last device.
-
-
 class explaining:
     """Note on an error within a ``with`` block that all but the first argument go to the loss."""
 
@@ -269,7 +267,7 @@ class explaining:
     ) -> None:
         if not self._targets or self._layer is None or not isinstance(error, TypeError):
             return
-        # Python's message if a layer that takes several arguments was called with one.
+        # Python raises "forward() missing ..." if a layer is called with too few arguments.
         name = getattr(type(self._layer).forward, "__qualname__", "")
         if str(error).startswith(f"{name}() missing"):
             add_note(
@@ -310,7 +308,7 @@ def arguments_of(
             )
     counts = targets.counts
     if division.is_ready and counts:
-        # An input that the caller has divided may have no count of rows: that of targets is taken.
+        # Of an input that the caller has divided nobody knows the rows. The targets tell them.
         rows = targets.rows
         if rows < m:
             raise ValueError(
@@ -336,7 +334,6 @@ def arguments_of(
             "or what is divided already as torchgpipe.Chunks(values)"
         )
     events = fetch(pool, targets, device)
-    # A single micro-batch gets the arguments undivided.
     return [targets.whole] if m == 1 else [*targets.split(division)], events
 
 

@@ -38,7 +38,8 @@ class Draws:
     """The knowledge of whether layers draw on the CPU, which lasts from step to step."""
 
     def __init__(self) -> None:
-        #: Whether layers draw, by kind of step: with or without a graph, and what is in train mode.
+        #: Whether layers draw random numbers, by kind of step: whether autograd records, and which
+        #: modules are in train mode.
         self._known: dict[Any, bool] = {}
         self.lock = threading.RLock()
 
@@ -58,8 +59,8 @@ class Draws:
         kind = (torch.is_grad_enabled(), *modes)
         draws = self._known.get(kind)
         if draws is not False:
-            # Workers on accelerators take turns, too: a checkpoint of PyTorch that runs there reads
-            # the CPU's generator, and sets it back.
+            # Workers on accelerators take turns, too: PyTorch's checkpoint() saves and restores the
+            # state of the CPU's generator on any device.
             # guard: turns beside the CPU
             step_draws = StepDraws(self.lock, step, {*counts}, is_watched=draws is None)
             yield step_draws
@@ -69,8 +70,8 @@ class Draws:
         try:
             yield StepDraws(self.lock, step, shared - {CPU}, is_free=True)
         finally:
-            # In finally, since a recomputation that gets other random numbers raises. If draws were
-            # not noticed then, the next step would fail in the same way.
+            # In finally, since a recomputation that draws other random numbers than its forward may
+            # raise. If these draws went unnoticed, the next step would raise in the same way.
             # guard: draws without turns
             self._known[kind] = content(get_state(CPU)) != before
         if self._known[kind]:

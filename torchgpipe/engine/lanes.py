@@ -51,7 +51,7 @@ class Lanes:
         self._partitions = stages.partitions
         devices, skip_layout = stages.devices, stages.skip_layout
         n = len(devices)
-        # Partitions of a group share layers, so they must not compute at the same time.
+        # Partitions that share layers must not compute at the same time, so they share streams.
         users = list(zip(devices, stages.groups))
         counts = Counter([device for device, _ in set(users)])
         has_skips = any(skip_layout.popped)
@@ -65,16 +65,16 @@ class Lanes:
         self._outside = [current_stream(device) for device in devices]
         #: The stream on which each partition computes.
         self.compute = [streams.compute for streams in self._streams]
-        #: For each partition, the parts of a micro-batch that come from another stream, and the
-        #: partition that each comes from. Backward copies their gradients in reverse order: skips
-        #: before the value, and first those of near partitions, whose backward is due first.
+        #: For each partition, the parts of a micro-batch that come from another stream, each with
+        #: the partition that it comes from. Backward copies their gradients in reverse order: first
+        #: that of the skip from the nearest partition, which is due first, and last the value's.
         self.sources = [
             # guard: skips first
             # guard: near skips first
             self._elsewhere(j, {VALUE: j - 1, **by_partition(skip_layout.popped[j])})
             for j in range(n)
         ]
-        #: For each partition, the parts that go to another stream, and where each of them goes.
+        #: For each partition, the parts that go to another stream, each with the partition there.
         self.targets = [
             self._elsewhere(j, {VALUE: j + 1, **skip_layout.stashed[j]}) for j in range(n)
         ]
@@ -85,26 +85,26 @@ class Lanes:
                 # guard: copies after the caller
                 used = {compute, *values, *skips} - {self._outside[j]}
                 self._others.setdefault(self._outside[j], set()).update(used)
-        # Each partition has so many lanes, or more. Micro-batch i + pool may use the lane of i.
+        # The least number of lanes of a partition. Micro-batch i + pool may use the lane of i.
         pool = min(len(streams.values) for streams in self._streams)
         #: By how many micro-batches a partition may be ahead of a neighbour (max run-ahead).
         self.lead = pool - 1
-        #: For :class:`~torchgpipe.engine.step.Fence`: for each partition and each receiver of its
-        #: output, by how many micro-batches the receiver may be ahead in backward.
+        #: For :class:`~torchgpipe.engine.step.Fence`: for each partition ``j`` and each ``k`` that
+        #: gets a part of its output, by how many micro-batches ``k`` may be ahead in backward.
         self.ahead = {
             # guard: a short lead
             j: {k: range(k - j + 1, self.lead + 1) for k in self.targets[j].values() if k < n}
             for j in range(n)
         }
-        #: For each ``j``, pairs ``(di, k)``: the cell ``(i, j)`` needs ``(i + di, k)``, a cell on
-        #: another device.
+        #: For each ``j``, pairs ``(di, k)``: the cell ``(i, j)`` has to wait for the cell
+        #: ``(i + di, k)``, which is on another device.
         self._needs = [
             [(di, k) for di, k in self._offsets(j, pool) if devices[k] != devices[j]]
             for j in range(n)
         ]
 
     def _elsewhere(self, j: int, parts: dict[Any, int]) -> dict[Any, int]:
-        # The caller is before the first partition, and after the last one.
+        # streams[k + 1] is that of partition k: the caller is before the first, and after the last.
         streams = [self._outside[0], *self.compute, self._outside[-1]]
         return {part: k for part, k in parts.items() if streams[k + 1] != self.compute[j]}
 
@@ -181,8 +181,8 @@ class Lanes:
         if {*self.compute} != {*self._outside} and needs_backward(outputs):
             # When backward begins, partitions wait for the caller, which may have used gradients of
             # another backward since the forward. When backward ends, the caller waits for all
-            # partitions, since it may change weights next. Autograd itself makes the caller wait
-            # only for streams on which a leaf has got a gradient.
+            # partitions, since it may change weights next: autograd has it wait only for streams
+            # on which a leaf has got a gradient.
             passed = iter(between(self.wait_for_caller, self.end_backward, *outputs))
             batches = [batch.replace([next(passed) for _ in batch]) for batch in batches]
         return list(batches)

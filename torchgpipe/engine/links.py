@@ -74,19 +74,19 @@ class Links:
         self.outside = [current_stream(device) for device in plan.devices]
         owners = {(stages.groups[j], plan.devices[w], w) for j, w in enumerate(self._placement)}
         sharing = Counter([(group, device) for group, device, _ in owners])
-        # Layers may have state, which two workers must not change at the same time. So all workers
-        # of such a device share one stream.
+        # Layers may have state, which two workers must not change at the same time. So if two
+        # workers of a device share layers, all workers of that device share one stream.
         # guard: workers that share layers
         single = {device for (_, device), count in sharing.items() if count > 1}
         counts = {x: 1 if x in single else count for x, count in plan.counts.items()}
         made = {x: cycle(pool.computing(x, count)) for x, count in counts.items()}
         #: The stream on which each worker computes.
         self.compute = [next(made[device]) for device in plan.devices]
-        # How many streams of the pool are in use on each device.
+        # How many streams of its pool each device computes on; a single one would be the caller's.
         in_use = Counter({x: count for x, count in counts.items() if count > 1})
         #: The stream on which each stage computes.
         self.stage_streams = [self.compute[w] for w in self._placement]
-        #: For each worker with overlaps, the stream on which they communicate.
+        #: For each worker whose program has overlaps, the stream for collectives of its layers.
         self.communicating: dict[int, AbstractStream] = {}
         if plan.overlaps:
             self._overlap(plan, pool, stages.groups, in_use)
@@ -230,7 +230,7 @@ def fetch(pool: StreamPool, targets: FlatInput, device: torch.device) -> list[tu
     def fetched(x: Any) -> Any:
         if not isinstance(x, Tensor) or x.device == device:
             return x
-        # The last streams of the pools, since the links of a step take the first ones.
+        # The last stream of each pool, so that links, which use the first ones, do not wait for it.
         here, there = (pool.some(where, pool.POOL - 1)[-1] for where in (x.device, device))
         hand_over([x], current_stream(x.device), here)
         with use_stream(there):
@@ -256,7 +256,7 @@ def fetch(pool: StreamPool, targets: FlatInput, device: torch.device) -> list[tu
 # :mod:`torchgpipe.distributed.mail` sends what is in its inbox, and brings what it has sent.
 
 
-#: For each part of a micro-batch, the gradients of its tensors, each tensor once.
+#: For each part of a micro-batch, the gradients of its tensors: one for a tensor that is repeated.
 Gradients: TypeAlias = dict[Any, Sequence[Tensor | None]]
 
 
@@ -272,7 +272,7 @@ class Post:
 
     def __init__(self, step: Step, links: Links, batches: list[Batch]) -> None:
         self._links, self._layout = links, step.stages.skip_layout
-        # Not the step: it refers to this post, and such a cycle would keep the memory of both.
+        # Not the step, which refers to this post: such a cycle would keep the memory of both.
         self.numbers = step.numbers
         #: The values that wait for a stage, by stage and micro-batch, with the events of copies.
         self.values: dict[tuple[int, int], tuple[Batch, Any]] = {
@@ -281,7 +281,7 @@ class Post:
         batches.clear()
         #: For each micro-batch, the skips that were stashed and not popped yet.
         self.parcels: defaultdict[int, Parcels] = defaultdict(Parcels)
-        #: The events of copies of skips, by micro-batch and skip.
+        #: The events of copies, by micro-batch and part; send() moves that of the value to values.
         self._events: dict[tuple[int, Any], Any] = {}
         #: The gradients that wait for a stage, by stage and micro-batch, for each part.
         self.grads: dict[tuple[int, int], dict[Any, Sent]] = {}
@@ -298,8 +298,8 @@ class Post:
         sent = self._links.send([x.detach() for x in tensors], j, target, i)
         self._events[i, key] = sent.event
         return [
-            # The flag tells the next cell to compute a gradient, which send_grads brings back.
-            # Autograd ends where the graph of that cell begins, and sets no .grad here.
+            # If y requires a gradient, the next cell computes it, and send_grads() sends it back.
+            # The cell asks autograd for the gradient of an edge, so y.grad stays None.
             y.requires_grad_(x.requires_grad)
             for x, y in zip(tensors, sent.tensors)
             if y is not None

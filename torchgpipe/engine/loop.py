@@ -55,7 +55,7 @@ from torchgpipe.schedule.program import Instruction, Op, operations
 
 __all__: list[str] = []
 
-#: A function that performs all instructions, and calls its argument before any backward.
+#: Performs all instructions, and calls its argument, which prepares sums, before any backward.
 PerformAll: TypeAlias = Callable[[Callable[[], None]], None]
 
 

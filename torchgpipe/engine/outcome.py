@@ -65,9 +65,9 @@ class Sums:
         self._sums: dict[int, Tensor] = {}
         #: The tensors whose sum has memory of its own, which may be changed in place.
         self._own: set[int] = set()
-        #: The tensors whose gradients a hook is to add, as long as they have no such hook.
+        #: The tensors that get a hook to add gradients, from ready(), once they have a first sum.
         self._waiting: dict[int, Tensor] = {}
-        #: The hooks that add gradients: for each, the dict of hooks that it is in, and its key.
+        #: How to remove each hook that adds gradients: the dict of hooks that has it, and its key.
         self._hooks: list[tuple[dict[int, Any], int]] = []
 
     def add(self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
@@ -76,13 +76,15 @@ class Sums:
         for tensor, grad in zip(tensors, grads):
             key = id(tensor)
             total = self._sums.get(key)
-            # A hook that has added a gradient returns the sum in its place.
+            # Where a hook has added the gradient already, backward returns the sum as the gradient.
             # guard: sums instead of gradients
             if grad is None or grad is total:
                 continue
             self.tensors[key] = tensor
             if total is None:
-                # A tensor of its own, by which is_alone() sees if anybody still holds the gradient.
+                # The memory of grad has two users as long as anybody else holds grad: grad itself,
+                # and the detached tensor. From their number is_alone() tells whether the sum may be
+                # changed in place.
                 self._sums[key] = grad.detach()
                 continue
             # guard: sums of what is not ours
@@ -131,7 +133,7 @@ class Sums:
             tensor, total = self._waiting.pop(key), self._sums[key]
             if is_alone(total):
                 self._own.add(key)
-            # add_() adds in place without Python, for which the threads of backward would queue.
+            # add_() runs no Python code, for which the threads of backward would have to queue.
             add = total.add_ if key in self._own else partial(self._add_at_once, tensor)
             handle: Any = tensor.register_hook(add)
             self._hooks.append((handle.hooks_dict_ref(), handle.id))
@@ -206,7 +208,7 @@ class HandOver(torch.autograd.Function):
         # guard: recording what is handed over
         record_all(grads, ctx.caller)
         if current_stream(ctx.caller.device) != ctx.caller:
-            # A hook of a weight may have put another tensor in .grad, which must be recorded, too.
+            # A hook of a weight may put another tensor in .grad, which must be recorded, too.
             _torch.queue_callback(partial(_record_grads, tensors, ctx.caller))
         return (None, None, None, None, *grads)
 
@@ -258,12 +260,6 @@ class Outcome(torch.autograd.Function):
         return (None, None, *factors)
 
 
-# The sums of a step's gradients, until backward of its loss hands them over.
-#
-# Cells add the gradients of weights to the sums of their worker. The gradients of the caller's
-# tensors come by the post, as those of a stage's input do, and are summed up at the end.
-
-
 def copies_of_weights(stages: Stages) -> list[dict[Tensor, Tensor]]:
     """Copies, for each stage, of weights that are on the device of another stage.
 
@@ -288,7 +284,11 @@ def in_place_of(copies: Mapping[Tensor, Tensor], weights: Sequence[Tensor]) -> l
 
 
 class StepSums:
-    """The weights of all stages, the tensors of the caller, and the sums of their gradients."""
+    """The weights of all stages, the tensors of the caller, and the sums of their gradients.
+
+    Cells add the gradients of weights to the sums of their worker. The gradients of the caller's
+    tensors come by the post, as those of a stage's input do, and are summed up at the end.
+    """
 
     def __init__(
         self,
@@ -298,12 +298,14 @@ class StepSums:
         copies: Sequence[Mapping[Tensor, Tensor]],
     ) -> None:
         self._plan = plan
-        #: For each stage, its weights that require a gradient, and for the last one the loss's.
+        #: For each stage, its weights that require a gradient; for the last stage, also those of a
+        #: loss that is a module.
         self.weights: list[list[Tensor]] = [
             [x for x in in_place_of(of_stage, parameters_of(modules_of(module))) if x.requires_grad]
             for module, of_stage in zip(modules, copies)
         ]
-        #: For each stage, the nodes of its weights in autograd's graph that cells have met so far.
+        #: For each stage, autograd's nodes of its weights, as far as cells have met them. A search
+        #: for weights of other modules passes over these nodes.
         self.nodes: list[set[Any]] = [{x.grad_fn for x in of_stage} for of_stage in self.weights]
         #: For each micro-batch, the tensors that came from the caller.
         self._inputs = [[*batch] for batch in batches]
@@ -316,8 +318,8 @@ class StepSums:
     def begin(self, within: ExitStack) -> None:
         """Begin a step; hooks of weights and inputs see nothing until the block ends."""
         within.enter_context(self._without_hooks)
-        # The nodes of weights belong to streams of this step. Without references they are freed,
-        # and HandOver makes new ones, which belong to its streams.
+        # Autograd adds to .grad on the stream where the node of the weight was made. Clearing the
+        # sets frees the nodes that cells have made, so HandOver makes new ones on its own streams.
         within.callback(self.nodes.clear)
 
     def prepare(self, within: ExitStack) -> None:
@@ -331,7 +333,8 @@ class StepSums:
         for w, weights in zip(self._plan.schedule.placement, self.weights):
             tables[w].update({id(x): x for x in weights})
         count = Counter(chain(*tables))
-        # Not weights of two workers, whose threads might change one sum at the same time.
+        # A weight of two workers is left out: its hook would run in the threads of both, and they
+        # might change one sum at the same time.
         # guard: sums of weights that workers share
         return [[x for key, x in table.items() if count[key] == 1] for table in tables]
 
@@ -359,7 +362,7 @@ class StepSums:
         for stream, some in [first, *zip(links.stage_streams, self.weights)]:
             for x in some:
                 if id(x) in reached and id(x) not in owner:
-                    # A layer may use a weight that is on another device than its stage.
+                    # The gradient of a weight that is on another device is handed over there.
                     at = stream if x.device == stream.device else current_stream(x.device)
                     if at not in parts:
                         parts[at] = Sums(), []

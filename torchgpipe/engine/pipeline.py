@@ -148,21 +148,21 @@ class Pipeline:
             with noted(cell):
                 batch = self.parcels[i].unpacked(batch, popped)
         fence = self.step.fence
-        # The phonies of the cells that backward must come to after this one.
         phonies = fence.before(i, j) if fence else []
-        # Each call is made on a stream, on which autograd also runs its backward. A part that comes
-        # from another stream, or goes to one, is on a lane there, and else on the compute stream.
+        # compute() runs on the compute stream. So do the other calls below for parts that stay on
+        # it; parts that come from another stream or go to one are on a lane there. Autograd runs
+        # backward on the same streams.
         # guard: join [1] before the layers
         if batch.requires_grad:
             # guard: join [1]
-            batch = cell.arrive(batch, phonies)  # on the lane where the input comes
-            batch = cell.compute(batch)  # on the compute stream
+            batch = cell.arrive(batch, phonies)
+            batch = cell.compute(batch)
         else:
             batch = cell.arrive(batch)
             batch = cell.compute(batch)
             # guard: join [1']
-            batch = cell.merge(batch, phonies)  # on the lane where the output leaves
+            batch = cell.merge(batch, phonies)
         if fence:
             # guard: fork [2]
-            batch = cell.branch(batch, fence, i + 1 == len(self.batches))  # on that lane, too
+            batch = cell.branch(batch, fence, i + 1 == len(self.batches))
         self.batches[i] = self.parcels[i].packed(batch)

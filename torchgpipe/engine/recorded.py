@@ -59,9 +59,10 @@ class Recording:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        #: Makes the context manager around layers, of the first micro-batch, from a forward's mark.
+        #: Returns the context manager in which a forward of the first micro-batch runs the layers,
+        #: for its mark. By it a trace sees where layers wait for a device.
         self.within: Callable[[Mark], AbstractContextManager[Any]] = nullcontext
-        #: The backward that is under way on the CPU.
+        #: The backward that is under way on the CPU; the next one that begins there ends it.
         self._running: Mark | None = None
 
     def looking(self, mark: Mark) -> AbstractContextManager[Any]:
@@ -97,8 +98,9 @@ class Recording:
         before: set[Node | None] = set()
         number = 0
         if is_ended:
-            # The nodes of the input, not its tensors, which the layers release. The first stage
-            # has none that could tell: its micro-batches may share one node of the caller's.
+            # Backward ends at the nodes of the input. Nodes are kept and not tensors, which the
+            # layers release. In the first stage nodes do not tell where a backward ends, since the
+            # caller may have made all micro-batches by one node.
             before = {x.grad_fn for x in tensors(value) if x.requires_grad and forward.stage}
             number = next_number()
         self.recorder.begin(forward)

@@ -130,7 +130,7 @@ class EagerCell(Cell):
 
     def __init__(self, body: Body, context: Context, *of_cell: Any) -> None:
         super().__init__(*of_cell)
-        # Not the step, which has the cells: such a cycle would keep a failed step in memory.
+        # Not the step, which refers to its cells: such a cycle would keep a failed step in memory.
         self._body, self._context = body, context
         #: Runs the layers on a micro-batch, and in the last stage the loss.
         self.run: Callable[..., Batch] = body.run
@@ -142,15 +142,15 @@ class EagerCell(Cell):
         self._checkpoint: Checkpoint | None = None
         self._offloaded: Offloaded | None = None
         self._halves: Halves | None = None
-        #: How many hooks were registered in this process when the cell began. If there are more
-        #: later, one of them may be in the cell's graph.
+        #: How many hooks of nodes the process had registered when the cell began. If it has more
+        #: later, I has to look for hooks in the cell's graph.
         self._hooks = count_hooks()
 
     def forward(self, batch: Batch) -> Batch:
         batch = self._enter(batch.take())
         run, context, body = self.run, self._context, self._body
         if self.again:
-            # NOTHING instead of a note on errors: the computation of R adds that itself.
+            # NOTHING in place of a note on errors: the computation of R adds that note itself.
             self._checkpoint = body.checkpoint(run, context, self.stream, NOTHING)
             run = self._checkpoint.forward
         elif body.offloading is not None and body.offloading.sends(self.i):

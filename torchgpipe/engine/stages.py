@@ -41,16 +41,17 @@ class Stages:
         devices: Sequence[torch.device],
         skip_layout: SkipLayout | None = None,
     ) -> None:
-        # Not a copy of the list, since a partition may be replaced there between steps.
+        # The list itself and no copy, since a partition may be replaced in it between steps.
         self.partitions = partitions
         self.devices = devices
         #: The group of each partition, a number: partitions of one group share layers or tensors.
         # guard: groups
         self.groups = groups(self.partitions)
         locks = {group: threading.RLock() for group in self.groups}
-        #: For each partition, the lock of its group, which is held while one of them computes.
+        #: For each partition, the lock of its group, held while a partition of the group computes.
         self.locks = [locks[group] for group in self.groups]
-        #: For each partition, its dict entries with tensors that other devices' partitions share.
+        #: For each partition, the entries of its modules' dicts of parameters and buffers that hold
+        #: tensors of another device, or parameters that another device uses.
         self.lent: list[list[TableEntry]] = [
             entries or [] for entries in places_of(zip(self.partitions, devices))
         ]
@@ -74,7 +75,7 @@ class Stages:
         schedule: str | None = None,
     ) -> None:
         """Take note of what a plan has predicted."""
-        # Plans take it that partitions compute at the same time, which several on the CPU do not.
+        # A plan assumes that partitions compute at the same time, which several on the CPU do not.
         if [*self.devices].count(CPU) > 1:
             return
         sizes = {str(device): size for device, size in memory.items()}

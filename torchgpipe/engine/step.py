@@ -42,15 +42,11 @@ from torchgpipe.values.order import Order
 __all__: list[str] = []
 
 
-# The fence: forks and joins that fix the order in which autograd comes to cells in backward.
-#
-# ``torchgpipe/engine/pipeline.py`` has its picture. ``torchgpipe/mapped/cell.py`` uses it, too.
-
-
 class Fence:
-    """The phonies of a step, by the cells that they were branched off.
+    """The forks and joins of a step, which fix the order in which backward comes to its cells.
 
-    The index ``j`` is a partition, or a stage of a device map.
+    ``torchgpipe/engine/pipeline.py`` has a picture. The index ``j`` is a partition, or a stage of a
+    device map.
 
     Args:
         ahead: for each ``j`` and each ``k`` that it sends to, by how many micro-batches ``k`` may
@@ -63,7 +59,7 @@ class Fence:
 
     def before(self, i: int, j: int) -> list[Tensor]:
         """The phonies of the cells that backward shall come to after the cell ``(i, j)``."""
-        # The last micro-batch that has a cell here: under a device map, i - 1 may have none.
+        # The nearest cell before in j: under a device map, micro-batch i - 1 may have none there.
         phonies = self._first(i, range(1, i + 1), j)
         # A copy of the dict's items, since another thread may add a stage meanwhile.
         for k, ahead in [*self.ahead[j].items()]:
@@ -89,9 +85,6 @@ class Fence:
         return []
 
 
-# Weights that layers on several devices share: they are copied to each device once a step.
-
-
 class StepWeights:
     """The copies, in one step, of weights that layers on several devices share."""
 
@@ -101,7 +94,7 @@ class StepWeights:
         outside: Mapping[torch.device, AbstractStream],
     ) -> None:
         self._lanes, self._outside = lanes, outside
-        #: Each weight with its aliases, one for each device.
+        #: By identity, version and need of a backward: each weight, with an alias for each device.
         self._shared: dict[object, tuple[Tensor, dict[torch.device, Tensor]]] = {}
 
     def bring(
@@ -118,8 +111,8 @@ class StepWeights:
         alias = self._aliases(weight, source)[device]
         if weight.device == device:
             return alias
-        # Copied from a lane of the weight's device. If it were copied from the compute stream, that
-        # would wait in backward for the gradient from the other device.
+        # The source is a lane of the weight's device. The compute stream as the source would wait
+        # in backward for the gradient from the other device.
         with use_stream(lane):
             arriving = copy(source, lane, alias)
         with use_stream(compute):
@@ -138,9 +131,6 @@ class StepWeights:
         return self._shared[key][1]
 
 
-# One step: what its cells have in common, whether autograd orders them, or a schedule.
-
-
 class Step:
     """The knowledge of a step, besides its micro-batches, that its cells share."""
 
@@ -155,7 +145,7 @@ class Step:
         self.stages = stages
         #: What the caller's thread has set, such as autocast and modes.
         self.context = Context()
-        #: For each partition, the module that has all of its weights.
+        #: For each partition, a module with all of its weights; for the last, also those of a loss.
         self.modules: list[nn.Module] = [*stages.partitions]
         if after is not None:
             self.modules[-1] = nn.ModuleList([self.modules[-1], after])
@@ -197,8 +187,8 @@ class PipelineStep(Step):
         self.lanes = Lanes(stages)
         if any(stages.lent):
             self._copy_shared_weights()
-        #: The fence. The CPU alone needs none: autograd has one thread there, which runs the node
-        #: first that was recorded last.
+        #: Keeps backward in the reverse order of forward. The CPU alone needs no fence: there,
+        #: autograd has one thread, and of the nodes that are ready runs the one recorded last.
         self.fence: Fence | None = None
         if torch.is_grad_enabled() and {*stages.devices} != {torch.device("cpu")}:
             self.fence = Fence(self.lanes.ahead)

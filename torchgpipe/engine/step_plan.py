@@ -197,8 +197,8 @@ def completed(
 
 
 def _fitting(choice: Choice, devices: Sequence[torch.device], m: int) -> Schedule:
-    # There is a worker for each device. If all stages are on one device, as on the CPU, a name may
-    # make a schedule of any number of workers that divides the number of stages.
+    # Each device has a worker. But if all stages are on one device, as on the CPU, any number of
+    # workers will do that divides the number of stages, so all are tried, the largest first.
     count, stages = len({*devices}), len(devices)
     counts = [count] if count > 1 else [w for w in range(stages, 0, -1) if stages % w == 0]
     return _checked(chosen(choice, stages, counts, m), devices, m)
@@ -223,7 +223,7 @@ def chosen(choice: Choice, stages: int, counts: Sequence[int], m: int) -> Schedu
     verify_choice(choice)
     tries = _tries(choice, stages, counts, m)
     first = next(tries)
-    # If no schedule fits, the error of _checked() tells about the first one.
+    # If none has as many stages as the model, _checked() raises an error about the first one.
     return next((x for x in chain([first], tries) if len(x.placement) == stages), first)
 
 

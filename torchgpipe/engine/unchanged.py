@@ -19,7 +19,7 @@ __all__: list[str] = []
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Run a model in train mode; leave its buffers, its mode and random numbers as they were."""
     buffers = {x: x.clone() for x in model.buffers()}
-    # The dicts of buffers, too: a forward may replace a buffer by another tensor.
+    # Copies of the dicts of buffers are kept, too: a forward may replace a buffer by a new tensor.
     tables = [(module._buffers, {**module._buffers}) for module in model.modules()]
     modes = {module: module.training for module in model.modules()}
     generators = {generator_of(x.device) for x in model.parameters()} | {CPU}

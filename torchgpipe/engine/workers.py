@@ -85,7 +85,7 @@ class Task(NamedTuple):
         return self.device, self.line
 
 
-#: The threads of all workers, and how to submit functions to each.
+#: For each worker's thread, a function that ends the thread when it is called with None.
 _threads: weakref.WeakKeyDictionary[threading.Thread, Callable[[None], None]]
 _threads = weakref.WeakKeyDictionary()
 
@@ -146,7 +146,7 @@ class Round:
         self.gates = {name: threading.Lock() for task in tasks for name in task.needs}
         for gate in self.gates.values():
             gate.acquire()
-        #: The workers that run none of these tasks any more.
+        #: Each worker, from when it will run no more tasks of this round: the caller waits for all.
         self.ended: SimpleQueue[Key] = SimpleQueue()
         self.errors: dict[Any, BaseException] = {}
         self.stopped = False
@@ -159,8 +159,8 @@ class Round:
         remaining.reverse()
         nested = self.context.nested
         # A thread that leaves its outermost autocast block clears the cache of cast weights, which
-        # all threads share. If the caller is in a block, it needs that cache. Then this keeps the
-        # blocks that layers enter here from being outermost ones.
+        # all threads share. A caller within autocast still needs the cache. Then this thread counts
+        # itself as within autocast, too, so no block of a layer is its outermost one.
         if nested:
             # guard: casts of the caller's block
             torch.autocast_increment_nesting()
@@ -182,8 +182,8 @@ class Round:
             if nested:
                 torch.autocast_decrement_nesting()
             if self.stopped:
-                # The caller may have left its autocast block, and so have cleared the cache, before
-                # layers here cast weights again.
+                # The caller may have left its autocast block, which clears the cache, before layers
+                # in this thread cast weights again. Later steps would use these outdated casts.
                 # guard: casts after a failure
                 torch.clear_autocast_cache()
             self._end(worker, remaining)
@@ -221,7 +221,7 @@ class Workers:
         #: Whether a cell was seen to block the caller.
         self.seen_to_block = False
         self._rounds = 0
-        #: The mean seconds of a task in the last step of the caller, and of the workers.
+        #: The mean seconds of a task in the last step that was run in each of the two ways.
         self._seconds = {"caller": 0.0, "workers": math.inf}
         self._workers: dict[Key, Worker] = {}
 
@@ -257,7 +257,8 @@ class Workers:
             return "caller"
         self._rounds += 1
         faster, slower = sorted(self._seconds, key=lambda way: self._seconds[way])
-        # 1 and 2 are powers of two: workers get a second try at once, as the first starts threads.
+        # The slower one is tried again in each step whose number is a power of two, so in steps 1
+        # and 2 among others: workers that were slow in step 1, which starts threads, run step 2.
         is_power_of_two = self._rounds & (self._rounds - 1) == 0
         return slower if is_power_of_two else faster
 
@@ -286,7 +287,7 @@ class Workers:
             for key in working:
                 self._worker(key).submit(partial(round.work, key))
             while working and not round.stopped:
-                # Without a timeout, a Ctrl-C that came just before get() would wait for its end.
+                # A Ctrl-C just before get() has no effect until get() returns, so it has a timeout.
                 with suppress(Empty):
                     working.remove(round.ended.get(timeout=0.1))
         finally:

@@ -64,7 +64,7 @@ class Wrapper(MadeAnew):
     def __setattr__(self, name: str, value: Any) -> None:
         attribute = getattr(type(self), name, None)
         if isinstance(value, nn.Module) and isinstance(attribute, property):
-            # nn.Module would register a module and not call the setter, which raises an error.
+            # nn.Module would register the value as a child. The property's setter refuses it.
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
@@ -174,9 +174,6 @@ def moving_denied() -> TypeError:
     )
 
 
-# A mini-batch of any wrapper: the checks before its step, and the settings restored after it.
-
-
 Result = TypeVar("Result")
 
 
@@ -225,7 +222,7 @@ def compute(
         if looks:
             wrapper._traps.knows_state = True
             warn_of_changes(before, wrapper, loss, m)
-    # A layer may have been compiled during the step, as the first one in this process.
+    # If the step has compiled a layer, as the first one of this process, later steps need this.
     prepare_if_compiled()
     return result
 
