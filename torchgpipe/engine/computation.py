@@ -131,7 +131,7 @@ class ScheduledStep(Step):
         super().__init__(stages, plan.schedule.chunks, again, joins, after)
         #: Whether the caller is within autocast, which must be off in backward.
         self.casts = any(x.enabled for x in self.context.modes.autocast)
-        #: For each stage, copies of the weights that are on another stage's device, by weight.
+        #: For each stage, a copy on its device of each weight that is on another device, by weight.
         self.copies = copies_of_weights(stages)
         for body, entries, copies in zip(self.bodies, stages.lent, self.copies):
             compute_with_copies(body, entries, partial(in_place_of, copies))
@@ -340,8 +340,8 @@ class BackwardWeight(Computation):
         return self.step.draws.backward()
 
     def compute(self) -> None:
-        # Hooks for the sums are registered here and not in receive(): in an overlap, both
-        # computations receive first, and then the first one makes sums that the second adds to.
+        # ready() registers hooks for sums that exist. In receive() it would be too early: in an
+        # overlap, both computations receive before the first one computes, and makes sums.
         self.step.sums.by_worker[self.w].ready()
         kind = self.step.plan.devices[self.w].type
         try:

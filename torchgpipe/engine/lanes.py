@@ -181,8 +181,8 @@ class Lanes:
         if {*self.compute} != {*self._outside} and needs_backward(outputs):
             # When backward begins, partitions wait for the caller, which may have used gradients of
             # another backward since the forward. When backward ends, the caller waits for all
-            # partitions, since it may change weights next: autograd has it wait only for streams
-            # on which a leaf has got a gradient.
+            # partitions, since it may change weights next. Autograd itself makes the caller wait
+            # only for streams on which a leaf has got a gradient.
             passed = iter(between(self.wait_for_caller, self.end_backward, *outputs))
             batches = [batch.replace([next(passed) for _ in batch]) for batch in batches]
         return list(batches)

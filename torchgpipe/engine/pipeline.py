@@ -124,8 +124,9 @@ class Pipeline:
 
     def _run(self, tasks: Sequence[Task]) -> None:
         with self.step.numbers:
-            # Wait before and after: the caller may have changed parameters on its streams, and will
-            # change them again, or read buffers.
+            # Partitions wait for the caller's streams, on which the caller may have changed
+            # parameters. When the tasks are done, the caller's streams wait for partitions: the
+            # caller may change parameters again, or read buffers.
             # guard: after the caller
             self.step.lanes.wait_for_caller()
             try:

@@ -89,7 +89,7 @@ class Recording:
             self._end_running(again)
             self.recorder.begin(again)
             try:
-                # A recomputation ends by an exception as soon as backward has all that it needs.
+                # Within try: an exception ends a recomputation when backward has all that it needs.
                 return run(value, **more)
             finally:
                 self.recorder.end(again)

@@ -94,7 +94,8 @@ class StepWeights:
         outside: Mapping[torch.device, AbstractStream],
     ) -> None:
         self._lanes, self._outside = lanes, outside
-        #: By identity, version and need of a backward: each weight, with an alias for each device.
+        #: Each weight that was brought to a device, with its alias for each device. The key is
+        #: another one if the weight was changed since, or needs a backward now.
         self._shared: dict[object, tuple[Tensor, dict[torch.device, Tensor]]] = {}
 
     def bring(

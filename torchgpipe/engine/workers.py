@@ -142,7 +142,7 @@ class Round:
         self.tasks: dict[Key, list[Task]] = {}
         for task in tasks:
             self.tasks.setdefault(task.worker, []).append(task)
-        #: A lock for each task that others need, held until that is done or will never be run.
+        #: For each task that others need, a lock, held until the task is done or will never be run.
         self.gates = {name: threading.Lock() for task in tasks for name in task.needs}
         for gate in self.gates.values():
             gate.acquire()
@@ -257,8 +257,8 @@ class Workers:
             return "caller"
         self._rounds += 1
         faster, slower = sorted(self._seconds, key=lambda way: self._seconds[way])
-        # The slower one is tried again in each step whose number is a power of two, so in steps 1
-        # and 2 among others: workers that were slow in step 1, which starts threads, run step 2.
+        # The slower way is tried again in each step whose number is a power of two, as 1 and 2 are.
+        # So workers that were slow in step 1, because it started threads, have another try at once.
         is_power_of_two = self._rounds & (self._rounds - 1) == 0
         return slower if is_power_of_two else faster
 

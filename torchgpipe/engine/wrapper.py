@@ -143,7 +143,8 @@ class Wrapper(MadeAnew):
         self._traps.sequence_first(self._layers, self._chunks)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        # .to(device), .cuda() and the like call this, on this module or on one around it.
+        # .to(device), .cuda() and the like call _apply(), also those of a module around this one.
+        # They must not move layers; changing their dtype is fine.
         _, devices = self._traced()
         for device in dict.fromkeys(devices):
             if fn(torch.empty(0, device=device)).device != device:

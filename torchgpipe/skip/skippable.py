@@ -123,8 +123,8 @@ def _declare(cls: LayerClass, declared: Declared, first: LayerClass) -> LayerCla
     forward = cls.forward
     driven = getattr(cls, "skips_driven", None)
     if driven and forward is driven[0]:
-        # The class inherits this forward, which is the drive() of a skippable base class. What
-        # this class declares is for the generator that the base's drive() calls.
+        # The class inherits forward from a skippable base class, whose drive() is around the
+        # generator. The drive() of this class needs the generator itself.
         forward = driven[1]
 
     @wraps(forward)
@@ -136,7 +136,7 @@ def _declare(cls: LayerClass, declared: Declared, first: LayerClass) -> LayerCla
     @wraps(load)
     def load_either(self: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
         # Keys of torchgpipe 0.0.7 begin with "module.", but so do the keys of a child that is named
-        # "module". So it is removed if the keys without it lead further into the layer.
+        # "module". So "module." is removed if the keys lead further into the layer without it.
         old = [key for key in state if key.startswith(f"{prefix}module.")]
         keys = [key.removeprefix(prefix) for key in old]
         new = [key.removeprefix("module.") for key in keys]

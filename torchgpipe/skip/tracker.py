@@ -194,7 +194,7 @@ class Parcels:
         """
         popped = {}
         for skip in skips:
-            # pop() and not [skip]: the layer that pops a skip frees it only if no parcel holds it.
+            # Removed from _waiting, so that a skip is freed when the layer that pops it is done.
             # guard: letting go of a skip
             part = self._waiting.pop(skip, None)
             if part is None:
