@@ -125,7 +125,7 @@ class Checkpoint:
         #: The input and the RNG states of the first run, until the recomputation takes them.
         self.stored: tuple[StoredInput, FirstNumbers] | None = None
         self.lock = threading.RLock()
-        #: Whether layers have saved tensors on another stream than `stream`; None on the CPU.
+        #: Whether layers have saved tensors on side streams, too; None on the CPU, without streams.
         self.has_side_streams = None if isinstance(stream, CPUStream) else False
 
     def forward(

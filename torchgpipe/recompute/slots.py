@@ -142,7 +142,7 @@ class Kept:
         #: By a tensor's id: its version when a layer first saved it, and that layer's name.
         self.versions: dict[int, int] = {}
         self.layers: dict[int, str | None] = {}
-        #: The ids of tensors that several layers have saved, for which layers are not compared.
+        #: The ids of tensors that several layers have saved, so that no layer is the expected one.
         self._several = _NONE
 
     def add(self, tensor: Tensor) -> Tensor:
