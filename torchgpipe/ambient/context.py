@@ -89,7 +89,7 @@ class Swap:
 
 Result = TypeVar("Result")
 
-#: Hooks that pack a tensor that is saved for backward, and unpack it.
+#: Hooks for tensors saved for backward: one packs a tensor, and the other unpacks it.
 Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
@@ -142,7 +142,7 @@ class Modes(NamedTuple):
         _, inference, multithreading, threads, cache, autocast, functions, dispatch = self
         if functions or dispatch:
             return self[1:] == Modes.current()[1:]
-        # Modes are compared one by one: to collect them in a Modes object takes longer.
+        # The thread's modes are compared one by one: to collect them in a Modes takes longer.
         for kind, enabled, dtype in autocast:
             if torch.is_autocast_enabled(kind) != enabled:
                 return False
@@ -174,7 +174,7 @@ def leave_checkpoints(error: BaseException | None, handled: BaseException | None
         error: the error, which refers to those that were handled when it was raised.
         handled: the one that was handled already when the block began that the error leaves.
     """
-    # Errors may refer to each other in a circle, which would be a loop without end.
+    # `seen` ends the loop where errors refer to each other in a circle.
     seen = {id(handled)}
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -245,8 +245,8 @@ class EnteredModes:
         self.settings = settings
 
     def __enter__(self) -> None:
-        # Most often a thread has the same modes, as one object, but for the grad mode, which is off
-        # in backward.
+        # Most often this thread has the same modes, as one object, and `differs` is False. The grad
+        # mode does not count there: it is off in backward, and set below.
         self.differs = self.settings.modes is not self.modes
         self.guard: Any = None
         if self.differs:
@@ -256,7 +256,8 @@ class EnteredModes:
                 self.guard = torch.inference_mode(self.modes.inference)
                 self.guard.__enter__()
             if self.nested:
-                # Without this, a layer's autocast block is the outermost one, and clears the cache.
+                # With one level of autocast more, a layer's autocast block is an inner one, and its
+                # end does not clear the cache of cast weights.
                 torch.autocast_increment_nesting()
             _set_values(self.modes, self.settings.modes)
         if self.differs or self.settings.grad != self.modes.grad:
@@ -296,17 +297,17 @@ class SavedSettings:
 
     def __init__(self, devices: Sequence[torch.device], expected: Modes | None = None) -> None:
         self.grad = torch.is_grad_enabled()
-        #: The error that the caller handles when this block begins.
+        #: The error that the code around the block is handling, at which leave_checkpoints() stops.
         self.handled = sys.exc_info()[1]
-        #: The modes; their grad mode does not count, since `grad` has it.
+        #: The modes of this thread, but for the grad mode, which `grad` has.
         self.modes = expected if expected and expected.are_current() else Modes.current()
-        # Ctrl-C interrupts the main thread alone.
+        # Ctrl-C interrupts only the main thread, so other threads need not save what follows.
         self.interruptible = get_ident() == main_thread().ident
         if self.interruptible:
             self.hooks = current_hooks()
             self.values = saved()
             self.streams = current_streams(devices)
-            # A thread with the expected modes enters no others, so its nesting cannot be wrong.
+            # A thread with the expected modes enters no others, and so keeps autocast's nesting.
             self.nesting = autocast_nesting() if self.modes is not expected else None
 
     def __enter__(self) -> None:
@@ -341,13 +342,13 @@ def autocast_nesting() -> int:
 def leave_autocast() -> None:
     """Leave the innermost block of autocast."""
     if torch.autocast_decrement_nesting() == 0:
-        # Weights may change outside of autocast, and cached casts of them would be wrong.
+        # That was the outermost block. Weights may change after it, and make cached casts wrong.
         torch.clear_autocast_cache()
 
 
 def _set_values(modes: Modes, before: Modes) -> None:
     """Set the modes that are plain values, where they may differ from ``before``."""
-    # Set in any case, since to enter or leave inference mode changes this setting.
+    # Set even if `before` has the same value: to enter or leave inference mode changes it.
     torch.autograd.set_multithreading_enabled(modes.multithreading)
     if modes.threads != before.threads:
         # guard: threads of an operator

@@ -19,9 +19,6 @@ from torchgpipe.devices.streams import CPU, STREAMLESS
 __all__: list[str] = []
 
 
-# The default generators of devices, and their states.
-
-
 #: Held while the state of a generator is read or set. PyTorch locks the generator, and creates a
 #: Python object for its state, which may start a garbage collection. Then another thread may run,
 #: and wait for the generator's lock while it holds the GIL: a deadlock.
@@ -43,7 +40,7 @@ def generator_of(device: torch.device) -> torch.device:
 
 def get_state(device: torch.device) -> Tensor:
     """The state of a device's default generator."""
-    # Each cell comes here, so the CPU's generator is found without a call.
+    # Each cell calls this, so for speed the CPU's generator is found without _generator().
     generator = torch.default_generator if device == CPU else _generator(device)
     if generator is not None:
         # guard: one thread at a generator
@@ -79,7 +76,7 @@ def _argument(device: torch.device) -> tuple[torch.device, ...]:
 
 def content(state: Tensor) -> bytes:
     """The bytes of a state, for comparisons."""
-    # Comparing tensors takes several times as long.
+    # To compare tensors takes several times as long as to compare bytes.
     return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
@@ -98,9 +95,10 @@ Result = TypeVar("Result")
 class Computing(threading.local):
     """The cell that a thread computes, in forward or in recomputation."""
 
-    #: Whether the thread computes a cell.
+    #: Whether the thread computes a cell, and so must not take locks.
     within = False
-    #: The cell's micro-batch. Only schedules set it: without one, micro-batches come in order.
+    #: The number of the cell's micro-batch, by which OncePerMiniBatch sorts values. Only schedules
+    #: set it: without a schedule, the values come in the order of the micro-batches.
     number = 0
 
 
@@ -117,12 +115,12 @@ def first_run() -> Swap:
     return Swap(computing, within=True)
 
 
-#: A lock for each generator.
+#: The lock of each device's default generator.
 _locks: dict[torch.device, threading.RLock] = {}
 
 
 def _begin_child() -> None:
-    # Threads that held locks, or computed cells, do not exist in the child.
+    # Threads that held locks, or computed cells, do not exist in the child: reset both.
     _locks.clear()
     computing.within = False
 
@@ -133,7 +131,7 @@ if hasattr(os, "register_at_fork"):
 
 def locks_of(devices: Iterable[torch.device]) -> list[Lock]:
     """The locks of generators, in one order, so that no two threads wait for each other."""
-    # The thread that holds the locks waits for this thread's cell. To take them is a deadlock.
+    # To take locks within a cell is a deadlock: the thread that holds them waits for the cell.
     # guard: no locks within a cell
     if computing.within:
         return []

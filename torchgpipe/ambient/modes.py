@@ -15,11 +15,6 @@ from torchgpipe.devices.streams import device_types
 __all__: list[str] = []
 
 
-# Autocast: its cache of cast weights, and half precision.
-#
-# Autocast casts a weight once, and caches the result until its outermost block is left.
-
-
 def is_within_autocast(modes: Modes) -> bool:
     """Whether the caller is in a block of autocast.
 
@@ -75,8 +70,9 @@ class without_autocast(with_autocast):
 class own_casts:
     """Switch autocast's cache of cast weights off within a ``with`` block.
 
-    The cache finds a cast weight by the weight alone: it ignores the dtype of the cast, and changes
-    of the weight since.
+    Autocast casts a weight once, and caches the result until its outermost block is left. The cache
+    finds a cast weight by the weight alone: it ignores the dtype of the cast, and changes of the
+    weight since.
     """
 
     def __enter__(self) -> None:
@@ -85,9 +81,6 @@ class own_casts:
 
     def __exit__(self, *_: object) -> None:
         torch.set_autocast_cache_enabled(self.cache)
-
-
-# Errors for transforms of ``torch.func``, which workers and backward would silently ignore.
 
 
 def verify_no_transform() -> None:

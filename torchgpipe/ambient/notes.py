@@ -17,9 +17,6 @@ from torchgpipe.ambient.context import registered
 __all__: list[str] = []
 
 
-# Notes on exceptions, with partition, micro-batch and layer, and the line that a warning names.
-
-
 class CurrentLayer(threading.local):
     """The layer that a thread runs; after the layer has failed, too.
 
@@ -27,7 +24,7 @@ class CurrentLayer(threading.local):
     one that notes the layer.
     """
 
-    #: The layer's name in the module; None between layers.
+    #: The layer's name in the wrapped module; None between layers.
     name: str | None = None
     #: The name of the layer's class.
     kind: str | None = None
@@ -80,7 +77,7 @@ def note_layer(error: BaseException, note: object) -> None:
         add_note(error, f"{note}{name}")
 
 
-#: What PyTorch says where tensors of several devices meet.
+#: Finds the words of PyTorch's errors about tensors of several devices.
 _DEVICES = re.compile(
     "same device|expected device|current device|different from other tensors|on one device .found"
 )
@@ -107,7 +104,7 @@ def add_note(error: BaseException, note: str) -> None:
             error.add_note(note)
     elif getattr(error.__cause__, "args", None) != (note,):
         cause = RuntimeError(note)
-        # The cause of the exception becomes that of the note, so that the traceback shows both.
+        # The exception's own cause becomes the new one's cause, so that a traceback shows both.
         cause.__cause__ = error.__cause__
         cause.__context__ = error.__context__
         cause.__suppress_context__ = error.__suppress_context__
@@ -135,9 +132,6 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ours:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
-
-
-# Context managers made from generators, which let any exception pass unchanged.
 
 
 Parameters = ParamSpec("Parameters")

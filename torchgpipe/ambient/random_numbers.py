@@ -68,15 +68,16 @@ class StepNumbers:
 
     def __enter__(self) -> None:
         self._before = _get(self._devices)
-        # An object of its own: methods of this one would make a cycle, which only Python's
-        # collector frees.
+        # The states call a further object. If they called methods of `self`, they and `self` would
+        # refer to each other, and only Python's garbage collector would free them.
         self._begin = _Beginnings(self._first_devices, self._before)
         self._first: list[dict[str, Tensor]] = [
             _States(partial(self._begin.of, i)) for i in range(self._m)
         ]
-        #: The present RNG states of each micro-batch by type of device, made when somebody asks.
+        #: The present RNG states of each micro-batch by type of device, made when a cell asks.
         self.states: list[dict[str, Tensor]] = [_States(first.__getitem__) for first in self._first]
-        #: The micro-batches that had drawn here before they came back from another process.
+        #: The micro-batches that drew random numbers here, went to another process, and came back
+        #: with new states, which do not tell of that.
         self._drew: set[int] = set()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -93,7 +94,7 @@ class StepNumbers:
     @property
     def drawn(self) -> bool:
         """Whether a cell has drawn from any of the generators."""
-        # `states` lacks what nobody has asked for, so no cell has drawn from that generator.
+        # A state that `states` lacks was never asked for, so no cell has drawn from its generator.
         return bool(self._drew) or (any(self.states) and any(map(self.has_drawn, range(self._m))))
 
     def has_drawn(self, i: int) -> bool:
@@ -156,7 +157,8 @@ class _Beginnings:
         self, first_devices: Mapping[str, torch.device], callers: Mapping[torch.device, Tensor]
     ) -> None:
         self._first_devices, self._callers = first_devices, callers
-        #: The number that all seeds on a device are computed from.
+        #: For each device, a number made of the caller's state. The seed of a micro-batch after the
+        #: first one is this number plus the number of the micro-batch.
         self._seeds: dict[torch.device, int] = {}
 
     def of(self, i: int, kind: str) -> Tensor:
@@ -178,7 +180,7 @@ class CellNumbers(Swap):
     __slots__ = ("after", "device", "kind", "states")
 
     def __init__(self, states: dict[str, Tensor], device: torch.device) -> None:
-        # Each cell runs this, so here and below super() is avoided, which takes longer.
+        # Each cell runs this, so Swap is named here and below, which is faster than super().
         Swap.__init__(self, computing, within=True)
         self.states = states
         self.device = device
@@ -216,7 +218,7 @@ class FirstNumbers:
 
     def __init__(self, device: torch.device, cell: CellNumbers | None = None) -> None:
         device = generator_of(device)
-        # The cell knows the state, which takes the host a microsecond or more to read.
+        # `cell` has the state already, which takes the host a microsecond or more to read.
         self.before = {device: get_state(device) if cell is None else cell.state}
         if device != CPU:
             self.before[CPU] = get_state(CPU)
@@ -276,7 +278,8 @@ class RestoredNumbers(Swap):
         again = _get(first.after)
         _set(self.now)
         for device, drawn in again.items() if exception[0] is None else ():
-            # The state before is right, too: then another thread drew during the forward.
+            # To end in the state `before` is right, too: another thread drew during the forward,
+            # and the cell has not drawn in either run.
             known = (first.before[device], first.after[device])
             if not any(content(drawn) == content(other) for other in known):
                 raise RuntimeError(

@@ -32,19 +32,19 @@ from torchgpipe.values.structure import is_dense
 
 __all__: list[str] = []
 
-#: Classes of tensors without behaviour of their own.
+#: Only buffers of these classes are copied together: a subclass may change what torch.cat() does.
 PLAIN = (Tensor, nn.Buffer)
 
-#: Up to how many bytes each step copies a buffer that no layer has changed so far.
+#: A buffer of at most this many bytes is small: each step copies it, even if no layer changes it.
 SMALL = 1 << 16
 
-#: The statistics of norms. In training PyTorch changes them without counting that in a version.
+#: The statistics of norms. A norm in training mode changes them, but not their version.
 UNCOUNTED = ("running_mean", "running_var")
 
 #: A layer and the name of its buffer.
 BufferKey: TypeAlias = tuple[nn.Module, str]
 
-#: For each layer whether it changes its buffers, by their names and the layer's training flag.
+#: For each layer: whether it changes a buffer, by the buffer's name and the layer's training flag.
 Learned: TypeAlias = WeakKeyDictionary[nn.Module, dict[tuple[str, bool], bool]]
 
 
@@ -56,9 +56,10 @@ class Common:
     ) -> None:
         self.keys, self.tensors, self.copies = keys, tensors, copies
         self.before = identities(tensors)
-        #: Statistics of norms in eval mode, with copies: another norm in training may change them.
+        #: Statistics of norms in eval mode, with copies for recomputations: a norm in training mode
+        #: may share such a buffer, and changes it without a new version.
         self.read = [pair for pair in zip(keys, copies) if pair[0][1] in UNCOUNTED]
-        #: The indices of buffers whose values have changed, but not their versions.
+        #: The indices in `keys` of buffers changed without a new version, as through ``.data``.
         self.uncounted: set[int] = set()
 
     def changed(self) -> list[int]:
@@ -102,10 +103,11 @@ class Buffers:
 
     def __init__(self, keys: Iterable[BufferKey], learned: Learned) -> None:
         self._learned = learned
-        #: The buffers that cells change.
+        #: The buffers that layers change, so that each first run copies them.
         self._changing: list[BufferKey] = []
-        #: The buffers that no cell has changed so far, and those of them that `learned` lacks.
+        #: The buffers that no cell has changed so far.
         self._steady: list[BufferKey] = []
+        #: The buffers in `_steady` of which `learned` does not say yet whether layers change them.
         self._unknown: set[BufferKey] = set()
         for key in keys:
             module, name = key
@@ -117,15 +119,16 @@ class Buffers:
             self._steady.append(key)
             if changes is None:
                 self._unknown.add(key)
-        #: Whether there is any buffer.
+        #: Whether there are buffers, so that cells need copies for recomputations.
         self.any = bool(self._changing or self._steady)
-        #: The steady buffers as the first cell found them, and the indices of those changed since.
+        #: The buffers in `_steady` as the first cell found them.
         self._common: Common | None = None
+        #: The indices in `_common` of buffers that have changed since then, and joined `_changing`.
         self._changed: set[int] = set()
 
     def not_lasting(self) -> set[int]:
         """The identities of buffers that are not the same tensors in a recomputation."""
-        # The unknown statistics belong to norms in eval mode, which only read them.
+        # The norm of a statistic in `_unknown` is in eval mode, and so only reads the statistic.
         keys = self._changing + [key for key in self._unknown if key[1] not in UNCOUNTED]
         buffers = [module._buffers[name] for module, name in keys]
         return {id(x) for x in buffers if x is not None and not is_lazy(x)}
@@ -137,14 +140,14 @@ class Buffers:
     def copied(self) -> Copied:
         """Copy the buffers that change, before a first run."""
         if self._common is None:
-            # In the first cell and not before it, so that the cells' stream allocates the copies,
-            # and may use their memory again as soon as they are freed.
+            # Copied within the first cell, and not in __init__, so that the memory belongs to the
+            # cells' stream, which may use it again as soon as a copy is freed.
             buffers = [(key, key[0]._buffers.get(key[1])) for key in self._steady]
             pairs = [(key, x) for key, x in buffers if x is not None]
             copies = _copied([x if self._is_copied(key, x) else None for key, x in pairs])
             self._common = Common([key for key, _ in pairs], [x for _, x in pairs], copies)
         else:
-            # An earlier cell, or another partition that shares a buffer, may have changed it.
+            # Earlier cells, or another partition that shares a buffer, may have changed buffers.
             self._look(self._common)
         copies = _copied([module._buffers.get(name) for module, name in self._changing])
         return Copied([*zip(self._changing, copies)], self._common)
@@ -155,7 +158,7 @@ class Buffers:
             key in self._unknown
             or x.nbytes <= SMALL
             or name in UNCOUNTED
-            # Such a layer updates its buffers after the step, and recomputations may come later.
+            # OncePerMiniBatch updates buffers after the step. Recomputations need the old values.
             or isinstance(module, OncePerMiniBatch)
         )
 
@@ -217,11 +220,11 @@ def _copied(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         if x is None or id(x) in copies:
             continue
         if is_lazy(x):
-            # A lazy buffer gets its values in the first run. Recomputations get copies of them.
+            # A lazy buffer has no values yet. Copied.put() copies what the first run gives it.
             copies[id(x)] = x
         elif x.requires_grad:
             with torch.enable_grad():
-                # clone(), since autograd forbids layers to change a leaf in place.
+                # The clone is no leaf: autograd would not let layers change a leaf in place.
                 copies[id(x)] = x.detach().requires_grad_().clone()
         elif x.is_cpu:
             copies[id(x)] = x.clone()
@@ -233,13 +236,13 @@ def _copied(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     for alike in small.values():
         together = torch.cat([x.reshape(-1) for x in alike])
         for x, part in zip(alike, together.split([x.numel() for x in alike])):
-            # .data, since views of one tensor would also have one version counter.
+            # Without .data, changing one part in place would change the version of all parts.
             copies[id(x)] = part.data.view(x.shape)
     return [None if x is None else copies[id(x)] for x in tensors]
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    # Meta tensors and some layouts cannot be compared. Only their versions tell of changes.
+    # Tensors that cannot be compared, as on meta, count as equal: only versions tell of changes.
     with suppress(RuntimeError, NotImplementedError):
         return torch.equal(a, b)
     return True

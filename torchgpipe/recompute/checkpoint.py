@@ -110,21 +110,22 @@ class Checkpoint:
         self.function, self.context = function, context
         self.stream, self.within = stream, within
         self.lasting, self.whole = lasting, whole
-        #: For each tensor that the first run saves, in order: its slot, or itself if it is kept.
+        #: For each tensor that the first run saves, in order: a slot, or the tensor if it is kept.
         self.places: list[Saved] = []
         #: The tensors that are kept, since they exist anyway, as weights do.
         self.kept = Kept()
-        #: The values that layers have passed to keep() in the first run.
+        #: The values that layers pass to keep() in the first run, which the recomputation takes.
         self.values = Values()
-        #: Makes the slot of a dropped tensor: within verify_recomputation() one that compares.
+        #: Makes the slot of a dropped tensor. Under verify_recomputation() slots compare values.
         self.dropped: Callable[[Tensor, dict[torch.Size, torch.Size]], Slot] = Slot
         self.shapes = shapes
-        #: The ids of the input's tensors, in the first run only: a freed tensor's id is used again.
+        #: The ids of the input's tensors, which are kept. Empty after the first run: the id of a
+        #: freed tensor is used again.
         self.inputs: set[int] = set()
         #: The input and the RNG states of the first run, until the recomputation takes them.
         self.stored: tuple[StoredInput, FirstNumbers] | None = None
         self.lock = threading.RLock()
-        #: Whether layers have saved tensors on another stream than `stream`; None on the CPU.
+        #: Whether layers have saved tensors on side streams, too; None on the CPU, without streams.
         self.has_side_streams = None if isinstance(stream, CPUStream) else False
 
     def forward(
@@ -165,7 +166,8 @@ class Checkpoint:
         for slot in self._compared(self.places):
             slot.close()
         if goes_on or self._has_dropped():
-            # pack() calls the caller's hooks. If they draw, the cell must read its RNG state again.
+            # Hooks that pack() calls may draw random numbers. So with hooks, the cell is not given
+            # the RNG state of now, and reads the state again at its end.
             numbers.end_first_run(cell if stored.hooks is None else None)
             stored.pack()
             self.stored = stored, numbers
@@ -193,18 +195,19 @@ class Checkpoint:
             RuntimeError: the input was changed in place since, or the function saves other tensors
                 than in its first run.
         """
-        # On the CPU, several threads may run backward through one graph. One of them recomputes.
+        # On the CPU, several threads may run backward through one graph. Only the first recomputes.
         with self.lock:
             if self.stored is None:
                 return
             if not self.context.over:
                 raise _not_within_forward()
-            # Without this, `places` would hold recomputed tensors whose nodes have run.
+            # Emptying the list lets autograd free a recomputed tensor as soon as its node has run.
             # guard: letting go of slots
             places, self.places = self.places, []
             try:
                 if has_streams(get_device(self.stream)) and _torch.is_multithreading_enabled():
-                    # Autograd's own thread may use another number of CPU threads than the caller.
+                    # Autograd's thread may have another number of CPU threads, with which sums on
+                    # the CPU are rounded differently.
                     self.context.use_callers_threads()
                 self._again(partial(self._fill, places), let_go=True)
             except BaseException:
@@ -215,7 +218,7 @@ class Checkpoint:
                 raise
             finally:
                 self.kept.let_go()
-                # Free these now: autograd's graph keeps this object, and hooks may keep the graph.
+                # Free these now: autograd's graph holds this object, and hooks may hold the graph.
                 del self.function, self.lasting, self.context, self.values
 
     def compute(self) -> Batch:
@@ -239,17 +242,18 @@ class Checkpoint:
         with settings, use_stream(self.stream), self.within:
             # guard: letting go of what was kept
             (stored, numbers), self.stored = self.stored, None if let_go else self.stored
-            # In the modes of backward, in which autograd would call the caller's unpack hook.
+            # unpack() comes before the forward's modes are entered, since autograd, too, calls the
+            # caller's unpack hook in the modes of backward.
             again = stored.unpack()
-            # Without this, the input would take memory until all layers have run.
+            # Deleting `stored` lets a layer free what it pops, which the stored input would hold.
             del stored
             with self.context.entered(settings), own_casts() if within else nullcontext():
                 holding(numbers.locks, partial(run, numbers, again))
 
     def _fill(self, places: Sequence[Saved], numbers: FirstNumbers, again: Batch) -> None:
-        # If layers save only kept tensors, such as weights, after the last dropped one, the run
-        # ends early, by Enough. If they save nothing more, raising Enough takes longer than the
-        # rest. To compare random numbers or values of both runs, the run must go to its end.
+        # The run ends early, by Enough, only if layers save kept tensors, such as weights, after
+        # the last dropped one: otherwise raising Enough takes longer than running on. If random
+        # numbers or values of both runs are compared, the run goes to its end, too.
         compared = self._compared(places)
         # guard: to the end for hooks
         whole = self.whole or numbers.drawn or bool(compared)
@@ -263,7 +267,7 @@ class Checkpoint:
         except Enough:
             pass
         except Exception:
-            # With all slots full, Enough was raised, and a layer has turned it into this error.
+            # If all slots are full, a layer has turned Enough into this error, and nothing failed.
             if filling.whole or filling.missing:
                 raise
         filling.verify_complete()
@@ -278,8 +282,8 @@ class Checkpoint:
     @uncompiled
     def _drop(self, tensor: Tensor) -> Saved:
         if self.has_side_streams is False and not is_current(self.stream):
-            # A recomputation that ended on a side stream would not have the compute stream wait
-            # for it, as the layer does at its end.
+            # At its end this layer will have the compute stream wait for its side stream. So a
+            # recomputation must not end within the layer, but goes to its own end.
             # guard: to the end for other streams
             self.has_side_streams = self.whole = True
         key = id(tensor)
@@ -296,11 +300,11 @@ class Checkpoint:
             )
             # To drop an empty tensor would free no memory.
             or not tensor.numel()
-            # A recomputed jagged tensor would have another symbolic length than its gradient.
+            # Recomputed, a jagged tensor has a new symbolic size (j2 for j1): no gradient fits.
             # guard: lengths of jagged tensors
             or tensor.is_nested
         ):
-            # Detached: a tensor and its own graph would keep each other. A leaf may get a graph.
+            # Detached: a tensor and its graph would hold each other. A leaf may get a graph later.
             # guard: kept without its graph
             saved = self.kept.add(tensor.detach())
         else:
@@ -318,7 +322,7 @@ class Checkpoint:
                     raise self.kept.modified(saved)
             return saved
         if saved.tensor is None:
-            # No Recompute node has run: the gradient passed through no output of trigger().
+            # The gradient came through an output that has no Recompute node to call recompute().
             self.recompute()
         tensor = saved.tensor
         if tensor is None:
@@ -327,8 +331,8 @@ class Checkpoint:
             with self.within:
                 raise modified(tensor, saved.version, saved.layer)
         if self.has_side_streams and not is_current(self.stream):
-            # Autograd is on a layer's side stream. The tensor was recomputed on other streams, and
-            # the compute stream comes after all of them.
+            # Autograd runs on a layer's side stream. Waiting for the compute stream is enough: in
+            # the recomputation, layers had it wait for all of their side streams.
             side_stream = current_stream(tensor.device)
             # guard: recomputed beside
             wait_stream(side_stream, self.stream)

@@ -52,12 +52,13 @@ class LayersState:
     def __init__(self, layers: nn.Module, learned: Learned) -> None:
         self._modules = list(layers.modules())
         self._parameters: list[Tensor] = []
-        #: For each parameter and buffer, the module's dict that holds it, and its name there.
+        #: For each parameter and buffer: the dict of its module that holds it, and its name there.
         self._entries: list[tuple[dict[str, Any], str]] = []
+        #: The same dicts, without empty ones.
         self._tables: list[dict[str, Any]] = []
-        #: The modules' dicts of hooks before and after a forward. `_hook_tables` also has dicts
-        #: with options of these hooks, which are empty if there is no hook.
+        #: The modules' dicts of forward hooks and pre-hooks. Without hooks, only these are read.
         self._main_hook_tables: list[dict[int, Any]] = []
+        #: The same dicts, and those with options of hooks, such as `_forward_hooks_with_kwargs`.
         self._hook_tables: list[dict[int, Any]] = []
         self._hooks: list[dict[int, Any]] = []
         self._has_hooks = False
@@ -65,9 +66,9 @@ class LayersState:
         self.always_calls = False
         #: The shapes of dropped tensors, so that slots share one object for equal shapes.
         self.shapes: dict[torch.Size, torch.Size] = {}
-        #: All parameters and buffers by id, but for buffers that layers may change. Buffers are
-        #: detached: ``buffer.data = ...`` does not change a detached alias, and a buffer that gets
-        #: a graph would be kept alive by that graph.
+        #: By id, all parameters, and a detached alias of each buffer that no layer changes: it has
+        #: the old values after ``buffer.data = ...``, and no graph, even if the buffer gets one (a
+        #: tensor and its graph would hold each other).
         self.lasting: dict[int, Tensor] = {}
         others = exchanged(self._modules)
         keys: list[BufferKey] = []
@@ -80,12 +81,12 @@ class LayersState:
                 )
             parameters = [x for x in module._parameters.values() if x is not None]
             if module in others:
-                # FSDP2 frees and gathers whole parameters. Only a shard's version counts changes.
+                # FSDP2 frees whole parameters, and gathers them anew. So only shards are compared.
                 self._parameters += filter(is_shard, parameters)
                 tables = [module._buffers]
             else:
                 self._parameters += parameters
-                # Buffers are tensors or None, as parameters are.
+                # mypy wants dicts of one type, and not one of parameters and one of tensors.
                 tables = [module._parameters, module._buffers]  # type: ignore[list-item]
             for table in tables:
                 if table:
@@ -100,7 +101,7 @@ class LayersState:
                 is_parameter = isinstance(x, nn.Parameter) or is_lazy(x)
                 # guard: buffers as they were
                 self.lasting[id(x)] = x if is_parameter else x.detach()
-        #: The names in all tables, to notice entries that are added or removed.
+        #: The names of all parameters and buffers, to notice any that is added or removed.
         self._names = [*chain.from_iterable(self._tables)]
         self._first = Snapshot(
             [*map(_training, self._modules)],
@@ -109,7 +110,7 @@ class LayersState:
             [*chain.from_iterable(map(dict.values, self._tables))],
         )
         self._before = identities(self._parameters)
-        #: The versions and addresses of parameters once the layers have run.
+        #: The versions and addresses of parameters after the last run; the next must find the same.
         self._after: Identities | None = None
         #: A parameter that layers have changed in their forward, which is an error.
         self._changed_parameter: BufferKey | None = None
@@ -117,7 +118,7 @@ class LayersState:
     def end_forward(self) -> None:
         """Take note of the parameters: from now on only recomputations change them in place."""
         if self._after is None:
-            # Lazy modules remove hooks of their own in the first run, so hooks are read after it.
+            # Hooks are read after the first run, in which lazy modules remove hooks of their own.
             for module in self._modules:
                 self._main_hook_tables += [module._forward_pre_hooks, module._forward_hooks]
                 self._hook_tables += _forward_hooks(module)
@@ -127,7 +128,7 @@ class LayersState:
             self._changed_parameter = self._changed_by_layers(self._read())
         if self._after is not self._before:
             now = identities(self._parameters)
-            # Most layers change no parameter. If `_after is _before`, later calls do not compare.
+            # Most layers change no parameter. Then later calls of this method compare nothing.
             self._after = self._before if now == self._before else now
 
     def restored(self, copies: Sequence[Copied] = ()) -> RestoredLayers:
@@ -167,7 +168,7 @@ class LayersState:
         if now.tensors is self._first.tensors and identities(self._parameters) == self._before:
             return None
         both = zip(zip(*self._before), zip(*identities(self._parameters)))
-        # A lazy parameter has the address -1 until the first run gives it memory: no change.
+        # A lazy parameter has the address -1 until the first run gives it memory, which is allowed.
         changed = {
             id(x) for x, (then, now) in zip(self._parameters, both) if then != now and then[1] != -1
         }
@@ -176,8 +177,8 @@ class LayersState:
             module = owners.get(id(table))
             if module is None or type(then) is not nn.Parameter:
                 continue
-            # Two changes do no harm: an embedding with max_norm shortens rows, which does not
-            # change them again, and an RNN moves its weights, with their values, to one memory.
+            # Two kinds of layer may change parameters: an embedding with max_norm scales rows down,
+            # which a recomputation does not repeat, and an RNN moves its weights side by side.
             limited = getattr(module, "max_norm", None) is not None
             is_other = then is not x or id(then) in changed
             if is_other and not limited and not isinstance(module, nn.RNNBase):
@@ -216,7 +217,7 @@ class LayersState:
     def _write(self, wanted: Snapshot, now: Snapshot) -> None:
         if now is wanted:
             return
-        # Comparing is faster than setting.
+        # Flags, hooks and tensors are set only if they differ: to compare them is faster.
         if now.training != wanted.training:
             for module, training in zip(self._modules, wanted.training):
                 module.training = training

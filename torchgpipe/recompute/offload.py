@@ -103,8 +103,9 @@ class Offloading:
         self.memory, self.j, self.recorder = memory, j, recorder
         self._share, self._leaving = offload.share, leaving
         self._is_scheduled, self.window = window is not None, window or Window()
-        #: The cell that runs, once somebody has asked for it, and the cell before it.
+        #: The cell whose layers run, once cell() has made it.
         self._present: Offloaded | None = None
+        #: The cell that was made last, which the next fetches in backward; None under a schedule.
         self._last: Offloaded | None = None
 
     def sends(self, i: int) -> bool:
@@ -131,7 +132,7 @@ class Offloading:
         if cell is not None:
             cell.send()
             self.window.leaves(cell)
-        # Under a schedule, the executor calls passed() after each instruction.
+        # Under a schedule, the executor calls Window.passed() after each instruction.
         if not self._is_scheduled:
             self.window.passed()
         return cell
@@ -160,20 +161,21 @@ class Offloaded:
         self.stream, self._share, self._before = stream, share, before
         self._memory, self._recorder = offloading.memory, offloading.recorder
         self._way = offloading.j, i
-        #: The saved tensors by their storage. The key 0 has those that stay on the device.
+        #: The saved tensors by storage_key(). Those under the key 0 stay on the device.
         self._views: dict[int, list[ref[View]]] = {}
-        #: The storages that leave, until the compute stream has waited for their copies back.
+        #: The storages that leave; none once the compute stream has waited for the copies back.
         self._storages: list[Storage] = []
-        #: An event after the last copies of these storages, and whether they are off the device.
+        #: An event after the last copies of `_storages`, out or back.
         self._copied: Event | None = None
+        #: Whether the device memory of `_storages` was freed, so that fetch() must take new memory.
         self._has_left = False
-        #: Whether fetch() was called, and whether backward has come to this cell.
+        #: `_wanted`: fetch() was called, so let_go() frees nothing. `_begun`: begin() was called.
         self._wanted = self._begun = False
 
     def forward(self, run: Callable[[Any], Any], value: Any) -> Any:
         """Run layers of the cell on a value, and have saved tensors leave, unless they stay."""
         if current_hooks() is not None:
-            # The caller's own hooks decide where saved tensors are kept.
+            # The caller's own hooks decide where saved tensors are kept, so none leaves from here.
             return run(value)
         try:
             with saved_tensors_hooks(self._pack, self._unpack):
@@ -186,10 +188,10 @@ class Offloaded:
     def _pack(self, tensor: Tensor) -> View:
         view = View(tensor)
         if self._share:
-            # What a layer saves on a side stream stays: the copy waits for the compute stream only.
+            # A tensor saved on a side stream stays: its copy would not wait for that stream.
             # guard: layers with a stream of their own
             key = storage_key(tensor, get_device(self.stream)) if is_current(self.stream) else 0
-            # A weak reference: if layers throw their graph away, what it has saved must not leave.
+            # A weak reference: a tensor whose graph was thrown away must not leave.
             # guard: graphs that are thrown away
             self._views.setdefault(key, []).append(ref(view))
         return view
@@ -209,7 +211,7 @@ class Offloaded:
         ]
         left = self._share * sum(size for _, size in may_leave)
         storages = []
-        # What was saved first leaves, since backward needs it last.
+        # The tensors that were saved first leave, up to the share, since backward needs them last.
         for group, size in may_leave:
             if size <= left:
                 left -= size
@@ -237,8 +239,8 @@ class Offloaded:
         with use_stream(self.stream):
             for storage in self._storages:
                 storage.make_room(device)
-        # The copies back wait for the compute stream, on which are earlier uses of the new memory,
-        # what deterministic mode fills that with, and the wait for the copies out.
+        # The copies back wait for the compute stream. On it are earlier uses of the new memory, the
+        # filling of new memory in deterministic mode, and the wait for the copies out.
         # guard: back after compute
         wait_for(back, _event(self.stream))
         self._copy("back", back, self._storages, Storage.to_device)
@@ -281,12 +283,12 @@ class Offloaded:
             self._before = None
         if self._storages:
             self._arrive()
-            # From here on only views hold a storage, so backward frees it with the last of them.
+            # From here on only views hold a storage. Backward frees it together with its last view.
             self._storages = []
 
     @uncompiled
     def _unpack(self, view: View) -> Tensor:
-        # While layers run, as when they call backward themselves, nothing has left yet.
+        # If a layer calls backward in its forward, nothing has left yet, and nothing is fetched.
         if self._is_over and not self._begun:
             self.begin()
         x = view.kept

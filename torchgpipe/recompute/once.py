@@ -30,7 +30,7 @@ from torchgpipe.values.structure import map_leaves
 
 __all__ = ["OncePerMiniBatch"]
 
-#: The statistics of PyTorch's norms.
+#: The buffers of PyTorch's norms, which may change without a warning.
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -110,7 +110,7 @@ class Collected:
     """The calls of a layer within a mini-batch, and what it has given."""
 
     def __init__(self, layer: nn.Module) -> None:
-        # Lists and not counts, since several threads may add to them without a lock.
+        # `calls` is a list and not a number, since threads can append to it without a lock.
         self.calls, self.values = list[nn.Module](), list[tuple[int, Any]]()
         self.buffers = {id(x) for x in layer._buffers.values()}
 
@@ -123,7 +123,7 @@ class Collected:
         return gather(batches) if batches else None
 
 
-#: The layers that are in a mini-batch now, with what they have given in it.
+#: The layers within a mini-batch now, each with its calls, and the values passed to give().
 _open: dict[nn.Module, Collected] = {}
 
 
@@ -147,7 +147,7 @@ def _is_again(layer: OncePerMiniBatch) -> bool:
 def _copied(x: Any) -> Tensor:
     rule, remedy = "a layer must give tensors with rows", "compute from them in after_mini_batch()"
     verify(isinstance(x, Tensor) and x.dim() > 0, rule, "given", x, remedy)
-    # Later layers may change the tensor itself in place.
+    # A copy, since later layers may change the tensor itself in place.
     copy: Tensor = x.detach().clone()
     return copy
 
@@ -217,7 +217,7 @@ def state_of(*models: Any) -> State:
         for key, x in layer._buffers.items()
         if x is not None and key not in layer._non_persistent_buffers_set
         if not (isinstance(layer, norms) and key in STATISTICS)
-        # Leave out vectors of nn.utils.spectral_norm, such as weight_u beside weight_orig.
+        # nn.utils.spectral_norm puts its vectors into a user's layer: weight_u beside weight_orig.
         if f"{key[:-2]}_orig" not in layer._parameters
     }
 

@@ -23,9 +23,6 @@ from torchgpipe.values.structure import map_leaves
 __all__ = ["is_checkpointing", "is_recomputing", "keep", "verify_recomputation"]
 
 
-# The run that a thread is in: the first one of a checkpointed cell, or the second.
-
-
 class Phase(threading.local):
     """The run of a checkpointed cell that a thread is in."""
 
@@ -33,7 +30,7 @@ class Phase(threading.local):
     checkpointing = False
     #: Whether layers run for the second time, within backward.
     recomputing = False
-    #: Values that layers pass to keep(); None where there will be no recomputation.
+    #: Where keep() puts values, and takes them from; None where there will be no recomputation.
     values: Any = None
 
 
@@ -89,7 +86,7 @@ class StoredInput:
         self._batch = batch
         self._tensors = [*batch]
         self._versions = [*map(version_of, self._tensors)]
-        #: The name and the class of the layer that changed the input in place.
+        #: The name and the class of the layer that changed the input in place; None if none did.
         self._changed_by: tuple[str | None, str | None] | None = None
         #: For each tensor what the caller's pack hook returned, and whether it needs a gradient.
         self._packed: Sequence[tuple[Any, bool]] = ()
@@ -118,7 +115,7 @@ class StoredInput:
         if self.unchanged:
             return
         if self._changed_by is not None:
-            # The note on the error takes the layer's name from here.
+            # The note on the error names the current layer, so the layer at fault is made current.
             current.name, current.kind = self._changed_by
         layer = f" (layer: {current.name})" if current.name else ""
         raise RuntimeError(
@@ -169,8 +166,8 @@ class StoredInput:
     def _again(self, tensors: Sequence[tuple[Tensor, bool]]) -> Batch:
         needing = [x for x, needs_grad in tensors if needs_grad]
         if not needing or len(self._batch.parts) == 1:
-            # Leaves take less time than Unpack. The graph holds a leaf to its end, but without
-            # skips there is only the value, which the callers of the layers hold anyway.
+            # Leaves take less time than Unpack, but the graph holds them until all layers have run.
+            # That is no loss without skips: callers of the layers hold the value as long anyway.
             return self._batch.replace([x.detach().requires_grad_(need) for x, need in tensors])
         phony = get_phony(needing[0].device, requires_grad=True)
         with torch.enable_grad():
@@ -226,7 +223,7 @@ class Values(list[tuple[Any, int]]):
             raise modified(first, version, None)
         if not leaf.requires_grad:
             return first
-        # With a graph, as in the first run: for a leaf, operators would save other tensors.
+        # Unpack gives the value a graph, as it had in the first run: operators then save the same.
         with torch.enable_grad():
             (again,) = Unpack.apply(get_phony(first.device, requires_grad=True), first)
         return again
@@ -274,10 +271,11 @@ def keep(value: Value) -> Value:
 # one for the whole process.
 
 
-#: The settings from before each ``with`` block of :class:`verify_recomputation`.
+#: What each open block of :class:`verify_recomputation` restores: deterministic mode, its
+#: ``warn_only``, its ``fill_uninitialized_memory``, and the filters of warnings.
 _verifications: list[tuple[bool, bool, bool, warnings.catch_warnings[Any]]] = []
 
-#: Any, since PyTorch's type stubs lack the attribute ``fill_uninitialized_memory``.
+#: Typed as Any, since PyTorch's stubs lack the attribute ``fill_uninitialized_memory``.
 settings: Any = torch.utils.deterministic
 
 
@@ -301,7 +299,7 @@ class verify_recomputation(ContextDecorator):
         warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
         _verifications.append((is_on, warn_only, settings.fill_uninitialized_memory, catching))
         catching.__enter__()
-        # Operators without a deterministic algorithm run as they do outside of the block.
+        # Hide the warnings of warn_only=True: operators that cannot be deterministic may run.
         warnings.filterwarnings("ignore", ".*does not have a deterministic implementation")
         warnings.filterwarnings("ignore", "Deterministic behavior was enabled")
         if not is_on:

@@ -29,7 +29,7 @@ __all__: list[str] = []
 Contexts: TypeAlias = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 CheckpointPolicy = checkpoint.CheckpointPolicy
-#: The choices by which a result is kept.
+#: The choices of a policy by which a result is kept. PyTorch takes True for MUST_SAVE.
 KEPT = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE, True)
 
 
@@ -37,7 +37,7 @@ def contexts_of(policy: Policy) -> Contexts:
     """The context managers of the two runs of a cell."""
     first, second = policy()
     if not keeps_results(first):
-        # Context managers of the user's own, and not those that PyTorch makes of a policy.
+        # The user's own context managers, which have no policy, and so no operators to count.
         return first, second
     bypass_hooks(first)
     judge_by(first, judged)
@@ -95,7 +95,8 @@ class Counted:
         self._mode = mode
 
     def __enter__(self) -> None:
-        # PyTorch counts operators, so no run may take a cast weight from autocast's cache.
+        # A run that took a cast weight from autocast's cache would have fewer operators than the
+        # other run, and PyTorch would hand out results of wrong operators.
         # guard: casts of both runs
         self._casts: AbstractContextManager[None] = own_casts()
         self._casts.__enter__()

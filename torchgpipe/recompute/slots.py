@@ -48,7 +48,7 @@ class Slot:
             or current.name != self.layer
         ):
             verify_like(tensor, self, self.layer)
-        # Detached, so that the recomputed graph is freed. Both tensors share a version counter.
+        # Detached, to free the recomputed graph. The version still counts changes of `tensor`.
         self.tensor = tensor.detach()
         self.version = tensor._version
 
@@ -63,7 +63,8 @@ def verify_like(tensor: Tensor, saved: Tensor | Slot, by: str | None) -> None:
         RuntimeError: its shape or dtype differs, or another layer saves it.
     """
     layer = current.name
-    # A layer that checkpoints others itself runs them in backward, where current.name is None.
+    # A layer that checkpoints others itself runs them in backward, where current.name is None. Then
+    # layers are not compared.
     other = layer is not None and layer != by
     if other or _shape(tensor) != _shape(saved) or tensor.dtype != saved.dtype:
         raise mismatch(described(tensor, layer), described(saved, by))
@@ -75,7 +76,7 @@ def described(saved: Tensor | Slot, layer: str | None) -> str:
 
 
 def _shape(saved: Tensor | Slot) -> tuple[int, ...] | str:
-    # Strided nested tensors have no shape, and no two jagged ones have the same.
+    # Nested tensors count as alike: strided ones have no shape, and jagged ones each their own.
     nested = isinstance(saved, Tensor) and saved.is_nested
     return "nested" if nested else tuple(saved.shape)
 
@@ -98,7 +99,7 @@ def mismatch(actual: str, expected: str) -> RuntimeError:
 
 def modified(tensor: Tensor, expected: int, layer: str | None) -> RuntimeError:
     """The error for a tensor that was changed in place, in autograd's words."""
-    # For modules of a device map there is no layer: the note on the error names the module.
+    # Modules that a device map places have no layer's name. The note on the error names them.
     by = f"saved by layer: {layer}, " if layer else ""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an "
@@ -124,8 +125,8 @@ def explain_hooks(error: RuntimeError) -> None:
 # Tensors that layers save for backward and that exist anyway: weights, buffers and the input.
 #
 # They are neither dropped nor recomputed: the list of slots has the tensor itself. Its version when
-# a layer saved it is in a table, since after a change in place gradients would be wrong, without an
-# error. An object for each tensor would take time, and more in Python's garbage collector.
+# a layer saved it is in a dict, to notice a change in place, after which gradients would be wrong.
+# An object for each tensor would take time, and more in Python's garbage collector.
 
 
 _NONE: frozenset[int] = frozenset()
@@ -138,15 +139,15 @@ class Kept:
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
-        #: By the id of a tensor: its version when a layer saved it first, and that layer's name.
+        #: By a tensor's id: its version when a layer first saved it, and that layer's name.
         self.versions: dict[int, int] = {}
         self.layers: dict[int, str | None] = {}
-        #: The ids of tensors that several layers have saved.
+        #: The ids of tensors that several layers have saved, so that no layer is the expected one.
         self._several = _NONE
 
     def add(self, tensor: Tensor) -> Tensor:
         """Take note of a tensor that a layer saves; return what autograd shall hold instead."""
-        # Both tables have the same int object: a pipeline keeps very many tensors.
+        # Both dicts have one int object as key, to save memory: a pipeline keeps many tensors.
         key = id(tensor)
         self.versions.setdefault(key, tensor._version)
         if self.layers.setdefault(key, current.name) != current.name:
@@ -170,9 +171,6 @@ class Kept:
     def modified(self, tensor: Tensor) -> RuntimeError:
         """The error for a tensor that was changed in place since a layer saved it."""
         return modified(tensor, self.versions[id(tensor)], self.layers[id(tensor)])
-
-
-# Filling: what the recomputation of a cell saves goes into the slots of the first run.
 
 
 #: The slot of a dropped tensor, or a kept tensor itself.
@@ -202,10 +200,10 @@ class Filling:
         self.kept = kept
         self.whole = whole
         self.count = 0
-        #: The number of autograd's next node when an operator saved a tensor that it may write to
-        #: later. As long as the next node has this number, that operator may still run.
+        #: The sequence number of autograd's next node when an operator saved a tensor that it may
+        #: write to later. While the next node has this number, that operator may still run.
         self.unwritten = -1
-        #: How many places this run must reach: unless it is whole, up to the last slot.
+        #: How many places this run must reach: all if it is whole, otherwise up to the last slot.
         self.due = len(places)
         while not whole and not isinstance(places[self.due - 1], Slot):
             self.due -= 1

@@ -24,7 +24,7 @@ from torchgpipe.values.structure import is_dense
 
 __all__: list[str] = []
 
-#: The least bytes that leave: a smaller copy takes as long, and frees less.
+#: Storages of fewer bytes stay on the device: to copy them takes as long, and frees less.
 LEAST = 1024
 
 
@@ -34,14 +34,14 @@ class Storage:
     __slots__ = ("__weakref__", "buffer", "event", "here", "lane", "memory", "size")
 
     def __init__(self, tensor: Tensor, memory: HostMemory) -> None:
-        #: The bytes on the device (`here`), and those on the host (`buffer`).
+        #: The bytes on the device (`here`), and on the host (`buffer`); None where they are not.
         self.here: Tensor | None = flat(tensor)
         self.size = len(self.here)
         self.memory = memory
         self.buffer: Tensor | None = None
-        #: An event after the last copy.
+        #: An event after the last copy, until which nobody else may use `buffer`.
         self.event: Event | None = None
-        #: The copy stream, until the compute stream has waited for the copy.
+        #: The stream of the last copy; None once the compute stream has waited for the copy.
         self.lane: AbstractStream | None = None
 
     def to_host(self) -> None:
@@ -76,7 +76,7 @@ class View:
     __slots__ = ("__weakref__", "kept", "layer", "layout", "storage", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        # Detached: a tensor and its graph would keep each other. The version counter is shared.
+        # Detached: a tensor and its graph would hold each other. Versions still count changes.
         # guard: saved without its graph
         self.kept: Tensor | None = tensor if is_own_leaf(tensor) else tensor.detach()
         self.version = tensor._version
@@ -151,11 +151,11 @@ def storage_key(tensor: Tensor, device: torch.device) -> int:
         return 0
     try:
         storage = tensor.untyped_storage()
-        # A small storage stays. A small view of a large storage leaves: it would hold all of that.
+        # A small view of a large storage leaves, since on the device it would hold all of that.
         # guard: small views of large storages
         return storage._cdata if storage.nbytes() >= LEAST else 0
     except (RuntimeError, NotImplementedError):
-        # Tensors of functorch have no storage.
+        # Tensors within transforms of torch.func have no storage.
         return 0
 
 
@@ -167,7 +167,7 @@ def storage_bytes(views: list[View]) -> int:
 def is_held(views: list[View]) -> bool:
     """Whether anybody but these views has a storage, which would stay on the device anyway."""
     storage = _first(views).untyped_storage()
-    # The object `storage` counts as one more user.
+    # Besides the views, the object `storage` counts as one more user.
     return bool(_torch.count_uses(storage._cdata) > len(views) + 1)
 
 
