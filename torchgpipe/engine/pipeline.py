@@ -150,20 +150,21 @@ class Pipeline:
                 batch = self.parcels[i].unpacked(batch, popped)
         fence = self.step.fence
         phonies = fence.before(i, j) if fence else []
-        # compute() runs on the compute stream. So do the other calls below for parts that stay on
-        # it; parts that come from another stream or go to one are on a lane there. Autograd runs
-        # backward on the same streams.
+        # Autograd runs the backward of each call on the stream of the call. A lane is the stream of
+        # a copy between devices; without a copy it is the compute stream.
         # guard: join [1] before the layers
         if batch.requires_grad:
             # guard: join [1]
-            batch = cell.arrive(batch, phonies)
-            batch = cell.compute(batch)
+            batch = cell.arrive(batch, phonies)  # on the lane of the input
+            batch = cell.compute(batch)  # on the compute stream
         else:
-            batch = cell.arrive(batch)
-            batch = cell.compute(batch)
+            # Backward does not come to arrive() for such an input, so the phonies join the output.
+            batch = cell.arrive(batch)  # on the lane of the input
+            batch = cell.compute(batch)  # on the compute stream
             # guard: join [1']
-            batch = cell.merge(batch, phonies)
+            batch = cell.merge(batch, phonies)  # on the lane of the output
         if fence:
+            is_last = i + 1 == len(self.batches)
             # guard: fork [2]
-            batch = cell.branch(batch, fence, i + 1 == len(self.batches))
+            batch = cell.branch(batch, fence, is_last)  # on the lane of the output
         self.batches[i] = self.parcels[i].packed(batch)
