@@ -99,7 +99,7 @@ def current_stream(device: torch.device) -> AbstractStream:
 
 def is_current(stream: AbstractStream) -> bool:
     """Whether this thread issues work for the device of a stream on that stream."""
-    # Layers ask this for each tensor that they save. current_stream() takes several times as long.
+    # This is asked for each tensor that layers save. current_stream() takes several times as long.
     return not isinstance(stream, torch.Stream) or stream == _torch.get_stream(stream.device_index)
 
 
@@ -198,7 +198,8 @@ def record_stream(tensor: Tensor, stream: AbstractStream) -> None:
     That is needed wherever a tensor is used on another stream than the one it was allocated on.
     """
     if isinstance(stream, torch.Stream) and tensor.device == stream.device:
-        # Of a tensor with a conjugate or negative bit, PyTorch records a clone, and frees it twice.
+        # If a tensor has a conjugate or negative bit, PyTorch would record the stream for a clone,
+        # and free the clone twice. So it gets a view of the same memory without the bit.
         if tensor.is_conj():
             tensor = tensor.conj()
         if tensor.is_neg():
