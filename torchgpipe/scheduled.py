@@ -198,7 +198,7 @@ class ScheduledLoss(MadeAnew):
         self.__dict__["_schedule"] = choice
         self.__dict__["_plans"].clear()
         try:
-            # A schedule that does not fit is better found now than in the first step.
+            # A schedule that does not fit the model raises now, and not in the first step.
             self._plan(self.model.chunks, forward=False)
         except BaseException:
             self.__dict__["_schedule"] = before

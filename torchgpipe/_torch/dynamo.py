@@ -50,7 +50,7 @@ def uncompiled(function: Function) -> Function:
     :func:`torch.compiler.disable`: that imports the compiler, and wraps the function.
     """
     _unmarked.append(function.__code__)
-    # mypy does not know these attributes of functions.
+    # mypy does not know the attributes in which the compiler looks whether to leave a function.
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
         "torchgpipe compiles no more than the layers: compile these"

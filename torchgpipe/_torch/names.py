@@ -117,7 +117,7 @@ NAMES: dict[str, Name] = {
     "queue_callback": Name(
         "torch.autograd:Variable._execution_engine.queue_callback", "callbacks after backward"
     ),
-    # torch.autograd.grad() refuses a gradient that has yet to be summed to the shape of its tensor.
+    # This sums a gradient to the shape of its tensor, where torch.autograd.grad() refuses it.
     "run_backward": Name(
         "torch.autograd:Variable._execution_engine.run_backward", "backward within a step"
     ),
@@ -129,12 +129,12 @@ NAMES: dict[str, Name] = {
         count().__next__,
         question=True,
     ),
-    # A node that raises when backward comes to it. A node in Python takes three times as long.
+    # It makes a node that raises if backward runs it. A node in Python takes three times as long.
     "dead_end": Name(_C + "_functions.DelayedError", "schedules"),
     # One call of add_each or multiply_each changes the gradients of all weights of a stage.
     "add_each": Name("torch:_foreach_add_", "sums of gradients"),
     "multiply_each": Name("torch:_foreach_mul_", "sums of gradients"),
-    # The node that backward is running, by which the planner finds the block of a model.
+    # The node that backward is running, by which the planner knows which block a model is in.
     "current_node": Name(_C + "_current_autograd_node", "memory of the backward of blocks"),
     # Without next_node, the recomputation of a cell does not stop at the last tensor that backward
     # needs, but runs all layers to the end.

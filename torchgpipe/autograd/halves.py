@@ -131,7 +131,7 @@ class Graph:
         self.weights = {id(x): x for x in weights}
         #: For each node, its flags INPUT and WEIGHT.
         self.leads: dict[Node, int] = {}
-        #: Each node with its edges (``next_functions``), after the nodes that these lead to.
+        #: All nodes, each with its edges (``next_functions``); before it come those they lead to.
         self.nodes: list[tuple[Node, Any]] = []
         self._leaves: dict[Node, int] = {}
         if inputs is not None:

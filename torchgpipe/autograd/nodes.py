@@ -98,7 +98,7 @@ class without_hooks:
             table = x._backward_hooks
             if table:
                 self.emptied.append((table, dict(table)))
-                # In place, since autograd holds this dict.
+                # clear() and not a new dict, since autograd holds this one.
                 table.clear()
 
     def __exit__(self, *_: object) -> None:

@@ -96,7 +96,7 @@ def memory_total(device: torch.device) -> float:
 # names are made when the trace ends.
 
 
-#: The kinds of work that keep activations: forward and recomputation.
+#: The kinds of work that keep activations, whose bytes are measured: forward and recomputation.
 KEEPING = "FR"
 
 
@@ -121,7 +121,7 @@ class Mark:
     target: int | None = None
     #: The number of the step; by default the one that is under way when the work begins.
     step: int = -1
-    #: The event, or the time, before the work.
+    #: The event that was recorded before the work; without streams, the time.
     start: torch.Event | float | None = None
     #: Events, or times, on other streams, all of which the work starts after.
     others: Sequence[tuple[AbstractStream, torch.Event | float]] = ()
@@ -130,7 +130,7 @@ class Mark:
     #: The bytes in use on the device before the work, and how many more after it.
     in_use: int | None = None
     kept: int | None = None
-    #: Whether ``end`` is final, and no later call of a hook changes it.
+    #: Whether ``end`` is final: hooks may be called again, and must not change it then.
     is_over: bool = False
 
 

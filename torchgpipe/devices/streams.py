@@ -18,7 +18,7 @@ from torchgpipe import _torch
 
 __all__: list[str] = []
 
-#: Types of device that do their work in the order of the host: there is nothing to wait for.
+#: Types of device without streams: they work in the order of the host, so nothing has to wait.
 STREAMLESS = ("cpu", "meta", "mps")
 
 CPU = torch.device("cpu")
@@ -207,7 +207,7 @@ def record_stream(tensor: Tensor, stream: AbstractStream) -> None:
         try:
             tensor.record_stream(stream)
         except RuntimeError:
-            # A gradient of an embedding may be sparse, and then consists of two tensors.
+            # A sparse tensor, such as the gradient of an embedding, has its memory in two tensors.
             if tensor.is_sparse:
                 record_all((tensor._indices(), tensor._values()), stream)
             # A tensor within torch.vmap wraps another tensor, which has the memory.

@@ -264,7 +264,7 @@ class Traps:
     def __init__(self, wrapper: str) -> None:
         self._wrapper = wrapper
         self._known: set[str] = set()
-        #: Whether there was a mini-batch since the number of micro-batches was set.
+        #: Whether there was a mini-batch since ``chunks`` was set. idle() looks at the first alone.
         self.seen = False
         #: Whether a step has shown which buffers layers change in forward.
         self.knows_state = False

@@ -16,7 +16,7 @@ from torchgpipe.checks import verify, verify_number
 
 __all__ = ["Offload"]
 
-#: The modes that choose micro-batches to compute again. All that layers save for others is kept.
+#: The modes that choose micro-batches to compute again, and keep what layers save for the others.
 CHECKPOINT_MODES = ("always", "except_last", "never")
 
 

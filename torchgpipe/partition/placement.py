@@ -358,7 +358,7 @@ class Lent:
 
     @staticmethod
     def _key(tensor: Tensor) -> tuple[int, int, bool]:
-        # A copy made without grad mode passes no gradient back. So the key tells it from others.
+        # A copy made without grad mode passes no gradient back, so it has a key of its own.
         return id(tensor), version_of(tensor), tensor.requires_grad and torch.is_grad_enabled()
 
 

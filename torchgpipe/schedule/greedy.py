@@ -154,7 +154,7 @@ class _Memory:
         """Return the index of the first computation after which all begun micro-batches can end."""
         refused: set[tuple[int, str]] = set()
         for k, op in enumerate(ops):
-            # If _allows() refuses a micro-batch that has not begun, it refuses all of these.
+            # Of one stage and kind, _allows() refuses all micro-batches not begun yet, or none.
             alike = op.microbatch not in self.begun
             if not (alike and op[:2] in refused) and self._allows(op):
                 return k

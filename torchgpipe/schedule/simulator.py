@@ -140,7 +140,7 @@ def _excesses(schedule: Schedule, capacity: Each, costs: Costs) -> Iterator[str]
 # takes several times as long as to add up their times. So a :class:`Rehearsal` finds that once.
 
 
-#: The worker, the instruction, and the edges that lead to it.
+#: What :func:`walk` yields: a worker, one of its instructions, and the edges that lead to that.
 WorkerInstruction = tuple[int, Instruction, list[Edge]]
 
 
@@ -233,8 +233,8 @@ class Rehearsal:
         Of equal starts, the first worker goes first, except that what takes no time comes before
         what needs it.
         """
-        #: For each step, the number of steps in the longest chain that leads to it, if all of them
-        #: start at the same time.
+        #: For each step, the length of the longest chain of steps that lead to it and start at the
+        #: same time as it does.
         depth: list[int] = []
         last: list[int | None] = [None] * len(self.program)
         for k, (w, _, waits) in enumerate(self._waits):

@@ -24,7 +24,8 @@ from torchgpipe.schedule.program import Instruction, operations
 __all__: list[str] = ["Tracks", "Trip", "leaving", "stops", "trips"]
 
 
-#: At least so many instructions lie between the forward and the backward of a cell that leaves.
+#: The least number of instructions between the forward and the backward of a cell that leaves. It
+#: leaves during the first, its memory is free during the second, and it comes back in the third.
 BETWEEN = 3
 
 
