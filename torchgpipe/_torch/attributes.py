@@ -93,8 +93,7 @@ def _uses_of_one() -> int:
     return uses
 
 
-# Selective checkpoints: in forward, their first run, PyTorch's dispatch mode asks the policy what
-# to keep.
+# Selective checkpoints: in the first run (forward), PyTorch's mode asks the policy what to keep.
 #
 # If PyTorch lacks an attribute of the mode that is used here, the mode is left as it is.
 

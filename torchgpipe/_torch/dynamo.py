@@ -217,17 +217,15 @@ class _Context:
         return self._context.copy()
 
 
-#: Takes the place of the module contextvars in torch.autograd.graph: several threads may enter a
-#: context of it at once.
+#: Replaces the module contextvars in torch.autograd.graph: threads may enter its contexts at once.
 _copied = SimpleNamespace(**{**vars(contextvars), "copy_context": _Context})
 
 
 # The guard of CUDA devices: PyTorch's object in C++ that switches between them.
 #
 # If PyTorch is built for CUDA and there is no GPU, the first thread that enters a mode of fake
-# tensors registers a guard that does nothing, for the whole process. PyTorch (2.11) frees this
-# guard when that thread ends, and goes on using it. Later threads register no other one. So a
-# thread that never ends has to be the first.
+# tensors registers a guard that does nothing, for the whole process. PyTorch (2.11) frees it when
+# that thread ends, and goes on using it. So a thread that never ends has to be the first.
 
 
 @cache

@@ -136,8 +136,7 @@ NAMES: dict[str, Name] = {
     "multiply_each": Name("torch:_foreach_mul_", "sums of gradients"),
     # The node that backward is running, by which the planner knows which block a model is in.
     "current_node": Name(_C + "_current_autograd_node", "memory of the backward of blocks"),
-    # Without next_node, the recomputation of a cell does not stop at the last tensor that backward
-    # needs, but runs all layers to the end.
+    # Without next_node, a recomputation runs on after the last tensor that backward needs.
     "next_node": Name(_AUTOGRAD + "_get_sequence_nr", "the end of recomputation", lambda: -1),
     # Without count_uses, is_alone() and is_held() return False for all memory, since no comparison
     # with nan is true.

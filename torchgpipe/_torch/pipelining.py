@@ -97,8 +97,7 @@ def read(action: Any) -> tuple[str, list[tuple[int, str, int]]]:
 
 def reduce_gradients(module: Any) -> None:
     """Have FSDP2 reduce the gradients of a module that it has sharded, and let go of the rest."""
-    # PyTorch's own stages call this method after the last micro-batch. Of a stage it needs the
-    # attribute `submod` alone.
+    # PyTorch's stages call this method after the last micro-batch. It needs only their `submod`.
     stage: Any = SimpleNamespace(submod=module)
     PipelineStage.perform_reduce_grad(stage, 1)
 
