@@ -39,8 +39,8 @@ __all__: list[str] = []
 # wherever a gradient passes from one stream to another. So no function here makes a stream wait in
 # backward: :class:`Copy` copies, and :class:`Wait` clones. Call :func:`leave` and :func:`wait`
 # with the compute stream current, and :func:`copy` with the copy stream of the receiving
-# partition current. If :func:`copy` were called on the compute stream, that stream would wait, in
-# backward, for gradients that its next computation does not need.
+# partition current. If all three were called on compute streams, these would wait, in backward,
+# for gradients that their next computation does not need.
 #
 # In both directions the compute stream clones a tensor before the copy stream copies the clone. The
 # compute stream goes on during the copy, and may change the original: autograd adds to a gradient
@@ -156,7 +156,7 @@ def _copied(
 ) -> tuple[Tensor, ...]:
     if get_device(prev_stream) == get_device(next_stream):
         # On one device .to() returns its argument. Where a function returns its own input, autograd
-        # makes a view of the input, and layers could not change that in place. An alias they can.
+        # makes a view of the input. Layers can change an alias in place, but no such view.
         tensors = [alias(tensor) for tensor in tensors]
         # guard: hand-over by Copy
         hand_over(tensors, prev_stream, next_stream)
