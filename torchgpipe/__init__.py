@@ -63,7 +63,7 @@ _HOMES = {
     "values.marks": ("Chunk", "Chunks", "NoChunk", "PerMicroBatch"),
 }
 
-#: Modules of documented names, which ``import torchgpipe`` alone gives access to.
+#: Modules that have documented names. ``import torchgpipe`` is enough to use these modules.
 _MODULES = {"balance", "batchnorm", "gpipe", "schedule", "skip"}
 
 

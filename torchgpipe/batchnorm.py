@@ -91,10 +91,11 @@ class DeferredBatchNorm(Base):
 
     #: The number of runs that are one mini-batch outside of a wrapper.
     chunks = 1
-    #: Whether a wrapper runs a step.
+    #: Whether a wrapper runs a step, at whose end it updates the running statistics.
     _collects = False
-    #: The moments of the micro-batches so far, and the number of runs outside of a wrapper.
+    #: The moments of the micro-batches of this mini-batch so far.
     _moments: Moments | None = None
+    #: Outside of a wrapper, the number of runs of this mini-batch so far.
     _runs = 0
 
     def __init__(
@@ -150,7 +151,7 @@ class DeferredBatchNorm(Base):
             return super().forward(input)
         self._check_input_dim(input)
         with uncounted():
-            # batch_norm() with a momentum of 1 writes mean and variance of this micro-batch here.
+            # With a momentum of 1, batch_norm() replaces these by the values of this micro-batch.
             mean, variance = torch.zeros_like(mean), torch.ones_like(mean)
         output = F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
         if is_recomputing():
@@ -185,7 +186,7 @@ class DeferredBatchNorm(Base):
             return
         size, mean, squares = self._moments
         for tensor in (mean, squares):
-            # The compute stream of the partition has made the moments, and this stream reads them.
+            # The moments were made on the partition's compute stream. The current one reads them.
             # guard: recording moments
             record_stream(tensor, current_stream(tensor.device))
         momentum = self.momentum
@@ -258,7 +259,8 @@ def _obstacle(norm: nn.Module) -> str | None:
     if isinstance(norm, LazyModuleMixin):
         return "whose size nobody knows yet); run the model once before"
     if is_parametrized(norm):
-        # remove_parametrizations() would set the first base class, which is DeferredBatchNorm.
+        # remove_parametrizations() would make the layer's first base class, DeferredBatchNorm, its
+        # class.
         return (
             "whose class belongs to a parametrisation); convert it first, and parametrise it then"
         )

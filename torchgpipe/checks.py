@@ -67,7 +67,7 @@ def checked_flag(value: Any, name: str) -> bool:
     Raises:
         TypeError: it is neither of them, nor 0, 1 or a truth value of NumPy.
     """
-    # Truth values of NumPy, which is not imported here, by the old and new names of their class.
+    # NumPy is not imported here, so its truth values are known by their class name, old or new.
     known = isinstance(value, int) or type(value).__name__ in ("bool", "bool_")
     remedy = f"pass {name}=True or {name}=False"
     rule = f"{name} is a choice of two"

@@ -73,7 +73,7 @@ class GPipe(Wrapper):
         super().__init__()
         verify_module(module)
         verify_skippables(module)
-        # Any, since chosen() and _set() check the mode.
+        # The type is Any: the mode may be wrong until chosen() and _set() have checked it.
         mode: Any = checkpoint
         sizes, places, chunks, mode, predicted = chosen(
             module, balance, sample, devices, chunks, mode, GPipe
@@ -114,7 +114,8 @@ class GPipe(Wrapper):
     @property
     def balance(self) -> list[int]:
         """The number of layers in each partition. To change it, wrap ``model.module`` anew."""
-        # A plain list, which torch.load() takes in any mode. A copy, since users may change it.
+        # A plain list, which torch.load() takes with weights_only=True, too. A copy, since users
+        # may change it.
         return [*self._balance]
 
     @balance.setter
@@ -213,8 +214,8 @@ class GPipe(Wrapper):
         """Load a state dict with the keys of the plain module, or of a wrapper with any balance."""
         versions = getattr(state_dict, "_metadata", None)
         if versions is not None:
-            # The versions of layers have keys, too, in an attribute that PyTorch's types lack. When
-            # a parent loads the wrapper, these keys cannot be renamed.
+            # The attribute _metadata, which mypy does not know, holds the versions of layers by the
+            # same keys. When a parent loads the wrapper, this is not called, and they stay.
             state_dict = OrderedDict(state_dict)
             prefixes = self._prefixes
             state_dict._metadata = {  # type: ignore[attr-defined]

@@ -198,7 +198,7 @@ class ScheduledLoss(MadeAnew):
         self.__dict__["_schedule"] = choice
         self.__dict__["_plans"].clear()
         try:
-            # A schedule that does not fit is better found now than in the first step.
+            # A schedule that does not fit the model raises now, and not in the first step.
             self._plan(self.model.chunks, forward=False)
         except BaseException:
             self.__dict__["_schedule"] = before
@@ -249,7 +249,8 @@ class ScheduledLoss(MadeAnew):
 
     def _crew_of(self, model: GPipe) -> Crew:
         crew = self.__dict__["_crew"]
-        # The model makes new stages in a child process. Users may replace the loss and settings.
+        # A crew serves as long as the stages, the loss and the settings are the same objects. In a
+        # child process the model makes new stages.
         stages = stages_of(model)
         basis = stages, self.loss, self.stages, self.backend, self.recompute
         if crew is None or not all(a is b for a, b in zip(crew.basis, basis)):

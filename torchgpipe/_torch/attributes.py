@@ -15,16 +15,14 @@ from torchgpipe import _torch
 __all__: list[str] = []
 
 
-# Operators and tensors: what operators declare, and which storage a tensor has.
-
-
 GLOBAL_HOOKS = (
     *("_global_forward_hooks", "_global_forward_pre_hooks"),
     *("_global_backward_hooks", "_global_backward_pre_hooks"),
 )
 
 aten = torch.ops.aten
-#: Operators whose view has another shape. While nobody changes the memory, a copy can replace it.
+#: Operators that make a view of another shape. Where nobody changes the memory that is viewed,
+#: ``aten.reshape``, which may copy it, can replace them.
 VIEWS = {aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default}
 
 
@@ -44,7 +42,7 @@ def storage_of(tensor: Tensor) -> int:
     return identity
 
 
-# The modules of a model, found faster than by PyTorch, which names each on the way.
+# The modules of a model, found faster than by ``modules()``, which also makes a name for each.
 
 
 def modules_of(root: nn.Module) -> list[nn.Module]:
@@ -66,7 +64,7 @@ def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     return [*dict.fromkeys(parameters)]
 
 
-# Memory that belongs to one tensor alone, which may be changed in place.
+# Memory that belongs to one tensor alone: no other tensor sees a change of it in place.
 
 
 def is_alone(tensor: Tensor) -> bool:
@@ -95,9 +93,9 @@ def _uses_of_one() -> int:
     return uses
 
 
-# Selective checkpoints: PyTorch's mode for their first run, which asks the policy.
+# Selective checkpoints: in the first run (forward), PyTorch's mode asks the policy what to keep.
 #
-# If PyTorch lacks an attribute of the mode, the mode is left as PyTorch makes it.
+# If PyTorch lacks an attribute of the mode that is used here, the mode is left as it is.
 
 
 def keeps_results(mode: Any) -> bool:

@@ -20,8 +20,9 @@ class Repeated(threading.local):
 
 repeated = Repeated()
 
-#: The function in which checkpoints that are not reentrant begin: from PyTorch 2.14 on, and before.
-#: If PyTorch has neither, their functions run again without the weights and names of the first run.
+#: The names of the function in which checkpoints with ``use_reentrant=False`` begin: from PyTorch
+#: 2.14 on, and before it. If PyTorch has neither, what such a checkpoint runs again in backward has
+#: neither the lent weights of its first run, nor the counts of its calls of modules.
 BEGINNINGS = (
     "_checkpoint_without_reentrant_generator_impl",
     "_checkpoint_without_reentrant_generator",

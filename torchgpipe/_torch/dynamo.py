@@ -21,9 +21,10 @@ from torchgpipe._torch.names import has
 __all__: list[str] = []
 
 
-# A wrapper runs threads, and autograd functions that order backward, which no compiler may change.
-# So its functions are marked, and the compiler breaks the graph there. Three settings of the whole
-# process are changed, but only once a compiled layer is about to run in a cell.
+# A wrapper runs threads, and autograd functions that order backward. No compiler may change these.
+# So the wrapper's functions are marked as :func:`uncompiled`, and the compiler leaves them to
+# Python. For compiled layers, :func:`prepare` changes three settings of the whole process, but only
+# once such a layer is about to run in a cell.
 #
 # The compiler itself is never imported here, since that takes seconds.
 
@@ -34,10 +35,10 @@ Result = TypeVar("Result")
 #: The first two numbers of PyTorch's version.
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 
-#: The most graphs that PyTorch makes of a function by default.
+#: PyTorch's default for the most graphs of one function; :func:`prepare` allows so many per device.
 GRAPHS = 8
 
-#: The code of functions that the compiler was not told of yet.
+#: The code of :func:`uncompiled` functions that :func:`mark` has not told the compiler of yet.
 _unmarked: list[CodeType] = []
 _marking = threading.Lock()
 
@@ -49,7 +50,7 @@ def uncompiled(function: Function) -> Function:
     :func:`torch.compiler.disable`: that imports the compiler, and wraps the function.
     """
     _unmarked.append(function.__code__)
-    # mypy does not know these attributes of functions.
+    # mypy does not know the attributes in which the compiler looks whether to leave a function.
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
         "torchgpipe compiles no more than the layers: compile these"
@@ -122,11 +123,12 @@ def watch(layers: nn.Module, within_cell: Callable[[], bool]) -> None:
         return
     if not has("compile_callbacks"):
         return
-    # Looked up now, since the callback must not do so: the compiler holds a lock while that runs.
+    # prepare() uses these names. They are looked up here, since the compiler holds a lock while it
+    # runs the callback, which calls prepare().
     _ = _torch.set_lru_cache, _torch.ensure_guard
     mark_if_possible()
     _preparation.within_cell = within_cell
-    # A reset of the compiler removes all callbacks, so this may have to be registered again.
+    # torch.compiler.reset() removes all callbacks. So ours is registered again if it is missing.
     if _preparation not in _torch.compile_callbacks.start_callbacks:
         _torch.compile_callbacks.register_start_callback(_preparation)
 
@@ -215,15 +217,15 @@ class _Context:
         return self._context.copy()
 
 
-#: Takes the place of the module contextvars in autograd: its contexts may be entered many times.
+#: Replaces the module contextvars in torch.autograd.graph: threads may enter its contexts at once.
 _copied = SimpleNamespace(**{**vars(contextvars), "copy_context": _Context})
 
 
-# The guard of CUDA devices, where PyTorch is for CUDA and there is no GPU.
+# The guard of CUDA devices: PyTorch's object in C++ that switches between them.
 #
-# The first thread that enters a mode of fake tensors then registers a guard that does nothing, for
-# the whole process. PyTorch frees it when that thread ends, and goes on to use it (2.11 does). The
-# first guard stays the only one. So a thread that never ends registers it, before any other does.
+# If PyTorch is built for CUDA and there is no GPU, the first thread that enters a mode of fake
+# tensors registers a guard that does nothing, for the whole process. PyTorch (2.11) frees it when
+# that thread ends, and goes on using it. So a thread that never ends has to be the first.
 
 
 @cache

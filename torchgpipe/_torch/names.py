@@ -56,7 +56,7 @@ _HOOKS, _TREES = "hooks for saved tensors", "nested structures of tensors"
 _SELECTIVE = "selective checkpoints"
 _COMPILER, _VIRTUAL = "compiled layers", "virtual accelerators"
 
-#: The private names, by what this package calls them.
+#: The private names of PyTorch, each under the name that this package uses for it.
 NAMES: dict[str, Name] = {
     # These four are several times as fast as the functions of torch.accelerator.
     "get_stream": Name(_C + "_accelerator_getStream", _STREAMS, torch.accelerator.current_stream),
@@ -67,7 +67,6 @@ NAMES: dict[str, Name] = {
     "set_device_index": Name(
         _C + "_accelerator_setDeviceIndex", _STREAMS, torch.accelerator.set_device_index
     ),
-    # Modes and hooks that a thread has set.
     "set_grad": Name(_C + "_set_grad_enabled", "gradient modes", torch.set_grad_enabled),
     "is_multithreading_enabled": Name(
         _C + "_is_multithreading_enabled", "set_multithreading_enabled"
@@ -81,8 +80,8 @@ NAMES: dict[str, Name] = {
     "push_dispatch_mode": Name(_C + "_push_on_torch_dispatch_stack", _DISPATCH),
     "pop_dispatch_mode": Name(_C + "_pop_torch_dispatch_stack", _DISPATCH),
     "without_modes": Name(_C + "_DisableTorchDispatch", _DISPATCH),
-    # Without it, `with torch.device(...)` counts as a mode of the user's, under which workers must
-    # not run, so that the caller computes all cells.
+    # Without DeviceContext, `with torch.device(...)` counts as a torch-function mode of the user's.
+    # Worker threads do not run under such a mode: the thread of the caller computes all cells.
     "DeviceContext": Name("torch.utils._device:DeviceContext", "with torch.device(...)", ()),
     "top_hooks": _unseen(_AUTOGRAD + "_top_saved_tensors_default_hooks", _HOOKS, None),
     "pop_hooks": Name(_AUTOGRAD + "_pop_saved_tensors_default_hooks", _HOOKS),
@@ -92,7 +91,8 @@ NAMES: dict[str, Name] = {
     "transform_level": _unseen(
         "torch._C._functorch:maybe_current_level", "torch.func transforms", None
     ),
-    # Without it, a batch of gradients is not noticed, and PyTorch's own error comes later.
+    # Without is_batched, a call of grad() with is_grads_batched=True gets PyTorch's own error,
+    # which comes later and does not say what to do.
     "is_batched": Name(
         "torch._C._functorch:is_legacy_batchedtensor",
         "several gradients at once",
@@ -102,67 +102,65 @@ NAMES: dict[str, Name] = {
         "torch._C._functorch:is_functorch_wrapped_tensor", "torch.vmap", lambda _: False
     ),
     "unwrapped": Name("torch._C._functorch:get_unwrapped", "torch.vmap"),
-    # Without it, each tensor is asked if it has a tangent.
+    # Without forward_level, forward mode counts as active, and each tensor is asked for a tangent.
     "forward_level": Name(
         "torch.autograd.forward_ad:_current_level",
         "forward-mode differentiation",
         lambda: 0,
         question=True,
     ),
-    # The public function can be told by a mask alone, a tensor, that the last query sees all keys.
+    # If queries are fewer than keys, as in a slice, the last query must see all keys. The public
+    # function, scaled_dot_product_attention(), does so only if a mask (a tensor) says it.
     "flash_attention": Name(
         "torch.ops:aten._scaled_dot_product_flash_attention", "attention of slices without masks"
     ),
-    # Autograd.
     "queue_callback": Name(
         "torch.autograd:Variable._execution_engine.queue_callback", "callbacks after backward"
     ),
-    # The public functions refuse a root whose gradient has yet to be summed to the root's shape.
+    # This sums a gradient to the shape of its tensor, where torch.autograd.grad() refuses it.
     "run_backward": Name(
         "torch.autograd:Variable._execution_engine.run_backward", "backward within a step"
     ),
-    # The number of hooks so far. Without it, the hooks of each node are looked for.
+    # How many hooks there were so far in the process. Without count_handles, each count differs
+    # from the one before, as if there were new hooks, and those of each node are looked for.
     "count_handles": Name(
         "torch.utils.hooks:RemovableHandle.next_id",
         "hooks of nodes",
         count().__next__,
         question=True,
     ),
-    # A function in Python in its place would take three times as long.
+    # It makes a node that raises if backward runs it. A node in Python takes three times as long.
     "dead_end": Name(_C + "_functions.DelayedError", "schedules"),
-    # One call of these changes the gradients of all weights of a stage.
+    # One call of add_each or multiply_each changes the gradients of all weights of a stage.
     "add_each": Name("torch:_foreach_add_", "sums of gradients"),
     "multiply_each": Name("torch:_foreach_mul_", "sums of gradients"),
-    # It tells which block of a model a backward is in.
+    # The node that backward is running, by which the planner knows which block a model is in.
     "current_node": Name(_C + "_current_autograd_node", "memory of the backward of blocks"),
-    # Without it, recomputations of cells run all layers to the end.
+    # Without next_node, a recomputation runs on after the last tensor that backward needs.
     "next_node": Name(_AUTOGRAD + "_get_sequence_nr", "the end of recomputation", lambda: -1),
-    # Without it, no memory counts as that of one tensor, and none as held by others: no comparison
+    # Without count_uses, is_alone() and is_held() return False for all memory, since no comparison
     # with nan is true.
     "count_uses": Name(_C + "_storage_Use_Count", "memory of one tensor", lambda _: nan),
     "is_alias_of": Name(_C + "_is_alias_of", "views that share memory"),
-    # Without these, a policy also counts operators that the first run alone calls, or the second.
+    # Without KeepingMode and GivingMode, a selective policy also sees the operators that only the
+    # forward or only the recomputation calls.
     "KeepingMode": Name("torch.utils.checkpoint:_CachingTorchDispatchMode", _SELECTIVE, ()),
     "GivingMode": Name("torch.utils.checkpoint:_CachedTorchDispatchMode", _SELECTIVE, ()),
-    # Structures of tensors in containers.
     "containers": Name("torch.utils._pytree:SUPPORTED_NODES", _TREES),
     "node_type": Name("torch.utils._pytree:_get_node_type", _TREES),
     "leaves_with_path": Name("torch.utils._pytree:tree_leaves_with_path", _TREES),
     "keystr": Name("torch.utils._pytree:keystr", _TREES),
-    # Layers.
     "BatchNorm": Name("torch.nn.modules.batchnorm:_BatchNorm", "batch normalisations"),
-    # The meter of memory, and graphs.
     "DispatchMode": Name(
         "torch.utils._python_dispatch:TorchDispatchMode", "memory where no allocator counts it"
     ),
     "FakeTensor": Name("torch._subclasses.fake_tensor:FakeTensor", "stages that are graphs"),
-    # Without it, fake tensors register no guard where there is no GPU.
+    # If PyTorch lacks ensure_guard, fake tensors register no guard, and keep_guard() does nothing.
     "ensure_guard": Name(_C + "_ensureCUDADeviceGuardSet", "stages that are graphs", lambda: None),
-    # The compiler.
     "OptimizedModule": Name("torch._dynamo.eval_frame:OptimizedModule", _COMPILER, ()),
     "compiler_config": Name("torch._dynamo:config", _COMPILER),
     "compile_callbacks": Name("torch._dynamo.callback:callback_handler", _COMPILER),
-    # Without it, layers that were compiled before the first step are not known to be compiled.
+    # Without compiled_codes, functions that were compiled before the first step are not noticed.
     "compiled_codes": Name(
         "torch._dynamo.convert_frame:input_codes", _COMPILER, SimpleNamespace(seen=())
     ),
@@ -170,7 +168,6 @@ NAMES: dict[str, Name] = {
     "FrameStrategy": Name("torch._C._dynamo.eval_frame:_FrameExecStrategy", _COMPILER),
     "FrameAction": Name("torch._C._dynamo.eval_frame:_FrameAction", _COMPILER),
     "set_lru_cache": Name("torch._C._dynamo.eval_frame:_set_lru_cache", _COMPILER),
-    # Virtual accelerators.
     "backend_name": Name(_C + "_get_privateuse1_backend_name", _VIRTUAL),
     "register_device_module": Name("torch:_register_device_module", _VIRTUAL),
     "graph_task": Name(_C + "_current_graph_task_id", _VIRTUAL),

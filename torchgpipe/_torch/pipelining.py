@@ -18,7 +18,7 @@ from torchgpipe._torch.dynamo import VERSION
 
 __all__: list[str] = []
 
-#: The actions that are computations, and our letters for them.
+#: PyTorch's actions that are computations, and our letters for them.
 LETTERS = {
     "FORWARD": "F",
     "FULL_BACKWARD": "B",
@@ -26,7 +26,8 @@ LETTERS = {
     "BACKWARD_WEIGHT": "W",
 }
 
-#: The actions that are messages: what they do, and the computation that they belong to.
+#: PyTorch's actions that are messages: what they do, and the letter of the computation that they
+#: come after (send) or before (receive).
 MESSAGES = {
     "SEND_F": ("send", "F"),
     "SEND_B": ("send", "B"),
@@ -34,10 +35,11 @@ MESSAGES = {
     "RECV_B": ("receive", "B"),
 }
 
-#: What FSDP does to its weights. Our stages do this themselves, so these actions are left out.
+#: Actions by which FSDP shares weights out and adds gradients. :func:`lowered` leaves them out,
+#: since our stages do this themselves.
 OTHERS = {"UNSHARD", "RESHARD", "REDUCE_GRAD"}
-#: Waits for FSDP, and for messages that were sent, which PyTorch has from 2.15 on. They are left
-#: out, too, since our processes wait at the end of a step.
+#: Actions that wait for FSDP, or for messages that were sent (from PyTorch 2.15 on). They are left
+#: out, too, since our processes wait for all of this at the end of a step.
 WAITS = {"WAIT_REDUCE_GRAD", "WAIT_SEND_F", "WAIT_SEND_B"}
 
 
@@ -95,7 +97,7 @@ def read(action: Any) -> tuple[str, list[tuple[int, str, int]]]:
 
 def reduce_gradients(module: Any) -> None:
     """Have FSDP2 reduce the gradients of a module that it has sharded, and let go of the rest."""
-    # PyTorch's own stages call this method after the last micro-batch.
+    # PyTorch's stages call this method after the last micro-batch. It needs only their `submod`.
     stage: Any = SimpleNamespace(submod=module)
     PipelineStage.perform_reduce_grad(stage, 1)
 

@@ -36,16 +36,16 @@ __all__: list[str] = []
 #
 # In backward the gradient takes the same way back. Autograd runs the backward of a function on
 # the stream that was current when the function was applied, and makes streams wait for each other
-# wherever a gradient passes from one stream to another. So there is nothing to wait for in
+# wherever a gradient passes from one stream to another. So no function here makes a stream wait in
 # backward: :class:`Copy` copies, and :class:`Wait` clones. Call :func:`leave` and :func:`wait`
 # with the compute stream current, and :func:`copy` with the copy stream of the receiving
-# partition current. If all were called on the compute stream, it would wait, in backward, for
-# gradients that it does not need yet.
+# partition current. If all three were called on compute streams, these would wait, in backward,
+# for gradients that their next computation does not need.
 #
-# In both directions the compute stream clones a tensor before it is copied, since it goes on during
-# the copy, and may change the original. Autograd adds to a gradient *in place* if nothing else on
-# the host refers to it, and a layer may return the same buffer each time. ``record_stream()`` does
-# not help, since it only keeps memory from being reused.
+# In both directions the compute stream clones a tensor before the copy stream copies the clone. The
+# compute stream goes on during the copy, and may change the original: autograd adds to a gradient
+# *in place* if nothing else on the host refers to the gradient, and a layer may return the same
+# buffer each time. ``record_stream()`` does not help, since it only keeps memory from being reused.
 
 
 def leave(
@@ -155,8 +155,8 @@ def _copied(
     tensors: Sequence[Tensor], prev_stream: AbstractStream, next_stream: AbstractStream
 ) -> tuple[Tensor, ...]:
     if get_device(prev_stream) == get_device(next_stream):
-        # Not the tensor itself, as .to() would return it: autograd would make a view of that, and
-        # layers could not change the view in place.
+        # On one device .to() returns its argument. Where a function returns its own input, autograd
+        # makes a view of the input. Layers can change an alias in place, but no such view.
         tensors = [alias(tensor) for tensor in tensors]
         # guard: hand-over by Copy
         hand_over(tensors, prev_stream, next_stream)
@@ -172,10 +172,11 @@ def moved(
 ) -> tuple[Any, ...]:
     """Copy tensors to the device of the next stream."""
     device = get_device(next_stream)
-    # A copy from or to the CPU blocks, since the host uses that memory without waiting for streams.
+    # A copy from or to the CPU blocks the host, which uses CPU memory without waiting for streams.
     non_blocking = "cpu" not in (get_device(prev_stream).type, device.type)
-    # PyTorch makes a copy wait for the current streams of both devices, and these for the copy. On
-    # one of the devices the lane is current already, and use_stream() sets the other's.
+    # PyTorch makes a copy wait for the current stream of each of the two devices, and both streams
+    # wait for the copy. On one device the copy stream is current already. use_stream() makes that
+    # of the other device current, so that no compute stream waits.
     with use_stream(other):
         return tuple([x if x is None else x.to(device, non_blocking=non_blocking) for x in tensors])
 
@@ -204,10 +205,10 @@ def hand_over(
 
 # Shared: one tensor for several users, whose gradients are added when all have arrived.
 #
-# Autograd adds up gradients as soon as they arrive, on the stream of the node that receives them.
-# If the last device used the first device's weight itself, the first device would wait, in the
-# middle of its backward, until the last one is done. So each user gets an alias. The gradients are
-# added in the backward of this function, which runs when the last gradient has arrived.
+# Autograd adds the gradients of a tensor as each arrives, on the stream of the tensor's node. So if
+# two devices used one weight, the weight's device would wait for the other device in the middle of
+# backward. Instead each user gets an alias. The backward of :class:`Shared` adds the gradients of
+# all aliases, once the last of them has arrived.
 
 
 def shared(tensor: Tensor, count: int) -> tuple[Tensor, ...]:
@@ -230,8 +231,8 @@ class Shared(torch.autograd.Function):
         total: Tensor | None = None
         for grad in grads:
             if grad is not None:
-                # Not in place, since hooks may hold a gradient that has arrived.
-                # PyTorch computes dense + sparse, and not sparse + dense.
+                # Not by +=, which would change a gradient that a hook may hold.
+                # PyTorch can add a sparse tensor to a dense one, but no dense one to a sparse one.
                 pair = (total, grad) if total is None or not total.is_sparse else (grad, total)
                 total = grad if pair[0] is None else pair[0] + pair[1]
         return total, None

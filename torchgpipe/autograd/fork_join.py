@@ -26,17 +26,13 @@ __all__: list[str] = []
 #              b ── Join ── b'                    b ←─ Join ←─ b'
 #
 # Backward runs the node that made ``a`` only after the nodes that ``b'`` goes to. The gradient of
-# the phony is None, which orders the two functions on the host and makes no stream wait for
-# another.
+# the phony is None: it makes Join run before fork on the host, and no stream wait for another.
 #
-# A fork is a view of the tensor, and its phony a copy of no element of the fork. Autograd passes
-# through both without calling Python, for which all of its threads would have to queue. The phony
-# is no empty view, which would keep the tensor's memory until the last cell has been computed. The
-# view is made by ``expand_as``, whose derivative hands on the gradient itself. ``view_as`` would
-# hand on a view of it, and autograd does not add another gradient to a view in place.
-
-
-# Phonies: empty tensors that carry nothing but a dependency.
+# :func:`fork` makes ``a'`` as a view of ``a``, and the phony as a copy of no element of ``a'``. The
+# backward of both calls no Python, for which all threads of autograd would have to queue. An empty
+# view as the phony would keep the memory of ``a`` as long as the phony lives. The view ``a'`` is
+# made by ``expand_as``, whose backward hands on the gradient itself. That of ``view_as`` hands on a
+# view of the gradient, and autograd does not add another gradient to a view in place.
 
 
 _phonies: dict[tuple[torch.device, bool], Tensor] = {}
@@ -51,7 +47,8 @@ def get_phony(device: torch.device, *, requires_grad: bool) -> Tensor:
     """
     key = (device, requires_grad)
     if key not in _phonies:
-        # Later steps use the phony, too. So it is no inference tensor, and no mode sees it made.
+        # Later steps use the phony, too. So it must be an ordinary tensor, even if inference mode
+        # or a dispatch mode, such as that of fake tensors, is on now.
         with torch.inference_mode(False), _torch.without_modes():
             _phonies[key] = torch.empty(0, device=device, requires_grad=requires_grad)
     return _phonies[key]
@@ -145,7 +142,7 @@ def needs_backward(tensors: Iterable[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-# The nodes of recomputation: Recompute starts it, and its input comes from Unpack.
+# The autograd functions of recomputation: Recompute starts one, and Unpack makes its inputs.
 
 
 class Recompute(torch.autograd.Function):

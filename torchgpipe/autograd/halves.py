@@ -131,14 +131,15 @@ class Graph:
         self.weights = {id(x): x for x in weights}
         #: For each node, its flags INPUT and WEIGHT.
         self.leads: dict[Node, int] = {}
-        #: All nodes with their edges, each after the nodes that its edges lead to.
+        #: All nodes, each with its edges (``next_functions``); before it come those they lead to.
         self.nodes: list[tuple[Node, Any]] = []
         self._leaves: dict[Node, int] = {}
         if inputs is not None:
             self.leads[inputs] = INPUT
         for x in self.weights.values():
             if x.grad_fn is not None:
-                # This weight was computed from others, in a graph that is not the cell's.
+                # This weight is no leaf: it was computed outside of the cell. The visit of the
+                # cell's nodes ends at its node.
                 self.leads[x.grad_fn] = WEIGHT
                 self._leaves[x.grad_fn] = id(x)
         for root in roots:
@@ -202,8 +203,8 @@ class Boundary:
         self.edges = edges
         #: The gradients that have arrived at the node.
         self.grads: list[tuple[Tensor | None, ...]] = []
-        # The last hook of the node, which runs no Python, notes the gradients as other hooks have
-        # left them: the node computes with these.
+        # This hook of the node runs last. So it notes the gradients with which the node computes,
+        # after other hooks may have changed them.
         note_gradients(node, self.grads.append)
 
     def run(self) -> list[tuple[GradientEdge, Tensor]]:
@@ -231,8 +232,9 @@ class Halves:
         self._graph: Graph | None = graph
         self._roots, self._grads, self._inputs = list(roots), list(grads), inputs
         self._forget, self._hooked = forget, hooked
-        #: The weights by identity, and the gradients of those that I has computed.
+        #: The weights by their identities (``id``).
         self.weights = graph.weights
+        #: The gradients of weights that I, the first half, has computed, by the same identities.
         self._early: dict[int, Tensor | None] = {}
         self._boundaries: list[Boundary] = []
 
@@ -268,7 +270,8 @@ class Halves:
         self._roots, self._grads = [x for x, _ in rest], [x for _, x in rest]
         if later:
             needed = {boundary.node for boundary in self._boundaries}
-            # Within a dispatch mode PyTorch crashes where a node has saved a number, as x * 2 does.
+            # Within a dispatch mode, _let_go() would crash PyTorch at a node that has saved a
+            # number, such as the node of x * 2.
             with _torch.without_modes():
                 for node, _ in on_the_way:
                     if node not in needed:
@@ -316,7 +319,8 @@ class Halves:
             else:
                 candidates.append((node, branches))
         if early:
-            # A node that leads to early weights and to others runs once, in I, for all of them.
+            # Each set in `below` has the weights that one edge, or one root, leads to. If I needs
+            # the gradient of one of them, it computes those of all, so that no node runs twice.
             below = [graph.below(edge.node) for _, branches in candidates for _, edge in branches]
             below += [graph.below(x.node) for x in self._roots if graph.leads[x.node] == WEIGHT]
             while reached := [x for x in below if x & early and not x <= early]:
@@ -350,7 +354,7 @@ def is_checkpointed(node: Node) -> bool:
         saved = getattr(node, name)
         if isinstance(saved, tuple):
             saved = saved[0] if saved else None
-        # What a hook has packed, or None. A freed function in Python has no attribute data.
+        # The tensor, or what a hook has packed in its place; None if the node has saved nothing.
         packed = getattr(saved, "data", None)
         if packed is not None:
             return type(packed).__module__ == "torch.utils.checkpoint"
@@ -368,7 +372,9 @@ def _let_go(node: Any, forget: Callable[[Any], None]) -> None:
     for name in _saved(node.__class__):
         saved = getattr(node, name)
         for item in saved if isinstance(saved, tuple) else (saved,):
-            # This raises if nothing is saved there, or if a hook has packed it, as a slot.
+            # register_hooks() replaces the saved tensor by what _nothing() returns, None. It raises
+            # if nothing is saved there, or if another hook has packed the tensor: forget() lets go
+            # of what that hook has made.
             try:
                 item.register_hooks(_nothing, _gone)
             except (RuntimeError, AttributeError):
@@ -424,6 +430,6 @@ def _run(boundaries: Sequence[Boundary]) -> list[tuple[GradientEdge, Tensor]]:
         within = Within.apply([run], start)
     edges = [edge for boundary in boundaries for _, edge in boundary.edges]
     root = torch.autograd.graph.get_gradient_edge(within)
-    # backward() runs the boundaries in this thread, where the caller has set their stream.
+    # backward() runs the boundaries in this thread, on the stream that the caller has made current.
     backward([root], [torch.ones((), device="cpu")], [start, *edges])
     return arrived

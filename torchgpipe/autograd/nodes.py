@@ -19,18 +19,18 @@ from torchgpipe.autograd.fork_join import Unpack, get_phony, pass_on
 __all__: list[str] = []
 
 
-# Hooks: users' hooks must see gradients of mini-batches alone, and a trace takes times by hooks.
+# Hooks of nodes and tensors: those of users, and our own.
 
 
 _lock = threading.Lock()
-#: How many hooks :func:`note_gradients` has registered.
+#: How many hooks :func:`note_gradients` has registered, which :func:`count_hooks` leaves out.
 _noted = 0
 
 
 def count_hooks() -> int:
     """Count the hooks that others have registered so far, in the whole process."""
     with _lock:
-        # PyTorch numbers all hooks. To read that number is faster than to look at a node's hooks.
+        # PyTorch numbers all hooks. Reading the next number is faster than asking nodes for hooks.
         return int(_torch.count_handles()) - _noted
 
 
@@ -72,7 +72,7 @@ def before_node(tensor: Tensor, hook: Callable[..., None]) -> None:
         return
     tensor._backward_hooks = {0: hook}
     register(tensor)
-    # The node holds the dict of hooks, and users of the tensor must not find it there.
+    # The node holds the dict of hooks from here on. Users must not find our hook in the tensor.
     tensor._backward_hooks = None
 
 
@@ -98,7 +98,7 @@ class without_hooks:
             table = x._backward_hooks
             if table:
                 self.emptied.append((table, dict(table)))
-                # In place, since autograd holds this dict.
+                # clear() and not a new dict, since autograd holds this one.
                 table.clear()
 
     def __exit__(self, *_: object) -> None:
@@ -189,7 +189,7 @@ def drain_after_failure(outputs: Iterable[Tensor]) -> None:
     other micro-batches in memory until the thread runs backward again.
     """
     if not has("queue_callback"):
-        # Without it, the next backward of the thread frees the memory.
+        # Without queue_callback, the memory stays taken until the thread runs backward again.
         return
     for tensor in outputs:
         if tensor.grad_fn is not None:
@@ -217,8 +217,9 @@ class Last(Done):
 
     @uncompiled
     def __call__(self) -> None:
-        # An object of Done has no __del__. A flag that __del__ reads would not do, since Python
-        # swallows a Ctrl-C that comes within __del__. mypy does not know that a class may change.
+        # After this, autograd deletes an object of Done, without a __del__. A flag that __del__
+        # reads would not do: Python swallows a Ctrl-C that comes while any __del__ runs.
+        # mypy does not know that the class of an object may change.
         self.__class__ = Done  # type: ignore[assignment]
 
     @uncompiled
@@ -242,7 +243,7 @@ def _record() -> tuple[Tensor, Tensor, Tensor]:
     return input.clone(), input, torch.ones(())
 
 
-# The beginning of a cell's graph, under a schedule, which runs the backward of each cell alone.
+# Where the graph of a cell begins, and its backward ends, if a schedule runs each cell on its own.
 
 
 MESSAGE = (
@@ -271,16 +272,17 @@ def enter(*tensors: Tensor) -> tuple[Sequence[Tensor], list[GradientEdge]]:
         The tensors, and the edges at which backward of the cell ends, with their gradients.
     """
     phony = get_phony(tensors[0].device, requires_grad=True)
-    # PyTorch's own node takes a third of the time of Enter, but gives tensors new version counters.
-    # Another stage with the same memory would not notice that this stage changes it in place.
+    # dead_end, a node of PyTorch's, takes a third of the time of Enter. But its outputs get version
+    # counters of their own: another stage with the same memory would not notice that this stage
+    # changes it in place. So dead_end is only for tensors that share their memory with none.
     # guard: changes of what arrives
     unseen = all(map(is_alone, tensors))
-    # A tensor that arrives is a leaf, which the graph would keep alive, to set its .grad.
+    # A tensor that arrives is a leaf. Without detach(), the graph would keep it, to set its .grad.
     # guard: letting go of what arrives
     detached = [x.detach() for x in tensors]
     if unseen:
         _, *outputs = _torch.dead_end(MESSAGE.encode(), 1 + len(detached))(phony, *detached)
-        # Not by get_gradient_edge(), which takes longer, for the sake of nodes in Python.
+        # get_gradient_edge() takes longer: it also serves nodes in Python, and this one is in C++.
         return outputs, [GradientEdge(x.grad_fn, x.output_nr) for x in outputs]
     others: Sequence[Tensor] = Enter.apply(phony, *detached)
     return others, [get_gradient_edge(x) for x in others]

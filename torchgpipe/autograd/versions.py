@@ -14,12 +14,12 @@ from torchgpipe.autograd.fork_join import get_phony
 
 __all__: list[str] = []
 
-#: The versions of some tensors, and their addresses.
+#: The versions of some tensors, then their addresses, by which changes of them are noticed.
 Identities: TypeAlias = tuple[list[int], list[int]]
 
 _version = attrgetter("_version")
 
-#: An inference tensor, whose changes nobody counts.
+#: The result of :func:`counter_of` for inference tensors, which have no version counter.
 with torch.inference_mode():
     _UNCOUNTED = torch.empty(0, device="cpu")
 
@@ -38,7 +38,7 @@ def address_of(tensor: Tensor) -> int:
     try:
         return tensor.data_ptr()
     except (RuntimeError, ValueError, NotImplementedError):
-        # Sparse and lazy tensors have none.
+        # Sparse and lazy tensors have no address.
         return -1
 
 
@@ -47,7 +47,7 @@ def identities(tensors: Sequence[Tensor]) -> Identities:
     try:
         return [*map(_version, tensors)], [*map(Tensor.data_ptr, tensors)]
     except (RuntimeError, ValueError, NotImplementedError):
-        # Sparse and lazy parameters have no address.
+        # One of the parameters is sparse or lazy, and has no address. So each is asked on its own.
         return [*map(version_of, tensors)], [*map(address_of, tensors)]
 
 
@@ -56,7 +56,7 @@ def counter_of(tensor: Tensor) -> Tensor:
     if tensor.is_inference():
         return _UNCOUNTED
     counter = tensor.detach()
-    # Sparse tensors and those of functorch refuse another .data, so their memory is kept.
+    # Sparse tensors and those of functorch refuse another .data. Then the counter keeps the memory.
     with suppress(RuntimeError):
         counter.data = get_phony(tensor.device, requires_grad=False)
     return counter

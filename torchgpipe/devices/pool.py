@@ -34,10 +34,10 @@ class HostMemory:
 
     def __init__(self, out: AbstractStream, back: AbstractStream) -> None:
         self.out, self.back = out, back
-        #: The buffers that nobody uses, by size, each with an event after its last copy; the one
-        #: that was used last is at the right. Several threads use this: a deque needs no lock.
+        #: The buffers that nobody uses, by size, each with an event after its last copy. Threads
+        #: take and give them at the right end. They need no lock, since this is a deque.
         self._free: defaultdict[int, deque[tuple[Tensor, Event | None]]] = defaultdict(deque)
-        #: The sizes in bytes of all buffers.
+        #: The sizes in bytes of all buffers, in use or not.
         self.sizes: list[int] = []
 
     def take(self, size: int) -> Tensor:
@@ -101,9 +101,9 @@ class StreamPool:
     other without need.
     """
 
-    #: The most copy streams of one kind that a partition has.
+    #: The most copy streams that a partition has for values, and the most for skips.
     COPIES = 15
-    #: The number of streams in a device's pool, as far as is known (CUDA: 32).
+    #: How many different streams PyTorch gives out for a device (32 for CUDA; assumed for others).
     POOL = 32
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ class StreamPool:
         memory = self._hosts.get(device)
         if memory is None:
             memory = self._hosts[device] = HostMemory(out, back)
-        # Set in each call: the caller's current stream, which neither may be, may have changed.
+        # Both are set in each call: neither may be the caller's current stream, which may change.
         memory.out, memory.back = out, back
         return memory
 

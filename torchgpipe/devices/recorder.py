@@ -66,7 +66,7 @@ def memory_free(device: torch.device) -> float:
     """The bytes that are free on a device: infinity on the host, and 0 if a device does not say."""
     if not has_streams(device):
         return inf
-    # Not every backend can tell.
+    # Not every backend can tell how much memory is free.
     try:
         return torch.accelerator.get_memory_info(device)[0]
     except RuntimeError:
@@ -96,7 +96,7 @@ def memory_total(device: torch.device) -> float:
 # names are made when the trace ends.
 
 
-#: The kinds of work that keep activations: forward and recomputation.
+#: The kinds of work that keep activations, whose bytes are measured: forward and recomputation.
 KEEPING = "FR"
 
 
@@ -121,7 +121,7 @@ class Mark:
     target: int | None = None
     #: The number of the step; by default the one that is under way when the work begins.
     step: int = -1
-    #: The event, or the time, before the work.
+    #: The event that was recorded before the work; without streams, the time.
     start: torch.Event | float | None = None
     #: Events, or times, on other streams, all of which the work starts after.
     others: Sequence[tuple[AbstractStream, torch.Event | float]] = ()
@@ -130,7 +130,7 @@ class Mark:
     #: The bytes in use on the device before the work, and how many more after it.
     in_use: int | None = None
     kept: int | None = None
-    #: Whether ``end`` is final, and no later call of a hook changes it.
+    #: Whether ``end`` is final: hooks may be called again, and must not change it then.
     is_over: bool = False
 
 
@@ -151,8 +151,8 @@ class Recorder:
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._devices = [x for x in dict.fromkeys(devices) if has_streams(x)]
-        #: For each device, a stream that only tells when the host has issued work. By its priority
-        #: it is from another pool than the streams that copy.
+        #: For each device, a stream without work, whose events tell when the host has issued work.
+        #: PyTorch has other streams for each priority, so it is none that computes or copies.
         self._timing = {x: torch.Stream(x, priority=-1) for x in self._devices}
         self._marks: list[Mark] = []
         #: The number of the step that is under way.
@@ -233,7 +233,7 @@ class Recorder:
         numbers: dict[torch.device, dict[AbstractStream, int]] = {}
         spans = []
         for mark in self._marks:
-            # Work without an end raised an exception, or its gradients never came.
+            # Work without an end raised an exception, or is a backward that no gradient came to.
             if mark.start is None or mark.end is None:
                 continue
             starts = [(mark.stream, mark.start), *mark.others]

@@ -18,7 +18,7 @@ from torchgpipe import _torch
 
 __all__: list[str] = []
 
-#: Types of device that do their work in the order of the host: there is nothing to wait for.
+#: Types of device without streams: they work in the order of the host, so nothing has to wait.
 STREAMLESS = ("cpu", "meta", "mps")
 
 CPU = torch.device("cpu")
@@ -99,7 +99,7 @@ def current_stream(device: torch.device) -> AbstractStream:
 
 def is_current(stream: AbstractStream) -> bool:
     """Whether this thread issues work for the device of a stream on that stream."""
-    # Layers ask this for each tensor that they save. current_stream() takes several times as long.
+    # This is asked for each tensor that layers save. current_stream() takes several times as long.
     return not isinstance(stream, torch.Stream) or stream == _torch.get_stream(stream.device_index)
 
 
@@ -198,7 +198,8 @@ def record_stream(tensor: Tensor, stream: AbstractStream) -> None:
     That is needed wherever a tensor is used on another stream than the one it was allocated on.
     """
     if isinstance(stream, torch.Stream) and tensor.device == stream.device:
-        # Of a tensor with a conjugate or negative bit, PyTorch records a clone, and frees it twice.
+        # If a tensor has a conjugate or negative bit, PyTorch would record the stream for a clone,
+        # and free the clone twice. So it gets a view of the same memory without the bit.
         if tensor.is_conj():
             tensor = tensor.conj()
         if tensor.is_neg():
@@ -206,7 +207,7 @@ def record_stream(tensor: Tensor, stream: AbstractStream) -> None:
         try:
             tensor.record_stream(stream)
         except RuntimeError:
-            # A gradient of an embedding may be sparse, and then consists of two tensors.
+            # A sparse tensor, such as the gradient of an embedding, has its memory in two tensors.
             if tensor.is_sparse:
                 record_all((tensor._indices(), tensor._values()), stream)
             # A tensor within torch.vmap wraps another tensor, which has the memory.

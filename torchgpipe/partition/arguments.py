@@ -264,7 +264,7 @@ class Traps:
     def __init__(self, wrapper: str) -> None:
         self._wrapper = wrapper
         self._known: set[str] = set()
-        #: Whether there was a mini-batch since the number of micro-batches was set.
+        #: Whether there was a mini-batch since ``chunks`` was set. idle() looks at the first alone.
         self.seen = False
         #: Whether a step has shown which buffers layers change in forward.
         self.knows_state = False
@@ -301,7 +301,8 @@ class Traps:
                 f"{self._silenced('splits tensors, and gives lists')}"
             )
             self._known.add("lists")
-        # If tensors in such a list have as many rows as it has entries, they could be split, too.
+        # A list with an entry for each row is split as a list. If each tensor in it has as many
+        # rows, the caller may have meant to split the tensors.
         lists = input.named(is_list_of_rows)
         sizes = {
             name: {len(x) for entry in entries for x in tensors_of_row(entry)}
@@ -309,7 +310,7 @@ class Traps:
         }
         common = {rows}
         if sizes and not any(rows_in(x) for x in input.leaves if type(x) is not list):
-            # Mappings in a list are one for each row: nobody means to have their tensors split.
+            # In a list of mappings, each mapping is a row: nobody means to split the tensors in it.
             mapped = any(isinstance(x, Mapping) for entries in lists.values() for x in entries)
             common = set() if mapped else set.union(*sizes.values())
         either = [name for name, rows_of in sizes.items() if len(common) == 1 and rows_of == common]
@@ -367,12 +368,13 @@ class Traps:
         """
         if len(rows) < 2 or rows[0] < 2 or "coupled" in self._known or not outputs:
             return
-        # If the last micro-batch has fewer rows, its output tells whether sizes depend on rows.
+        # If the last micro-batch has fewer rows, its output shows which sizes change with the rows.
         told = rows[-1] != rows[0] and len(outputs) > 1
         pairs = [(rows[0], rows[0]), (rows[-1], rows[-1])][: len(outputs)]
         if not any([*shapes] == pairs for shapes in zip(*outputs)):
             return
-        # If all have as many, an output's size may be that of a feature or a parameter by chance.
+        # If all micro-batches have equally many rows, a size of an output may equal their number by
+        # chance, and be that of a feature or a parameter.
         if not told and (
             any(rows[0] in x[1:] for x in inputs) or any(rows[0] in x.shape for x in parameters)
         ):

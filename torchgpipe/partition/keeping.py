@@ -16,7 +16,7 @@ from torchgpipe.checks import verify, verify_number
 
 __all__ = ["Offload"]
 
-#: The modes that choose micro-batches to compute again, and keep all of the other micro-batches.
+#: The modes that choose micro-batches to compute again, and keep what layers save for the others.
 CHECKPOINT_MODES = ("always", "except_last", "never")
 
 
@@ -59,10 +59,10 @@ Policy: TypeAlias = Callable[[], tuple[Any, Any]]
 #: The types of what counts as a policy. Modules and classes can be called, too, but are no policy.
 POLICIES = (partial, FunctionType)
 
-#: What the cells of a partition keep.
+#: A checkpoint mode: what the cells of one partition keep for backward.
 Keeping: TypeAlias = str | Offload | Policy
 
-#: One setting for all partitions, or a tuple with one for each.
+#: One checkpoint mode for all partitions, or a tuple with one for each.
 Keepings: TypeAlias = Keeping | tuple[Keeping, ...]
 
 

@@ -20,9 +20,6 @@ from torchgpipe.devices.streams import canonical_device
 __all__: list[str] = []
 
 
-# Placement: each partition is moved to its device, and has to stay there.
-
-
 def place(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
     """Move each partition to its device.
 
@@ -51,12 +48,12 @@ def move(module: nn.Module, homes: Mapping[Tensor, torch.device], *, recurse: bo
     for inner in module.modules() if recurse else [module]:
         table: dict[str, Any] = inner._parameters
         for name, x in table.items():
-            # A packed weight has a ``to()`` of its own. Module._apply cannot move it to devices for
-            # which it makes new parameters, since it refuses such a class.
+            # A packed weight is a parameter whose class has a ``to()`` of its own. Module._apply
+            # raises for such a class on a device for which it makes a new parameter.
             if x is not None and type(x).to is not Tensor.to and x.device != homes.get(x, x.device):
                 table[name] = x.to(homes[x])
     known = {**homes, **{x.grad: home for x, home in homes.items() if x.grad is not None}}
-    # What is not in `known` is a new tensor, made when a shared one was moved: it stays.
+    # A tensor that is not in `known` was made when a shared one was moved, and is at home already.
     module._apply(lambda x: moved_to(known[x], x) if x in known else x, recurse=recurse)
 
 
@@ -65,7 +62,8 @@ def sharing(tables: Iterable[dict[str, Tensor | None]]) -> Iterator[None]:
     """Let tensors that several dicts share stay shared when a ``with`` block moves them."""
     entries = [(table, name, x) for table in tables for name, x in table.items() if x is not None]
     yield
-    # Module._apply may make a new tensor in each dict that holds a shared one: all get the first.
+    # Module._apply may make a new tensor for each dict that holds a shared one. Here all of these
+    # dicts get the tensor that was made for the first of them.
     moved: dict[Tensor, Tensor | None] = {}
     for table, name, tensor in entries:
         table[name] = moved.setdefault(tensor, table[name])
@@ -333,7 +331,8 @@ class Lent:
             before = [(x, version_of(x), address_of(x)) for x in copies.values()]
             self._put([copies.get(id(x)) for x in tensors])
             try:
-                # In backward, a checkpoint of PyTorch calls functions again: here, with copies.
+                # PyTorch's checkpoints call functions again in backward. By repeating(), they do so
+                # through self.call, and so with the copies in place.
                 with repeating(lambda: self.call):
                     output = inner(*args, **kwargs)
             finally:
@@ -359,7 +358,7 @@ class Lent:
 
     @staticmethod
     def _key(tensor: Tensor) -> tuple[int, int, bool]:
-        # A copy that was made without grad mode is another one: it passes no gradient back.
+        # A copy made without grad mode passes no gradient back, so it has a key of its own.
         return id(tensor), version_of(tensor), tensor.requires_grad and torch.is_grad_enabled()
 
 

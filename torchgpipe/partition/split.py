@@ -22,7 +22,7 @@ class Sequential(nn.Sequential):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not args and kwargs.keys() == {"input"}:
-            # nn.Sequential.forward() names its argument so, and a caller may, too.
+            # The argument of nn.Sequential.forward() has this name, which a caller may use.
             args, kwargs = (kwargs["input"],), {}
         output = None
         for layer in self:
@@ -35,7 +35,7 @@ class Partition(nn.Sequential):
     """Some neighbouring layers, in order. The first layer takes all arguments of the call."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # A compiled partition must not depend on these two, which change from run to run.
+        # A compiled partition must not depend on `then` or the observer: they change between runs.
         then, is_observed = None, False
         if not is_compiling():
             then = after_layer.then

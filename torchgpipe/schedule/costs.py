@@ -67,7 +67,7 @@ def numbers(name: str, value: Any, count: int) -> list[float]:
         ValueError: A number is missing, negative or not finite.
     """
     entries = [*value] if has_entries(value) else [value] * count
-    # Most entries are floats, checked without a call: a search makes thousands of tables.
+    # Most entries are floats. These are checked without a call: a search tries thousands of costs.
     valid = all(
         0 <= x < inf if type(x) is float else is_number(x) and x >= 0 and finite(x) for x in entries
     )
@@ -136,7 +136,8 @@ class Table:
             costs.prefetch,
             "use 1, or 2 where copies take longer",
         )
-        #: For each stage, how many instructions earlier a cell comes back; 0 if its cells stay.
+        #: For each stage, how many instructions before its backward a cell comes back from the
+        #: host; 0 if its cells stay on the device.
         self.prefetch = tuple([int(k) if x else 0 for k, x in zip(prefetch, self.away)])
 
     def duration(self, instruction: Instruction) -> float:

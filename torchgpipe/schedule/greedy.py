@@ -84,10 +84,11 @@ def greedy(
 
     lines: list[list[Op]] = [[] for _ in range(workers)]
     free: list[float] = [0] * workers
-    #: By worker, the computations whose inputs are computed: still on their way, or arrived.
+    #: By worker, computations whose inputs are on their way, each after the time the last arrives.
     coming: list[list[tuple[float, Op]]] = [[] for _ in range(workers)]
+    #: By worker, the computations that can start, each after its priority.
     ready: list[list[tuple[Any, Op]]] = [[] for _ in range(workers)]
-    #: The times at which a worker may find something to do.
+    #: Times, each with a worker that may find something to do then.
     wakeups = [(0.0, w) for w in range(workers)]
     for op in ops:
         if not missing[op]:
@@ -129,7 +130,7 @@ class _Memory:
         self.limits = capacities(capacity, workers)
         self.stages = [[j for j, x in enumerate(placement) if x == w] for w in range(workers)]
         self.held: list[float] = [0] * workers
-        #: For each begun micro-batch, in the order in which they began: stage -> its last kind.
+        #: For each micro-batch that has begun, in that order: stage -> the kind computed last.
         self.begun: dict[int, dict[int, str]] = {}
         #: The memory that one micro-batch needs on each worker.
         self.least = [self._rest(w, 0, {})[0] for w in range(workers)]
@@ -153,7 +154,7 @@ class _Memory:
         """Return the index of the first computation after which all begun micro-batches can end."""
         refused: set[tuple[int, str]] = set()
         for k, op in enumerate(ops):
-            # _allows() gives the same answer for all micro-batches that have not begun.
+            # Of one stage and kind, _allows() refuses all micro-batches not begun yet, or none.
             alike = op.microbatch not in self.begun
             if not (alike and op[:2] in refused) and self._allows(op):
                 return k

@@ -185,7 +185,7 @@ def _changed(program: Program, change: Callable[[Op], Op | None]) -> Program:
     return _replaced(program, changed)
 
 
-# Rewrites that let a worker do two computations at once, of which one may wait for a message.
+# Rewrites that let a worker do two computations at once: one can wait while the other computes.
 
 
 def paired(program: Program) -> Program:
@@ -265,10 +265,11 @@ class _Order:
     def __init__(self, program: Program, skips: Skips) -> None:
         all_ = [*chain(*program)]
         number = {op: n for n, x in enumerate(all_) for op in operations(x)}
-        #: For each instruction, those that need it, and the next one of its worker.
+        #: For each instruction, the instructions that need it.
         self._needing: list[set[int]] = [set() for _ in all_]
+        #: For each instruction, the next one of the same worker.
         self._next: list[int | None] = [n + 1 for n in range(len(all_))]
-        #: The second instruction of each pair, and the first one, which stands for both.
+        #: By the second instruction of each pair, the first one, which stands for both.
         self._pair: dict[int, int] = {}
         numbers = []
         begin = 0
@@ -276,9 +277,10 @@ class _Order:
             numbers.append(iter(range(begin, begin := begin + len(line))))
             if line:
                 self._next[begin - 1] = None
-        #: When each instruction ends if all take the same time, and when each worker is free.
+        #: When each instruction ends, and when each worker is free, if all take one unit of time.
         end, free = [0] * len(all_), [0] * len(program)
-        # In a deadlock, the first worker goes on. The new program has the same deadlock.
+        # If all workers wait, the first one goes on. The new program has this deadlock, too, and
+        # validate() finds it there.
         for w, _, edges in walk(program, lambda waiting: min(waiting), skips):
             n = next(numbers[w])
             needed = [number[op] for op, _ in edges]
@@ -313,7 +315,7 @@ class _Order:
         self._pair[second] = first
         self._needing[first] |= self._needing[second]
         self._next[first] = self._next[second]
-        # The pair comes after whatever the second one needs, and before what needs the first one.
+        # The pair is put after what its second instruction needs, and before what needs its first.
         between = self._order[begin + 1 : end]
         early = [n for n in between if n not in late]
         self._renumber(begin, [*early, first, *(n for n in between if n in late)])

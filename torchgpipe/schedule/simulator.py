@@ -134,18 +134,18 @@ def _excesses(schedule: Schedule, capacity: Each, costs: Costs) -> Iterator[str]
             )
 
 
-# A simulation, in which each instruction starts as soon as it can; rehearsed for many costs.
+# A simulation, in which each instruction starts as soon as it can.
 #
-# A search times one program under hundreds of costs. To find what waits for what takes several
-# times as long as to time it, so a rehearsal finds it once.
+# A search simulates one program under hundreds of costs. To find which instruction waits for which
+# takes several times as long as to add up their times. So a :class:`Rehearsal` finds that once.
 
 
-#: The worker, the instruction, and the edges that lead to it.
+#: What :func:`walk` yields: a worker, one of its instructions, and the edges that lead to that.
 WorkerInstruction = tuple[int, Instruction, list[Edge]]
 
 
 class Rehearsal:
-    """A program without deadlocks, ready to be timed.
+    """A program without deadlocks, ready to be simulated.
 
     Args:
         program: the instructions of each worker.
@@ -164,8 +164,8 @@ class Rehearsal:
         index: dict[Op, int] = {}
         kinds: dict[tuple[tuple[str, int], ...], int] = {}
         ways: dict[tuple[int, int], int] = {}
-        #: For each step its worker, its index in `_kinds`, and for each edge from another worker
-        #: the step that it comes from, and its index in `_ways`.
+        #: For each step: its worker, the index of its kind in `_kinds`, and its waits. There is a
+        #: wait for each edge from another worker: the step it comes from, and its index in `_ways`.
         self._waits: list[tuple[int, int, tuple[tuple[int, int], ...]]] = []
         #: For each cell, the step of its backward (B or I).
         self._backward: dict[tuple[int, int], int] = {}
@@ -202,7 +202,7 @@ class Rehearsal:
         free: list[float] = [0] * len(self.program)
         start: list[float] = [0] * len(self._waits)
         end = [*start]
-        #: How long the worker computes again before each step.
+        #: How long the worker recomputes cells of `again` right before each step.
         before = [*start]
         for cell in again:
             before[self._backward[cell]] += table.time["R"][cell[0]]
@@ -233,7 +233,8 @@ class Rehearsal:
         Of equal starts, the first worker goes first, except that what takes no time comes before
         what needs it.
         """
-        #: For each step, the longest chain of those before it that start at the same time.
+        #: For each step, the length of the longest chain of steps that lead to it and start at the
+        #: same time as it does.
         depth: list[int] = []
         last: list[int | None] = [None] * len(self.program)
         for k, (w, _, waits) in enumerate(self._waits):

@@ -24,7 +24,8 @@ from torchgpipe.schedule.program import Instruction, operations
 __all__: list[str] = ["Tracks", "Trip", "leaving", "stops", "trips"]
 
 
-#: At least so many instructions lie between the forward and the backward of a cell that leaves.
+#: The least number of instructions between the forward and the backward of a cell that leaves. It
+#: leaves during the first, its memory is free during the second, and it comes back in the third.
 BETWEEN = 3
 
 
@@ -95,7 +96,7 @@ class Stop(NamedTuple):
 
 #: The stop of an instruction without copies.
 NOTHING = Stop((), (), ())
-#: The stops of each worker, by its number and the prefetch distances of the stages.
+#: The stops that were found before, by a worker's number and the prefetch distances of all stages.
 Known = dict[tuple[int, tuple[int, ...]], list[Stop]]
 
 
@@ -115,7 +116,7 @@ def stops(
     """
     by_worker = []
     for k, line in enumerate(lines):
-        # Distances of other workers' stages are 0 here, so that `known` has fewer entries.
+        # Distances of other workers' stages do not matter. As 0, they make no further keys.
         distances = tuple([x if w == k else 0 for x, w in zip(prefetch, placement)])
         if (k, distances) not in known:
             known[k, distances] = _stops(line, distances)
