@@ -56,8 +56,8 @@ class GraphCell(Cell):
         self._stage, self._traced, self._more = stage, traced, more
         #: The part of the graph that :meth:`begin` has prepared, until a method computes it.
         self._begun: PartCall | None = None
-        #: The part for R (set by F), or for W (set by I), and its arguments. F and I choose them
-        #: when they run, so that all other tensors are freed.
+        #: The part that R or W will compute, with its arguments. F (for R) or I (for W) collects
+        #: the arguments already, so that all other tensors are freed.
         self._late: tuple[Part, list[Any]] | None = None
         #: The arguments of the backward, by role; until it begins, those of role ``saved`` alone.
         self._arguments: dict[str, Sequence[Any]] = {}

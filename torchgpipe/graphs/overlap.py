@@ -114,13 +114,14 @@ def _tensors(values: Any) -> list[Tensor]:
 #
 # Each part is cut after each of its messages, and the pieces of the two parts take turns. A message
 # is sent as soon as its tensors are computed, and received right before its first use: arithmetic
-# of the other part runs in between. If one part has fewer pieces, its longest ones are cut in two.
+# of the other part runs in between. If one part has fewer pieces, the longest are cut in two.
 #
 # Sources: DualPipe (DeepSeek-V3, arXiv 2412.19437) for forward beside backward; Purandare and
 # Fan, Graph-based pipeline parallelism (PyTorch), for the interleaving of graphs.
 
 
-#: Runs two parts. It empties both lists of arguments, so that tensors are freed at their last use.
+#: Runs two parts interleaved. It takes the arguments of each part in a list, and empties the lists,
+#: so that tensors are freed at their last use; the third argument has the streams.
 Interleaved = Callable[[list[Any], list[Any], Interleaving], tuple[Sequence[Any], Sequence[Any]]]
 
 _communicating: set[Any] = set()

@@ -67,7 +67,7 @@ def copy_with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     """A copy with these strides."""
     shape, dtype, device = tensor.shape, tensor.dtype, tensor.device
     copy = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-    # The new tensor gets the conjugate and negative bits of the old one, which the graph relies on.
+    # The graph relies on conjugate and negative bits, so the copy gets those of the tensor.
     copy = copy.conj() if tensor.is_conj() else copy
     return (copy._neg_view() if tensor.is_neg() else copy).copy_(tensor)
 
@@ -367,7 +367,7 @@ def slice_compiler(backend: str | Callable[..., Any]) -> Callable[[Joint, Slice]
             arguments = tuple(values)
             values.clear()
             # The first call compiles, so no other thread may compute meanwhile. A later call may
-            # compile again, after a change of a global setting, and does not keep others away.
+            # compile again, after a change of a global setting, while other threads compute.
             with nullcontext() if is_compiled else gate.tracing():
                 results: Sequence[Any] = function(*arguments)
             is_compiled = True

@@ -294,7 +294,7 @@ def drawing_nothing() -> Iterator[None]:
     yield
     now = torch.get_rng_state()
     # If the block has set the same seed again, the state is now the one right after seeding, and
-    # was another one before.
+    # differs from the state before the block.
     again = torch.Generator().manual_seed(seed).get_state()
     seeded = torch.initial_seed() != seed or (torch.equal(now, again) and not now.equal(state))
     if seeded or before != _drawn():

@@ -88,7 +88,7 @@ def current_settings() -> Settings:
             torch.get_default_dtype(),
             torch.get_default_device(),
             torch.are_deterministic_algorithms_enabled(),
-            # The trace of an attention layer has the operators of one of these backends.
+            # These choose the backend of attention, whose operators a trace has.
             *(attention.flash_sdp_enabled(), attention.mem_efficient_sdp_enabled()),
             *(attention.math_sdp_enabled(), attention.cudnn_sdp_enabled()),
         ),
