@@ -123,7 +123,7 @@ DTYPES = (torch.float32, torch.float64)
 #: values among its attributes.
 Flags: TypeAlias = tuple[Any, ...]
 
-#: The names of the settings that all processes must share, as an error says them.
+#: The settings that all processes must share, by the names that an error message has for them.
 SETTINGS = ("method", "chunks", "checkpoint", "whether backward runs")
 
 PLAIN = {bool, int, float, str, type(None)}

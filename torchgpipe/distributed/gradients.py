@@ -113,7 +113,7 @@ def total_norm(parameters: Iterable[nn.Parameter], norm_type: float, peers: Peer
         norm = whole.full_tensor()
     norm = norm.double() if norm.device.type != "mps" else norm.float()
     if norm_type == torch.inf:
-        # A maximum may pass over NaN, but a norm with NaN must not be finite.
+        # ReduceOp.MAX may ignore NaN. As infinity, NaN in one process makes the norm infinite.
         norm = norm.nan_to_num(nan=torch.inf)
         dist.all_reduce(norm, dist.ReduceOp.MAX, group=peers.group)
         return norm

@@ -54,7 +54,7 @@ class GraphCell(Cell):
     ) -> None:
         super().__init__(*of_cell)
         self._stage, self._traced, self._more = stage, traced, more
-        #: The part of the graph that :meth:`begin` has prepared, until a method computes it.
+        #: The part that :meth:`begin` has prepared, until the method for F, B, I or W computes it.
         self._begun: PartCall | None = None
         #: The part that R or W will compute, with its arguments. F (for R) or I (for W) collects
         #: the arguments already, so that all other tensors are freed.
@@ -64,7 +64,8 @@ class GraphCell(Cell):
         #: Tensors that backward needs unchanged, each with its version (a counter of autograd), by
         #: which backward notices a change in place, and raises.
         self._shared: list[tuple[Tensor, int]] = []
-        #: For the value and each skip of the input, the indices of its tensors, to sort gradients.
+        #: For the value and each skip of the input, the indices of its tensors. By them backward
+        #: returns the gradients of the value and of each skip.
         self._places: Mapping[Any, Sequence[int]] = {}
         #: The RNG states from before the forward, for recomputation.
         self._first: FirstNumbers | None = None

@@ -168,7 +168,7 @@ def overlapped(a: Part, b: Part) -> Interleaved:
     # For each node of ``a``, and for each node of ``b``, the node of the new graph that computes
     # its value. These are two dicts, since ``a`` and ``b`` may be the same part.
     known: list[dict[Node, Node]] = [{}, {}]
-    # The same for messages that were sent and not received so far: their ``send`` nodes.
+    # For each message of ``a``, and of ``b``, that is sent and not received yet, its ``send`` node.
     waiting: list[dict[Node, Node]] = [{}, {}]
     for k, part in enumerate((a, b)):
         for node in reversed(part.slice.inputs):

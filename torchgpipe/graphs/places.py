@@ -25,7 +25,7 @@ from torchgpipe.values.structure import MISSING, leaves_of
 
 __all__: list[str] = []
 
-#: The attributes that every module has, whose lists and dicts are not settings of a layer.
+#: The attributes that nn.Module sets itself. Lists and dicts in other attributes are a layer's own.
 OWN = {*nn.Module().__dict__}
 
 CONTAINERS = (list, tuple, dict)

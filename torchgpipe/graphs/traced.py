@@ -88,7 +88,7 @@ def current_settings() -> Settings:
             torch.get_default_dtype(),
             torch.get_default_device(),
             torch.are_deterministic_algorithms_enabled(),
-            # These choose the backend of attention, whose operators a trace has.
+            # A trace of attention has the operators of the backend that these flags choose.
             *(attention.flash_sdp_enabled(), attention.mem_efficient_sdp_enabled()),
             *(attention.math_sdp_enabled(), attention.cudnn_sdp_enabled()),
         ),
