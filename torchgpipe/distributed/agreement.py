@@ -31,9 +31,6 @@ from torchgpipe.values.microbatch import Batch
 __all__: list[str] = []
 
 
-# Inputs: what the caller gives to this process, checked and split; the others are told the sizes.
-
-
 class StepInputs(NamedTuple):
     """The part of a step that the caller gives to this process.
 
@@ -69,7 +66,8 @@ class StepInputs(NamedTuple):
             ([(tuple(x.shape), x.dtype, x.requires_grad) for x in batch], batch.others)
             for batch in (batches if self.division.is_varied else [*batches[:1], *batches[-1:]])
         ]
-        # Within inference mode nothing requires a gradient, even where grad mode is enabled.
+        # Messages depend on both modes: in inference mode nothing requires a gradient, even where
+        # grad mode is enabled.
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         return repr((len(batches), self.rows, modes, casts, inputs))
 
@@ -118,17 +116,14 @@ class Reader:
         return arguments_of(terms, division, self._streams, self._device)
 
 
-# The agreement, before a step and after it.
-
-
-#: The dtypes that a sum of losses may have, in an order that all processes know.
+#: The dtypes that a sum of losses may have. Processes tell each other a dtype as its index here.
 DTYPES = (torch.float32, torch.float64)
 
-
-#: Whether a layer trains, and the plain values among its attributes.
+#: What may decide whether a layer draws random numbers: whether it is in train mode, and the plain
+#: values among its attributes.
 Flags: TypeAlias = tuple[Any, ...]
 
-#: The names of the settings that all processes must share, as an error says them.
+#: The settings that all processes must share, by the names that an error message has for them.
 SETTINGS = ("method", "chunks", "checkpoint", "whether backward runs")
 
 PLAIN = {bool, int, float, str, type(None)}
@@ -160,9 +155,11 @@ class Agreement:
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        #: The flags of the layers in the last step, if no process drew random numbers in it.
-        self._quiet: Any = None
+        #: The flags of the layers in the present step.
         self._flags: Any = None
+        #: The flags in the last step, if no process drew random numbers in it; otherwise None. RNG
+        #: states travel with micro-batches unless a step has these flags again in all processes.
+        self._quiet: Any = None
 
     @contextmanager
     def on_errors(self) -> Iterator[None]:
@@ -211,7 +208,7 @@ class Agreement:
         Raises:
             ValueError: another process calls something else.
         """
-        # Within a transform of torch.func no message arrives, so each process checks by itself.
+        # Each process checks by itself, since no message arrives within a torch.func transform.
         verify_no_transform()
         with shared_failures(self._peers):
             exchange = self._told([name, *SETTINGS[1:]], [0] * 8)
@@ -265,7 +262,8 @@ class Agreement:
         """
         self._flags = flags
         (sizes, *marks), quiet = inputs.division, flags == self._quiet
-        # The form of a message also depends on which parameters train, and on train and eval mode.
+        # The forms of messages depend on the micro-batches, on which parameters train, and on which
+        # layers are in train mode (the first flag of each).
         form = digest(repr((shapes, trainable, [x[0] for x in flags])))
         exchange = self._told(settings, [bool(error), len(sizes), inputs.rows, form, quiet, *marks])
         agreed: list[Agreed] = []
@@ -304,7 +302,8 @@ class Agreement:
         numbers, last = mail.numbers, mail.routes.placement[-1]
         drew, any_drew = numbers.has_drawn(0), numbers.drawn
         code = -1 if value is None else DTYPES.index(value.dtype)
-        # The loss of an accelerator is broadcast below, so that the host does not wait for it.
+        # A loss on an accelerator is broadcast below, since the host would have to wait to read it.
+        # Here 1.0 stands in its place.
         here = self._peers.device == CPU
         pair = [float(x) if here and x is not None else 1.0 for x in (value, divisor)]
         assert mail.after is not None
@@ -312,7 +311,7 @@ class Agreement:
         _, _, code, divides, *pair = mail.after.heard_of(last)
         if code < 0:
             return None
-        # The exchange has numbers of 64 bits, which hold those of each dtype exactly.
+        # The exchange carries float64 numbers, which hold values of both DTYPES exactly.
         both = torch.tensor(pair, dtype=DTYPES[int(code)], device=self._peers.device)
         if not here:
             for k, x in enumerate((value, divisor)):
@@ -331,7 +330,8 @@ class Agreement:
         by_rank = mail.after.heard()
         self._quiet = None if any(x[1] for x in by_rank) else self._flags
         if self._quiet is None:
-            # States that did not travel with the micro-batches come from a process that has drawn.
+            # If RNG states travelled with the micro-batches, the process of the last stage has the
+            # states after the first micro-batch. Otherwise they come from a process that drew.
             drawers = [k for k, x in enumerate(by_rank) if x[0]]
             states = numbers.all_of(0) if drawers else numbers.after()
             states = {kind: x.clone() for kind, x in states.items()}

@@ -35,10 +35,10 @@ __all__: list[str] = []
 #: How long other processes wait for the text of the process that failed first.
 PATIENCE = datetime.timedelta(seconds=5)
 
-#: The longest text of an error, or of a note on it, that the others are sent.
+#: The most characters of an error, or of a note on it, that other processes are sent.
 LONGEST = 10_000
 
-#: A tag that no message has.
+#: A tag that no message has: a receive with it runs into its timeout, which closes a connection.
 NOBODY = 1_000_002
 
 
@@ -108,8 +108,9 @@ def _first_failure(peers: Peers, error: BaseException) -> tuple[bool, str]:
         _close(peers)
         return False, first_text.decode()
     except Exception:
-        # The store was in a process that is lost, most often the first one. Other processes may
-        # have ended since, and closed their connections, too. So only the first of them is named.
+        # The process that had the store is lost, most often rank 0. Other processes may have ended
+        # because of that, and closed their connections. So of all closed ones, the error names only
+        # the lowest rank.
         closed = _close(peers)
         return True, _lost(closed[:1], peers) if lost else text
 
@@ -128,7 +129,7 @@ def _close(peers: Peers) -> list[int]:
             if _is_closed(error):
                 closed.add(rank)
     if peers.device.type != "cpu":
-        # End the work on accelerators that waits for other processes.
+        # Messages on accelerators would wait for the other processes, so they are aborted.
         with suppress(Exception):
             group: Any = peers.group
             group.abort()
@@ -146,7 +147,7 @@ def _text(value: object) -> str:
         text = str(value)
     except Exception as raised:
         text = f"(its text raises {type(raised).__name__})"
-    # A text may have surrogates, which cannot be encoded, or be very long.
+    # A text may be very long, or have surrogates, which cannot be encoded.
     return text[:LONGEST].encode(errors="backslashreplace").decode()
 
 
@@ -167,5 +168,5 @@ def _is_connection(error: BaseException) -> bool:
     """Whether an exception comes from a connection, and not from the code of this process."""
     if isinstance(error, dist.DistNetworkError | dist.DistBackendError):
         return True
-    # A noted error comes from a layer, which may have connections of its own.
+    # An error that bears our note comes from a layer, which may have connections of its own.
     return not is_noted(error) and (_is_closed(error) or "caused pair closure" in _text(error))

@@ -23,9 +23,6 @@ from torchgpipe.partition.placement import TableEntry, is_shard, is_sharded, tab
 __all__: list[str] = []
 
 
-# Gradients over several processes: their average over replicas, and their norm over all stages.
-
-
 def verify_not_parallel(module: nn.Module) -> None:
     """Check that DistributedDataParallel wraps none of the layers.
 
@@ -110,21 +107,19 @@ def total_norm(parameters: Iterable[nn.Parameter], norm_type: float, peers: Peer
     grads = [x.grad for x in parameters if x.grad is not None]
     norm = nn.utils.get_total_norm(grads, norm_type).to(peers.device)
     if is_shard(norm):
-        # FSDP2 gives each process a part of the norm, whose sum it has not computed yet.
+        # The norm of gradients that FSDP2 has sharded is a DTensor: each process has the norm of
+        # its shards, and full_tensor() combines these norms.
         whole: Any = norm
         norm = whole.full_tensor()
     norm = norm.double() if norm.device.type != "mps" else norm.float()
     if norm_type == torch.inf:
-        # A maximum may pass over NaN, but a norm with NaN must not be finite.
+        # ReduceOp.MAX may ignore NaN. As infinity, NaN in one process makes the norm infinite.
         norm = norm.nan_to_num(nan=torch.inf)
         dist.all_reduce(norm, dist.ReduceOp.MAX, group=peers.group)
         return norm
     norm = norm**norm_type
     dist.all_reduce(norm, group=peers.group)
     return norm ** (1 / norm_type)
-
-
-# Weights that stages in several processes share: one gradient, the sum of all.
 
 
 class Tied:
@@ -157,11 +152,12 @@ class Tied:
                         holders.setdefault(x, set()).add(process)
                         if process == routes.rank:
                             places[x] = table, name
-        #: The weights that only other processes have.
+        #: The weights that only other processes have, by id, for :meth:`verify_here`.
         self._elsewhere = {
             id(x): weakref.ref(x) for x, ranks in holders.items() if routes.rank not in ranks
         }
-        #: Where this process has each weight, and the processes that have it.
+        #: For each weight that this process shares with others: the dict of a module that has it
+        #: here, its name in that dict, and the ranks of all processes that have it.
         self._shared = [
             (*places[x], sorted(ranks))
             for x, ranks in holders.items()
@@ -200,7 +196,7 @@ class Tied:
     def add_up(self, sums: Sums) -> None:
         """Add the gradients of the other processes."""
         for weight, ranks in self._weights():
-            # Gradients are added if some process trains the weight, and one has a gradient.
+            # Gradients are added if any process trains the weight, and any has a gradient of it.
             told = [int(weight.requires_grad), int(id(weight) in sums.reached())]
             wanted = torch.tensor(told, device=CPU)
             self._peers.summed(wanted, ranks)
@@ -211,7 +207,7 @@ class Tied:
                     sums.add([weight], [grad])
 
     def _weights(self) -> Iterator[tuple[Tensor, list[int]]]:
-        # Read from the module each time, since a weight may have been replaced.
+        # Read from the module's dict each time, since a weight may have been replaced.
         for table, name, ranks in self._shared:
             weight = table[name]
             if weight is not None:
@@ -233,13 +229,13 @@ def _verify_norms(modules: Iterable[tuple[int, nn.Module]]) -> None:
                 )
 
 
-# Layers that FSDP2 has sharded over other processes, with a pipeline in each of them.
+# Layers that FSDP2 has sharded: each of their processes has a shard, and is in another pipeline.
 #
 # FSDP2 gathers parameters before a layer runs, and reduces their gradients when backward is
-# through it. In a pipeline that would be once for each micro-batch. So the layers of a stage are
-# whole for all of a step, and their gradients are reduced once, at its end. The backward of a
-# cell ends at the parameters, without adding to their ``grad``, so FSDP2 finds nothing to reduce
-# before.
+# through the layer. In a pipeline that would be once for each micro-batch. So the parameters of a
+# stage are whole for all of a step, and their gradients are reduced once, at the end of the step.
+# The backward of a cell adds nothing to ``grad`` of the parameters, so FSDP2 has nothing to reduce
+# before the end.
 
 
 def sharded_in(partitions: Sequence[nn.Module]) -> list[Any]:

@@ -29,7 +29,8 @@ from torchgpipe.engine.links import Post, Sent
 
 __all__: list[str] = []
 
-#: The tag of forms and RNG states, which tells them from values where the device is the CPU.
+#: The tag of what always travels on the CPU: forms and RNG states. Where the device is the CPU, the
+#: tag keeps them apart from the tensors of micro-batches, which have tag 0.
 HOST = 1_000_001
 
 
@@ -43,13 +44,14 @@ class Mail(Post):
         self.with_numbers = False
         self._device, self._peers = peers.device, peers
         self._connections = Connections(peers)
-        #: What the processes tell each other after the step; None until it is expected.
+        #: What the processes tell each other after the step; None before :meth:`expect_the_end`.
         self.after: Exchange | None = None
-        #: Messages on their way here, by kind, stage and micro-batch: the tensors, and the works to
-        #: wait for. States of generators are on their way by stage and micro-batch.
+        #: Messages that are being received, by kind (F or B), stage and micro-batch: the tensors,
+        #: and the works (of torch.distributed) to wait for before they are read.
         self._coming: dict[tuple[str, int, int], tuple[list[Tensor], list[Any]]] = {}
+        #: RNG states that are being received, by stage and micro-batch.
         self._states: dict[tuple[int, int], dict[str, Tensor]] = {}
-        #: The works to wait for of messages on their way from here.
+        #: The works of messages that are being sent, by kind, stage and micro-batch.
         self._going: dict[tuple[str, int, int], list[Any]] = {}
 
     def end(self) -> None:
@@ -124,8 +126,9 @@ class Mail(Post):
                     grads.append(
                         torch.zeros(meta.shape, dtype=meta.dtype, device=self._device)
                         if grad is None
-                        # A custom backward may keep its gradient, and return it again for the next
-                        # micro-batch. Then two tensors have the memory, and ``send`` clones it.
+                        # A custom backward may keep its gradient, and fill it again for the next
+                        # micro-batch. After detach() two tensors share the memory, so that
+                        # ``Connections.send`` clones it.
                         else grad.detach()
                     )
         return grads

@@ -47,7 +47,7 @@ class Packed(NamedTuple):
 
     key: Any
     structure: Structure
-    #: For each tensor of the part, its index among the distinct tensors.
+    #: For each tensor of the part, its index in ``metas``, which has each distinct tensor once.
     places: tuple[int, ...]
     metas: tuple[Meta, ...]
     #: Whether the part shares memory with another one in the sending process.
@@ -97,7 +97,8 @@ def alike(a: Any, b: Any) -> bool:
     """Whether two objects in a message are equal, or have the same content."""
     if equal(a, b):
         return True
-    # Objects of a class without __eq__, which a layer makes anew each time: compare contents.
+    # An object without __eq__ that a layer makes anew each time equals no other object. So the
+    # contents are compared, as bytes.
     return type(a) is type(b) and type(a) not in ATOMS and pickle.dumps(a) == pickle.dumps(b)
 
 
@@ -136,9 +137,10 @@ class Forms:
 
     def __init__(self, routes: Routes) -> None:
         self._routes = routes
-        #: Forms by the shapes of a step, the stage that receives, and the rows of the micro-batch.
+        #: Forms by the ``shapes`` of a step (see :meth:`begin`), the stage that receives, and the
+        #: rows of the micro-batch.
         self._known: dict[tuple[Any, int, int], Form] = {}
-        #: The shapes of the steps whose forms are known.
+        #: The ``shapes`` of all steps whose forms are known.
         self._seen: set[Any] = set()
 
     def begin(self, shapes: Any, rows: Sequence[int]) -> None:
@@ -149,7 +151,7 @@ class Forms:
             rows: the rows of each micro-batch.
         """
         if shapes not in self._seen and len(self._seen) == MOST:
-            # All processes see the same shapes, and forget them in the same step.
+            # All processes see the same ``shapes``, so all forget their forms in the same step.
             self._seen.clear()
             self._known.clear()
         self._seen.add(shapes)
@@ -176,7 +178,7 @@ class Forms:
         known = self.get(j, i)
         if known is None:
             data = _pickled(form.renamed(self._routes.names), j - 1)
-            # Kept as the receiver reads it, since a layer may change an object in ``form`` later.
+            # Remembers what the receiver will read, since a layer may change objects in ``form``.
             self.read(j, i, data)
             return data
         for announced, sent in zip(known.parts, form.parts):

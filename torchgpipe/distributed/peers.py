@@ -21,9 +21,6 @@ from torchgpipe.values.microbatch import VALUE
 __all__: list[str] = []
 
 
-# Peers: the processes of a pipeline, and what they tell each other on the CPU.
-
-
 #: The tags of the exchanges before a step, and after it.
 NUMBERS, AFTER = 1_000_003, 1_000_004
 
@@ -59,14 +56,15 @@ class Peers:
             name,
             "pass what torch.distributed.new_group() returns, or None for all processes",
         )
-        # PyTorch refers to the group until it is destroyed. With a reference here its threads would
-        # live on after that, and abort the process when the interpreter ends.
+        # A strong reference would keep the threads of a group alive after PyTorch has destroyed it.
+        # They would then abort the process when the interpreter ends.
         self._group = weakref.ref(group)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.device = device
-        #: This process, whose forked children have no connections.
+        #: The id of the process that made the pipeline. A forked child, which has no connections,
+        #: is known by another id.
         self.process = os.getpid()
-        #: A name for the group that all its processes know.
+        #: A name of the group that is the same in all its processes, for keys in the store.
         ranks = dist.get_process_group_ranks(self.group)
         self.name = f"torchgpipe {getattr(self.group, 'group_name', None)} {ranks}"
         #: The failure after which the processes are no longer connected; empty if there is none.
@@ -192,8 +190,8 @@ class Connections:
         # guard: clone of what goes to a process
         if not is_alone(tensor):
             tensor = tensor.clone(memory_format=torch.contiguous_format)
-        # isend() and irecv() end in this call. Before it they look the group and the rank up, by 20
-        # functions in Python, which take as long as the message itself.
+        # dist.isend() would call this method, too, after 20 functions in Python that look up the
+        # group and the rank, and take as long as the message itself.
         return [self._group.send([_real(tensor.detach())], rank, tag)]
 
     def receive(self, tensor: Tensor, rank: int, tag: int) -> Any:
@@ -237,8 +235,7 @@ def _is_known(group: Any) -> bool:
 # Routes: in which process each stage is, and the way of each skip.
 #
 # PyTorch lowers messages from each stage to the next one only. So a skip travels with the value,
-# from the stage that stashes it to the first stage that is in the process of the one that pops
-# it::
+# stage by stage, until it is in the process of the stage that pops it::
 #
 #   stage     0      1      2      3
 #   process   0      1      1      0       a skip from 0 to 2 leaves with the value of 0, and waits
@@ -260,9 +257,10 @@ class Routes:
         self.stages = [j for j, process in enumerate(placement) if process == rank]
         #: For each stage, the skips that travel from it to the next one.
         self.carried: list[list[Any]] = [[] for _ in placement]
-        #: The stage that each skip comes from.
+        #: The stage that stashes each skip.
         self.sources: dict[Any, int] = {}
-        #: A number for each part, the same in all processes, which the key of a skip is not.
+        #: For the value and each skip, a number that names it in messages. Its key cannot do that,
+        #: since the key of a skip may be another object in each process.
         self.names: dict[Any, int] = {VALUE: 0}
         for source, stashed in enumerate(layout.stashed):
             for skip, target in stashed.items():
@@ -272,7 +270,7 @@ class Routes:
                 while placement[k] != placement[target]:
                     self.carried[k].append(skip)
                     k += 1
-        #: The parts by these numbers.
+        #: The keys of the value and of skips, by the numbers in ``names``.
         self.parts = {name: key for key, name in self.names.items()}
 
     @property

@@ -172,7 +172,7 @@ class Pipe(Wrapper):
         self._tied.equalise()
         if isinstance(loss, nn.Module) and self.is_last:
             place([loss], [self._device])
-        #: The names of the layers of other processes, whose keys a state dict may have.
+        #: The names of layers in other processes, whose keys in a state dict are not loaded here.
         self._others = {*module._modules} - {name for x in partitions for name in x._modules}
         for partition in partitions:
             # add_module() refuses the name of an attribute, and a layer may be called "balance".
@@ -347,7 +347,7 @@ class Pipe(Wrapper):
 
     def _run(self, input: Any, terms: Any) -> Any:
         recorded = torch.is_grad_enabled()
-        # Within a transform of torch.func no message arrives, so each process checks by itself.
+        # Each process checks by itself, since no message arrives within a torch.func transform.
         verify_no_transform()
         targets, first = terms[0] if terms else (), next(self._layers[0].children(), None)
         with shared_failures(self._peers), explaining(targets, first if self.is_first else None):
@@ -365,16 +365,16 @@ class Pipe(Wrapper):
                 flags, trainable = flags_of(modules), trainable_in(modules)
             except Exception as raised:
                 error = raised
-            # Policies are functions, other objects in each process, so words are compared.
+            # Compared as words, since a policy is a function, another object in each process.
             modes = words_of(self.checkpoint, len(self.balance))
             settings = ("forward" if terms is None else "step", self.chunks, modes, recorded)
             agree = self._agreement.begin(inputs, shapes, settings, flags, trainable, error)
             if self.training and (self._updated or any(x._buffers for x in modules)):
-                # A step that the others refuse must not change statistics of the first stage.
+                # The first cell must not change statistics before all processes accept the step.
                 # guard: buffers of a step that is refused
                 agree()
             if self._replicas is not None and torch.is_grad_enabled():
-                # Replicas that differ end this pipeline, so all its processes must be in the step.
+                # If replicas differ, this pipeline ends, so its processes must all be in the step.
                 agree()
                 verify_same(trainable, self._replicas)
             return self._compute(agree, inputs, terms)
@@ -409,12 +409,12 @@ class Pipe(Wrapper):
             try:
                 run = partial(executor.run, partial(actions.run, executor, mail, agree))
                 compute(run, self, mini_batch.whole if mini_batch else (), step.context.modes, m)
-                # Joining outputs may fail, so it comes before the others learn of the end.
+                # Joining outputs may fail, so other processes are told later that the step is done.
                 if criterion.outputs is not None and self.is_last:
                     output = criterion.joined(step.blocks)
                 ends = criterion.total() if with_loss and self.is_last else (None, None)
                 step_loss = self._agreement.end(mail, *ends)
-                # The last stage checks this while the others compute their last backwards.
+                # The last stage has time for this check, while others compute their last backwards.
                 self._traps.coupled([criterion.shapes], rows, (), self.parameters())
                 if step_loss is not None and torch.is_grad_enabled():
                     self._hand_over(step, step_loss)
@@ -436,7 +436,7 @@ class Pipe(Wrapper):
         if zeros := step.sums.zeros(step.links, step.post, loss.value.dtype):
             factor = torch.ones_like(loss.value) if loss.divisor is None else 1 / loss.divisor
             grads = tuple([factor.to(x.device) for x in zeros])
-            # Called directly, since the checks of torch.autograd.backward() only take time here.
+            # Not by torch.autograd.backward(), whose checks would only take time here.
             _torch.run_backward(tuple(zeros), grads, False, False, (), True, True)
 
     def _load_from_state_dict(

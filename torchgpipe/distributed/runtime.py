@@ -82,15 +82,17 @@ class Actions:
         self.plan = StepPlan(local, (peers.device,), (), names, choosing(keepings))
         todo = actions(schedule, routes, peers)
         if not recorded:
-            # PyTorch only lowers schedules in which each forward has a backward, which is dropped.
+            # PyTorch only lowers schedules in which each forward has a backward, so the backwards
+            # are dropped here.
             forward = [(does, [op for op in ops if op.kind == "F"]) for does, ops in todo]
             todo = [(does, ops) for does, ops in forward if ops]
         again = self.plan.again
-        #: The first computation, if it needs no message.
+        #: The first computation, if it needs no message: it runs before all processes agree.
         self._first = together([*todo.pop(0)[1]]) if todo[0][0] == "compute" else None
-        #: The calls after the first computation, in order.
+        #: The calls that carry out all other actions, in order.
         self._calls = [*_calls(todo, again, routes)]
-        #: How many of these calls come before ``prepare``: one message, if others wait for it.
+        #: How many of ``_calls`` run before ``prepare``: 1 if the first call sends or receives (as
+        #: another process may be waiting for it), else 0.
         self._urgent = int(bool(todo) and todo[0][0] != "compute")
 
     def run(

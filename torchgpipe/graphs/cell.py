@@ -54,15 +54,18 @@ class GraphCell(Cell):
     ) -> None:
         super().__init__(*of_cell)
         self._stage, self._traced, self._more = stage, traced, more
-        #: The part that :meth:`begin` has prepared, until the method of its kind computes it.
+        #: The part that :meth:`begin` has prepared, until the method for F, B, I or W computes it.
         self._begun: PartCall | None = None
-        #: The part for R or W with its arguments: collected early, so that the rest is freed.
+        #: The part that R or W will compute, with its arguments. F (for R) or I (for W) collects
+        #: the arguments already, so that all other tensors are freed.
         self._late: tuple[Part, list[Any]] | None = None
-        #: The arguments of the next part, by roles.
+        #: The arguments of the backward, by role; until it begins, those of role ``saved`` alone.
         self._arguments: dict[str, Sequence[Any]] = {}
-        #: Tensors that must not change until backward, with their versions, to verify that.
+        #: Tensors that backward needs unchanged, each with its version (a counter of autograd), by
+        #: which backward notices a change in place, and raises.
         self._shared: list[tuple[Tensor, int]] = []
-        #: For each part of the input, the indices of its tensors, each tensor once.
+        #: For the value and each skip of the input, the indices of its tensors. By them backward
+        #: returns the gradients of the value and of each skip.
         self._places: Mapping[Any, Sequence[int]] = {}
         #: The RNG states from before the forward, for recomputation.
         self._first: FirstNumbers | None = None
@@ -264,7 +267,8 @@ class PartCall:
 
     def compute_beside(self, other: PartCall, streams: Interleaving) -> None:
         """Run the part and another one interleaved, if one of them communicates."""
-        # Each part has its own RNG state. Interleaved, one would draw from that of the other.
+        # A part that draws random numbers is computed alone, with the RNG state of its own cell.
+        # Interleaved parts would both draw from one state.
         # guard: random numbers of an overlap
         if self.part.is_random or other.part.is_random:
             return
@@ -274,7 +278,7 @@ class PartCall:
                 self.results, other.results = function(self.values, other.values, streams)
 
     def _without_casts(self) -> AbstractContextManager[None]:
-        # The graph contains the casts of autocast, which would cast a second time.
+        # Autocast's casts are operators of the graph. With autocast on they would be done twice.
         # guard: autocast around a graph
         return without_autocast() if self.stage.settings.casts else nullcontext()
 
@@ -354,7 +358,7 @@ def _places(batch: Batch) -> Mapping[Any, Sequence[int]]:
 
 def _with_grad(tensor: Tensor, needed: bool) -> Tensor:
     """Set ``requires_grad`` of an output, which tells the next stage to return a gradient."""
-    # The tensor may also be an input or another output, whose requires_grad must not change.
+    # detach(), since the tensor may also be an input, whose requires_grad must not change.
     return tensor.detach().requires_grad_(needed)
 
 

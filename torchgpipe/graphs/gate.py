@@ -23,7 +23,7 @@ class Gate:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        #: In how many nested blocks each thread computes.
+        #: The number of nested ``with gate`` blocks of each thread that computes, by thread id.
         self._computing: dict[int, int] = {}
         self.tracer: int | None = None
         self._depth = 0
@@ -48,7 +48,8 @@ class Gate:
         """Trace within a ``with`` block, which begins as soon as no other thread computes."""
         me = threading.get_ident()
         with self._changed:
-            # A thread that waits to trace does not compute: two of them would wait for each other.
+            # While a thread waits to trace, it does not count as computing. Otherwise two computing
+            # threads that want to trace would wait for each other.
             blocks = self._computing.pop(me, 0)
             self._changed.notify_all()
             try:

@@ -121,10 +121,10 @@ def fakes_of(node: Node) -> list[Tensor]:
     return [x for x in values if isinstance(x, Tensor)]
 
 
-#: Arguments of norms that are written in training, though their declarations do not say so.
+#: Arguments of norms that the operator writes to in training, though its schema does not say so.
 STATISTICS = ("running_mean", "running_var")
 
-#: Memory, by the identities of fake storages.
+#: The storages of some fake tensors, each by the number that :func:`storage_of` returns.
 Storages = frozenset[int]
 
 
@@ -140,9 +140,9 @@ class Effects:
 
     def __init__(self, nodes: Iterable[Node]) -> None:
         self.position = {node: k for k, node in enumerate(nodes)}
-        #: The memory that the value of each node is in.
+        #: For each node, the storages of the tensors that it returns.
         self.memory = {node: frozenset(map(storage_of, fakes_of(node))) for node in self.position}
-        #: The nodes that write to each storage, in order.
+        #: For each storage, the nodes that write to it, in the order of the graph.
         self.writers: dict[int, list[Node]] = {}
         self.written: dict[Node, Storages] = {}
         for node in self.position:

@@ -39,9 +39,9 @@ __all__: list[str] = ["communicates"]
 #   channel            ├─ copy ─│────────╯         arithmetic takes turns,
 #   stream of b        ╰── b1 ──╯                  a copy or collective runs beside it
 #
-# Two computations that run at the same time share the device's arithmetic units, so they gain
-# nothing over turns. A copy or a collective uses none of these units. It runs on a stream of its
-# own, the channel, and a computation waits for it before it uses the result.
+# Two computations that run at the same time share the device's arithmetic units, so they take as
+# long as in turns. A copy or a collective uses none of these units. It runs on a third stream, the
+# channel, and a computation waits for the copy before it uses the result.
 
 
 class Interleaving:
@@ -114,20 +114,20 @@ def _tensors(values: Any) -> list[Tensor]:
 #
 # Each part is cut after each of its messages, and the pieces of the two parts take turns. A message
 # is sent as soon as its tensors are computed, and received right before its first use: arithmetic
-# of the other part runs in between. A part with fewer messages is cut into pieces of equal times.
+# of the other part runs in between. If one part has fewer pieces, the longest are cut in two.
 #
 # Sources: DualPipe (DeepSeek-V3, arXiv 2412.19437) for forward beside backward; Purandare and
 # Fan, Graph-based pipeline parallelism (PyTorch), for the interleaving of graphs.
 
 
-#: A function of two lists of arguments, which it empties, and of the streams.
+#: Runs two parts interleaved. It takes the arguments of each part in a list, and empties the lists,
+#: so that tensors are freed at their last use; the third argument has the streams.
 Interleaved = Callable[[list[Any], list[Any], Interleaving], tuple[Sequence[Any], Sequence[Any]]]
 
-#: The operators that :func:`communicates` has declared.
 _communicating: set[Any] = set()
 
 
-#: The classes of operators, and of their overloads.
+#: The classes that :func:`communicates` takes: of operators, and of overloads of operators.
 OPERATORS = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
 
 
@@ -165,9 +165,10 @@ def overlapped(a: Part, b: Part) -> Interleaved:
     graph = Graph()
     boxes = [graph.placeholder("values_a"), graph.placeholder("values_b")]
     streams = graph.placeholder("streams")
-    # For nodes of ``a`` and of ``b``, which may be the same part, those of the new graph.
+    # For each node of ``a``, and for each node of ``b``, the node of the new graph that computes
+    # its value. These are two dicts, since ``a`` and ``b`` may be the same part.
     known: list[dict[Node, Node]] = [{}, {}]
-    #: Messages that were sent, and not received so far.
+    # For each message of ``a``, and of ``b``, that is sent and not received yet, its ``send`` node.
     waiting: list[dict[Node, Node]] = [{}, {}]
     for k, part in enumerate((a, b)):
         for node in reversed(part.slice.inputs):

@@ -27,14 +27,7 @@ from torch.fx import GraphModule, Node
 
 from torchgpipe._torch.attributes import VIEWS, schema_of, storage_of
 from torchgpipe.graphs.gate import gate
-from torchgpipe.graphs.joint import (
-    Effects,
-    Joint,
-    fakes_of,
-    has_statistics,
-    is_random,
-    is_void,
-)
+from torchgpipe.graphs.joint import Effects, Joint, fakes_of, has_statistics, is_random, is_void
 from torchgpipe.graphs.slices import (
     RecomputeChoice,
     Slice,
@@ -58,7 +51,7 @@ aten = torch.ops.aten
 #: Operators, besides ``VIEWS``, whose result or validity depends on their argument's strides.
 RELYING = {aten.as_strided.default, aten.view.dtype, aten.view_as_complex.default}
 RELYING |= {aten.as_strided_.default, aten.as_strided_scatter.default}
-#: Operators whose results have the strides of the fake tensors on every device.
+#: Operators whose kernels return, on every device, the strides that their fake tensors have.
 CERTAIN = {aten.new_empty_strided.default, aten.empty_strided.default, aten.mm.default}
 CERTAIN |= {aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
 #: Operators, besides elementwise ones, whose strides follow from those of their arguments.
@@ -74,7 +67,7 @@ def copy_with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     """A copy with these strides."""
     shape, dtype, device = tensor.shape, tensor.dtype, tensor.device
     copy = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-    # A new tensor lacks the conjugate and negative bits, with which the graph was traced.
+    # The graph relies on conjugate and negative bits, so the copy gets those of the tensor.
     copy = copy.conj() if tensor.is_conj() else copy
     return (copy._neg_view() if tensor.is_neg() else copy).copy_(tensor)
 
@@ -88,7 +81,7 @@ def fix_strides(joint: Joint) -> Joint:
     """
     graph = joint.module.graph
     effects = Effects(graph.nodes)
-    # Arguments have the traced strides: inputs with other strides get a graph of their own.
+    # Placeholders have the traced strides, since an input of other strides gets another graph.
     certain = {x for x in graph.nodes if x.op != "call_function"}
 
     def fix(x: Node) -> None:
@@ -119,7 +112,7 @@ def fix_strides(joint: Joint) -> Joint:
                 fix(x)
         if _is_certain(effects, node, certain):
             certain.add(node)
-    # The graph of the next stage was traced with these strides, and may view its inputs.
+    # The next stage may take views of the outputs that only the traced strides allow.
     for x in [x for x in joint.outputs if x not in certain]:
         if x not in certain:
             # guard: strides of outputs
@@ -135,7 +128,7 @@ def _relying(node: Node) -> list[Node]:
         return []
     if node.target in VIEWS or node.target in RELYING or "attention" in schema.name:
         return node.all_input_nodes
-    # Nothing is known of operators outside of aten, so each may depend on all strides.
+    # Operators of other libraries than aten may depend on the strides of any argument.
     return [] if schema.name.startswith("aten::") else node.all_input_nodes
 
 
@@ -154,7 +147,6 @@ def _is_certain(effects: Effects, node: Node, certain: Collection[Node]) -> bool
 
 #: The arguments of a part, by their roles, such as ``state`` and ``saved``.
 ByRole = Mapping[str, Sequence[Any]]
-#: Turns a slice of a joint graph into a function.
 Maker = Callable[[Joint, Slice], SliceFunction]
 #: Maps the name of an argument to its role, and to its index among the arguments of that role.
 Roles = Mapping[str, tuple[str, int]]
@@ -270,7 +262,7 @@ class Parts(BackwardParts):
             if x is not None
         }
         roles = {x: self._roles.get(x.name, ("saved", 0)) for x in backward(joint).inputs}
-        #: The indices of the parameters and buffers that the backward takes.
+        #: The parameters and buffers that the backward takes, as indices into ``joint.state``.
         self.state_of_backward = [k for role, k in roles.values() if role == "state"]
         #: The nodes whose values the forward keeps for the backward, inputs among them.
         self.saved = [x for x, (role, _) in roles.items() if role not in ("state", "tangent")]
@@ -278,12 +270,13 @@ class Parts(BackwardParts):
         super().__init__(joint, make, self._roles | saved)
         memory = self.effects.memory
         forward = {x for node in joint.forward for x in self.effects.written_by(node)}
-        #: The parameters and buffers that the forward changes.
+        #: The parameters and buffers that the forward changes, as indices into ``joint.state``.
         self.changed = [k for k, x in enumerate(joint.state) if memory[x] & forward]
         #: The inputs, and the arguments of the loss, that the forward changes in place.
         self.changed_inputs = {x for x in (*joint.inputs, *joint.more) if memory[x] & forward}
         ends = {x for node in [*joint.inputs, *joint.outputs] for x in memory[node]}
-        #: Indices of saved values in memory of inputs or outputs, which other stages may change.
+        #: The saved values that share memory with inputs or outputs, as indices into ``saved``.
+        #: Another stage might change that memory before the backward.
         self.exposed = [k for k, x in enumerate(self.saved) if memory[x] & ends]
 
     def bytes_of(self, nodes: Iterable[Node]) -> int:
@@ -351,17 +344,15 @@ def slice_compiler(backend: str | Callable[..., Any]) -> Callable[[Joint, Slice]
 
     def make(joint: Joint, part: Slice) -> SliceFunction:
         if not part.nodes:
-            # There is nothing to compile.
             return function_of(joint, part)
-        # Not with fullgraph=True, which counts compiled frames of all threads at once, and fails if
-        # the count is wrong. A graph of operators has no break anyway.
+        # Without fullgraph=True, with which PyTorch counts compiled frames of all threads together,
+        # and fails if the count is wrong. A graph of operators has no graph break anyway.
         module = GraphModule(joint.module, graph_of(part))
         function = torch.compile(module, backend=backend, dynamic=False)
         effects = Effects(joint.module.graph.nodes)
-        # PyTorch's norms update running statistics without a change of their version counter.
-        # Compiled code updates them by copy_, which changes it, and the backward of an eager cell
-        # would refuse statistics that it has saved, though it does not read them. So a compiled
-        # part is given aliases with version counters of their own.
+        # PyTorch's norms leave the version counter of running statistics as it is, and compiled
+        # code increases it. Then the backward of an eager cell would refuse the statistics that it
+        # has saved. So a compiled part is given aliases, which have version counters of their own.
         statistics = [
             k
             for k, node in enumerate(part.inputs)
@@ -375,8 +366,8 @@ def slice_compiler(backend: str | Callable[..., Any]) -> Callable[[Joint, Slice]
                 values[k] = values[k].data
             arguments = tuple(values)
             values.clear()
-            # torch.compile compiles in the first call, while no other thread computes. It may
-            # compile again, beside others, where a setting of the process has changed.
+            # The first call compiles, so no other thread may compute meanwhile. A later call may
+            # compile again, after a change of a global setting, while other threads compute.
             with nullcontext() if is_compiled else gate.tracing():
                 results: Sequence[Any] = function(*arguments)
             is_compiled = True

@@ -25,7 +25,7 @@ from torchgpipe.values.structure import MISSING, leaves_of
 
 __all__: list[str] = []
 
-#: The attributes that every module has.
+#: The attributes that nn.Module sets itself. Lists and dicts in other attributes are a layer's own.
 OWN = {*nn.Module().__dict__}
 
 CONTAINERS = (list, tuple, dict)
@@ -44,7 +44,7 @@ class Places:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = [*dict.fromkeys(x for some in modules for x in some.modules())]
-        #: The attributes and the submodules of each module.
+        #: Two dicts for each module: of its attributes, and of its submodules.
         self._tables = [table for x in self._modules for table in (x.__dict__, x._modules)]
         self._stores = [table for x in self._modules for table in (x._parameters, x._buffers)]
         self._keys: list[tuple[dict[str, Any], str]] = [
@@ -77,18 +77,19 @@ class Places:
     def are_current(self) -> bool:
         """Whether the modules are in the same state as before."""
         try:
-            # ``==`` of dicts looks at identity first: a tensor that is still there is not compared.
+            # ``==`` of dicts tries ``is`` first, so no elements of unchanged tensors are compared.
             return self._tables == self._before and self._look() == self._now
         except Exception:
-            # Some objects cannot be compared, such as arrays, or a tensor is gone: a change, too.
+            # Raised by ``==`` of some objects, such as arrays, or because a tensor is gone. The
+            # state counts as changed.
             return False
 
     def _look(self) -> Any:
         tensors = [table[key] for table, key in self._keys]
         first: dict[int, int] = {}
-        # Places with the same tensor have the same number.
+        # Tied places get the same number: a graph is valid only while the same places are tied.
         ties = [first.setdefault(id(x), len(first)) for x in tensors]
-        # 1, 1.0 and True are equal, but layers may compute otherwise with each: types count, too.
+        # 1, 1.0 and True are equal, but layers may tell them apart, so types are compared, too.
         types = [[*map(type, x.values())] for x in self._tables]
         stores = [(*x, *map(type, x.values())) for x in self._stores if x]
         return (
@@ -130,7 +131,7 @@ class Places:
         moved = False
         for table, key, tensor in places:
             other = table[key] = others[id(tensor)]
-            # Layers may read attributes that were set on their tensors.
+            # Layers may read attributes that were set on a parameter, so its fake tensor gets them.
             other.__dict__.update({**tensor.__dict__, **other.__dict__})
         try:
             yield
@@ -158,7 +159,7 @@ class Places:
             for (name, table), items in zip(tables, before):
                 if key := _different(_items(table), items):
                     changed.append(f"{name}.{key}")
-                    # The trace may have left fake tensors in it.
+                    # A trace may have put fake tensors into the dict or list.
                     table.clear()
                     if isinstance(table, dict):
                         table.update(items)
@@ -207,22 +208,23 @@ def verify_plain(tensors: Iterable[Tensor]) -> None:
             raise UntraceableError("it has a sparse, nested or quantised tensor")
 
 
-# A tensor that layers read in a trace would become a constant of the graph, though it may change.
+# Reads of tensors that are not among the layers' own, which a trace refuses.
 #
-# The tensors of the layers are arguments of a graph, and fake tensors replace them in a trace. So
-# a tensor with data must come from elsewhere: from an object, a closure or a global variable. To
-# compute with it, to read a number of it or to index by it takes an operator. ``READING`` has the
-# functions that read it without one.
+# The tensors of the layers are arguments of a graph, and in a trace they are fake. So a tensor with
+# data comes from elsewhere: from an object, a closure or a global variable. It would become a
+# constant of the graph, though it may change. Code reads such a tensor by an operator, or by one of
+# the functions in ``READING``.
 
 
-#: Operators that take a tensor which PyTorch has just made of numbers in the code.
+#: Operators that PyTorch calls on a tensor which it has just made of numbers in the code, as in
+#: ``torch.tensor(2.0)``. Such a tensor has data, and may be a constant of the graph.
 FRESH = (
     torch.ops.aten.lift_fresh.default,
     torch.ops.aten.lift_fresh_copy.default,
     torch.ops.aten.lift.default,
 )
 
-#: Functions that read memory without an operator, or ask what kind of a tensor it is.
+#: Functions that read a tensor's memory, shape, dtype or device without an operator.
 READING = {
     *("tolist", "numpy", "__array__", "__dlpack__", "__repr__", "__format__"),
     *("__reduce_ex__", "__deepcopy__", "untyped_storage", "storage", "apply_", "map_"),
@@ -230,7 +232,7 @@ READING = {
     *("__len__", "size", "numel", "nelement", "dim", "ndimension", "stride"),
     *("to", "type_as", "view_as", "expand_as", "reshape_as"),
 }
-#: Attributes that tell what kind of a tensor it is.
+#: Attributes of tensors that tell their shape, dtype or device, whose reads are refused, too.
 ASKING = [Tensor.shape, Tensor.ndim, Tensor.dtype, Tensor.device, Tensor.requires_grad]
 
 REASON = "it uses a tensor that is not among its parameters, buffers and attributes"
@@ -263,9 +265,9 @@ class ReadingNothing(TorchFunctionMode):
         leave_checkpoints(error[1], self._handled)
         super().__exit__(*error)
         self._operators.__exit__(*error)
-        # Ctrl-C is not replaced by this error.
+        # A KeyboardInterrupt goes on, and is not replaced by an UntraceableError.
         if self._fault and (error[0] is None or issubclass(error[0], Exception)):
-            # Raised again, since layers may have caught the first one.
+            # Raised again, since layers may have caught the error that ``_refuse`` raised.
             raise UntraceableError(self._fault)
 
     def __torch_function__(
@@ -299,12 +301,13 @@ def _operators(reads: ReadingNothing) -> AbstractContextManager[Any]:
     """Make a dispatch mode that checks the arguments of all basic operators."""
 
     class Reading(_torch.DispatchMode):  # type: ignore[misc]
-        # Without this, PyTorch refuses higher-order operators under the mode.
+        # Under a mode without this attribute, PyTorch refuses higher-order operators.
         supports_higher_order_operators = True
 
         @classmethod
         def is_infra_mode(cls) -> bool:
-            # torch.compile does not compile under other modes, and some layers need it.
+            # Under a mode that returns False here, functions of torch.compile run eagerly, and
+            # some layers need them compiled.
             return True
 
         def __torch_dispatch__(

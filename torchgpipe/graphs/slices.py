@@ -11,14 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
 from torchgpipe._torch.attributes import schema_of
-from torchgpipe.graphs.joint import (
-    Effects,
-    Joint,
-    fakes_of,
-    is_item,
-    is_random,
-    is_void,
-)
+from torchgpipe.graphs.joint import Effects, Joint, fakes_of, is_item, is_random, is_void
 
 __all__: list[str] = []
 
@@ -42,7 +35,8 @@ def split_masks(joint: Joint) -> Joint:
         mask_index = _mask_of(node)
         early = [x for x in node.users if x in first]
         late = [x for x in node.users if x not in first]
-        # Operators without a mask, for one half only, or whose tuple is used whole stay one node.
+        # An operator stays one node if it has no mask, if only one half needs its results, or if
+        # another node takes its tuple of results as a whole.
         if mask_index is None or not early or not late or not all(map(is_item, node.users)):
             continue
         mask: Any = node.args[mask_index]
@@ -85,7 +79,8 @@ def tidy(joint: Joint) -> Joint:
     effects = Effects(graph.nodes)
     for node in joint.calls:
         same = _same(node)
-        # After a change in place ``node`` stays: a slice that took ``same`` would lack the change.
+        # If memory is changed in place between ``same`` and ``node``, ``node`` stays: a slice that
+        # took ``same`` in its place could leave the change out.
         # guard: changes in place before a reference
         if same is not None and not effects.between(same, node):
             joint.replace(node, same)
@@ -117,7 +112,7 @@ def _same(node: Node) -> Node | None:
     return None
 
 
-#: Operators with a function of the same name that takes the same arguments.
+#: Operators that are also functions of ``torch``, with the same name and the same arguments.
 FUNCTIONS = {"abs", "add", "addmm", "addcmul", "addcdiv", "amax", "baddbmm", "bmm", "cat"}
 FUNCTIONS |= {"clone", "conj", "convolution", "cos", "cumsum", "div", "embedding", "eq"}
 FUNCTIONS |= {"erf", "exp", "ge", "gt", "index_select", "le", "log", "log_softmax"}
@@ -127,7 +122,7 @@ FUNCTIONS |= {"native_layer_norm", "ne", "neg", "permute", "pow", "prod", "recip
 FUNCTIONS |= {"relu", "rsqrt", "select", "sigmoid", "sign", "sin", "softmax", "sqrt"}
 FUNCTIONS |= {"squeeze", "sub", "sum", "t", "tanh", "transpose", "tril", "triu", "unsqueeze"}
 FUNCTIONS |= {"where"}
-#: Operators with a tensor method of the same name that takes the same arguments.
+#: Operators that are also methods of tensors, with the same name and the same arguments.
 METHODS = {"expand", "reshape", "view"}
 
 
@@ -148,7 +143,7 @@ def call_directly(graph: Graph) -> None:
             node.target = function
 
 
-#: A function of a list of tensors, which it empties, so that each is freed after its last use.
+#: Computes a slice. It empties the list of arguments, so that tensors are freed at their last use.
 SliceFunction = Callable[[list[Any]], Sequence[Any]]
 
 
@@ -278,11 +273,11 @@ def halves(joint: Joint) -> tuple[Slice, Slice]:
     first = effects.needed(wanted, region)
     if first:
         # An operator without a result is there for a side effect, such as sending a message. It is
-        # in I if all that it takes of the backward is there, and in W otherwise.
+        # in I if I computes all its arguments that the backward computes, and in W otherwise.
         for node in nodes:
             if is_void(node) and first.issuperset(x for x in node.all_input_nodes if x in region):
                 first |= effects.needed([node], region)
-    # I takes single results out of a tuple, so that W keeps those that it needs, and not all.
+    # I takes the tuples that it computes apart, so that W keeps only the items that it needs.
     # guard: results of an operator that both halves need
     first |= {x for node in first for x in node.users if is_item(x) and x in region}
     if any(
@@ -292,7 +287,8 @@ def halves(joint: Joint) -> tuple[Slice, Slice]:
         for y in nodes
         if (x in first) != (y in first)
     ):
-        # I and W run at different times. If one changes memory of the other, all of it is I.
+        # W may run much later than I. If one of them changes memory that the other uses, I gets the
+        # whole backward, and W is empty.
         # guard: changes in place across the halves
         first = region
     of_input = effects.in_order(first)
@@ -303,7 +299,8 @@ def halves(joint: Joint) -> tuple[Slice, Slice]:
     return sliced(of_input, [*joint.input_grads, *live]), sliced(of_weights, joint.weight_grads)
 
 
-#: Chooses the nodes that are computed again, in order, to get the values of some nodes.
+#: Chooses what R computes: takes the nodes whose values the backward needs, and returns the nodes
+#: to compute again for them, in order.
 RecomputeChoice = Callable[[Joint, Effects, Sequence[Node]], list[Node]]
 
 
@@ -334,7 +331,7 @@ def min_cut(joint: Joint, effects: Effects, saved: Sequence[Node]) -> list[Node]
     forward = joint.forward
     region = effects.needed(saved, {*forward})
     fixed = {x for x in forward if x in joint.kept or _is_fixed(effects, x)}
-    # Single results of a fixed operator are fixed, too: they would need its whole tuple again.
+    # Items of a fixed operator's tuple are fixed, too: to take one again, R would need the tuple.
     fixed |= {x for x in forward if is_item(x) and x.args[0] in fixed}
     arguments = {*joint.inputs, *joint.more}
     graph: Any = networkx.DiGraph()

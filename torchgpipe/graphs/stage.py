@@ -28,14 +28,7 @@ from torchgpipe.graphs.parts import Maker, Parts
 from torchgpipe.graphs.places import UntraceableError, kinds
 from torchgpipe.graphs.slices import RecomputeChoice, Slice
 from torchgpipe.graphs.trace import Marks, trace
-from torchgpipe.graphs.traced import (
-    KINDS,
-    Entry,
-    Settings,
-    StageState,
-    Traced,
-    current_settings,
-)
+from torchgpipe.graphs.traced import KINDS, Entry, Settings, StageState, Traced, current_settings
 from torchgpipe.recompute.runs import checkpointing
 from torchgpipe.schedule.costs import Costs
 from torchgpipe.schedule.program import Op
@@ -45,7 +38,7 @@ from torchgpipe.values.structure import TUPLE, Structure, flatten
 
 __all__: list[str] = []
 
-#: The number of states of the layers, such as training and evaluation, whose graphs are kept.
+#: The most states of the layers (such as training, and evaluation) whose graphs are kept.
 STATES = 8
 
 
@@ -70,7 +63,7 @@ class StageGraphs:
         self._lock = threading.Lock()
         #: Why cells of this stage are eager ones, each reason once.
         self.reasons: list[str] = []
-        #: The graph that was traced last.
+        #: The graph that was traced last, which :meth:`print` shows.
         self.last: Traced | None = None
 
     def begin(self, settings: Settings, copies: Mapping[Tensor, Tensor]) -> StageInStep:
@@ -179,7 +172,7 @@ class StageInStep:
         copies: Mapping[Tensor, Tensor],
     ) -> None:
         self.graphs, self.state, self.settings = graphs, state, settings
-        #: The parameters and buffers.
+        #: The parameters and buffers, or their copies, which graphs take as arguments.
         self.tensors = [copies.get(x, x) for x in state.places.read()]
 
     def find(self, run: Forward, *, at_once: bool = False) -> tuple[Entry | None, Sequence[Tensor]]:
@@ -197,7 +190,8 @@ class StageInStep:
         more, structure = of_loss(criterion, run.i)
         fault = self.settings.fault or self.state.fault
         if batch.shared:
-            # Separate arguments of a graph: a change of one in place would not show in the other.
+            # A graph clones an input that it changes in place, so the change would not show in
+            # another input that shares the memory.
             fault = "tensors that come to it share memory"
         if fault:
             self.graphs.say(fault)
@@ -217,7 +211,7 @@ class StageInStep:
             self.graphs.say(f"more than {KINDS} kinds of micro-batches have come to it")
             return None, more
         with gate.tracing():
-            # Another thread may have traced it while this one waited.
+            # Another thread may have traced this kind while this thread waited for the gate.
             if not entry.is_tried:
                 self.state.count += 1
                 entry.traced = self.graphs.traced(self, run)

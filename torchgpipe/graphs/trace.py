@@ -132,8 +132,9 @@ def trace(
             wanted = [x for x in [*inputs, *[state[k] for k in chosen]] if x.requires_grad]
             grad_of: dict[int, Tensor | None] = {}
             if ends and wanted:
-                # Backward runs within the block, since PyTorch's checkpoints run layers again in
-                # it, and in this thread, since the tracer records no other one.
+                # Layers must still have their fake tensors in backward, since PyTorch's checkpoints
+                # run them again. Backward must run in this thread, since the tracer records no
+                # other thread.
                 with torch.autograd.set_multithreading_enabled(False), without_autocast():
                     grads = torch.autograd.grad(ends, wanted, tangents, allow_unused=True)
                 grad_of = dict(zip(map(id, wanted), grads))
@@ -173,7 +174,7 @@ class NoLeaves(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        # Otherwise autograd would turn a gradient of None into zeros.
+        # By default autograd would turn a gradient of None into zeros.
         ctx.set_materialize_grads(False)
         return tuple([x.detach() for x in tensors])
 
@@ -232,7 +233,7 @@ def _with_roles(
         *(module, state, inputs, more, outputs),
         [next(rest) if tangents and needed else None for needed in form.needs_grad],
         *(of_inputs, of_weights, backward),
-        # Inputs and weights that layers keep need no mark: a cell holds them anyway.
+        # If layers keep an input or a weight, ``kept`` leaves it out: a cell holds it anyway.
         kept={x for node in kept for x in node.all_input_nodes if x.op == "call_function"},
     )
     nodes[-1].args = (joint.results,)
@@ -262,7 +263,8 @@ def _verify(joint: Joint) -> None:
         if effects.written_by(node) & effects.memory[saved]:
             raise UntraceableError("its backward changes what its forward has made")
         for x in effects.memory[saved] & effects.reads(node):
-            # The next forward changes a buffer before this backward, so any write to it counts.
+            # A write after ``saved`` was computed counts. Memory of a buffer or parameter is the
+            # same in each micro-batch, so there any write counts: the next forward repeats it.
             lasts = any(x in effects.memory[tensor] for tensor in joint.state)
             writers = effects.writers.get(x, ())
             if any(lasts or effects.position[y] > effects.position[saved] for y in writers):
@@ -291,7 +293,8 @@ def drawing_nothing() -> Iterator[None]:
     before, state, seed = _drawn(), torch.get_rng_state(), torch.initial_seed()
     yield
     now = torch.get_rng_state()
-    # A new seed may be the same as before. It shows in a state that is the one right after seeding.
+    # If the block has set the same seed again, the state is now the one right after seeding, and
+    # differs from the state before the block.
     again = torch.Generator().manual_seed(seed).get_state()
     seeded = torch.initial_seed() != seed or (torch.equal(now, again) and not now.equal(state))
     if seeded or before != _drawn():

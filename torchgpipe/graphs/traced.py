@@ -33,11 +33,12 @@ class Traced:
     def __init__(self, parts: Parts, form: OutputForm, places: Places) -> None:
         self.parts, self.form = parts, form
         tensors = places.read()
-        #: The indices of buffers that the backward needs as they were in the forward.
+        #: The buffers that the backward reads, as indices into ``places.read()``. They must not
+        #: change between the forward and the backward.
         self.lasting = [
             k for k in parts.state_of_backward if not isinstance(tensors[k], nn.Parameter)
         ]
-        #: The backward, by which outputs have gradients.
+        #: The parts of the backward, by flags that tell for each output whether it has a gradient.
         self._known: dict[tuple[bool, ...], BackwardParts] = {tuple(form.needs_grad): parts}
 
     def with_grads(self, grads: Sequence[Tensor | None]) -> BackwardParts:
@@ -73,10 +74,11 @@ def current_settings() -> Settings:
     elif _torch.count_dispatch_modes() or not all(
         isinstance(mode, _torch.DeviceContext) for mode in modes
     ):
-        # The graph would contain the work of the mode, or hide its operators from the mode.
+        # The graph would contain what the mode does in the trace, and a mode would not see the
+        # operators that run within a graph.
         fault = "a mode for functions or operators is active"
     elif torch.is_anomaly_enabled():
-        # Anomaly mode would not see the gradients within a graph.
+        # Anomaly mode would not see the gradients that are computed within a graph.
         fault = "anomaly mode is on"
     return Settings(
         casts,
@@ -86,7 +88,7 @@ def current_settings() -> Settings:
             torch.get_default_dtype(),
             torch.get_default_device(),
             torch.are_deterministic_algorithms_enabled(),
-            # A trace of attention has the operators of one of these backends.
+            # A trace of attention has the operators of the backend that these flags choose.
             *(attention.flash_sdp_enabled(), attention.mem_efficient_sdp_enabled()),
             *(attention.math_sdp_enabled(), attention.cudnn_sdp_enabled()),
         ),
@@ -130,11 +132,12 @@ class StageState:
         if any(map(updated_in, modules)):
             self.fault = "it has state that is updated once per mini-batch"
         self._entries: dict[Any, list[Entry]] = {}
-        #: The number of kinds of micro-batches that became graphs, or were tried.
+        #: The number of kinds of micro-batches that were traced, with or without success.
         self.count = 0
-        #: The number of steps in which the layers were in this state, and whether the state will
-        #: not last long enough for a trace.
-        self.steps, self.is_brief = 0, False
+        #: The number of steps in which the layers were in this state.
+        self.steps = 0
+        #: Whether a trace is not worth its time, since the layers change their state in each step.
+        self.is_brief = False
 
     def entry(self, key: Any, structures: Sequence[Structure]) -> Entry:
         """The entry of a kind of micro-batch."""
