@@ -139,7 +139,7 @@ class CourseCells:
         cell = self._latest[device] = Cell(self._step, self._i, self._step.stage(device, visit))
         self._all.append(cell)
         if before:
-            # Code between modules reads tensors of the earlier visit without receiving them.
+            # Code between modules reads the earlier visit's tensors directly: the stream must wait.
             # guard: waiting for an earlier visit
             wait_stream(cell.stage.compute, before.stage.compute)
             # guard: streams of a later visit
@@ -303,7 +303,7 @@ class Course:
                 step.held.verify(body.layers.modules())
             batch = Batch(Arguments(*value)) if again else None
             if batch is not None and any(x.device != stage.device for x in batch):
-                # cell.arguments() has left objects of classes that pytree knows: copy them, too.
+                # cell.arguments() has left out objects of classes that pytree knows: copy these.
                 (here, _), _ = cell.arguments(((*batch,), {}), self.cells.at)
                 batch = batch.replace(here)
                 value, copies = batch.value, [batch]
@@ -393,5 +393,5 @@ class Course:
         if labels.current.label is not self._outer:
             labels.put(self._outer)
         self.cells.close()
-        # Glue refers to the course, and only the garbage collector would free such a cycle.
+        # Glue refers to the course, too: only the garbage collector would free such a cycle.
         self.glue = self.tail = None

@@ -285,7 +285,7 @@ def on_demand(kind: type) -> type:
     ]
     table: dict[str, Any] = {name: filling(name) for name in special}
     table |= {"__getattribute__": get, "__getitem__": item, "__module__": kind.__module__}
-    # Code such as ``type(output)(...)`` must make an object of the output's own class.
+    # Code such as ``type(output)(...)`` must make a plain ``kind``, with all its values.
     table["__new__"] = lambda _, *args, **kwargs: kind(*args, **kwargs)
     # Made with another name: Transformers registers new classes by name, and must keep ``kind``.
     subclass = type(f"{kind.__name__}OnDemand", (kind,), table)

@@ -277,7 +277,7 @@ class SlicedCall:
         first_tokens = {name: _slice(name, x, 0, end, sizes) for name, x in arguments.items()}
         first_tokens = {name: _first_row(name, x, sizes[0]) for name, x in first_tokens.items()}
         if getattr(self._model.config, "output_router_logits", False):
-            # No loss for the balance of experts, which differs: each slice has its own balance.
+            # No loss for the balance of experts: slices have another balance than the whole.
             first_tokens["output_router_logits"] = False
         for name in ("labels", "shift_labels"):
             if first_tokens.get(name) is not None:

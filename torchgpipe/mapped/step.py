@@ -99,7 +99,7 @@ class Lasting:
         self.last: str | None = None
         #: Takes the times of cells while somebody traces the model; None otherwise.
         self.recording: Recording | None = None
-        #: Whether a step has recorded gradients.
+        #: Whether a step has recorded gradients: after the first one, attributes are not checked.
         self.trained = False
         #: By module: whether it has used tensors of other devices that were not its arguments.
         self.met: Met = {}
@@ -130,7 +130,7 @@ class MappedStep:
         self.numbers = StepNumbers(self.devices, m)
         #: The outputs that are computed only when the caller reads them.
         self.omitted = Omitted()
-        #: In the first training step, what modules hold as attributes: only they may change it.
+        #: In the first training step: what modules hold as attributes, and they alone may change.
         self.held: HeldValues | None = None
         if torch.is_grad_enabled() and not lasting.trained:
             self.held = HeldValues()
@@ -200,7 +200,7 @@ class MappedStep:
         if tensors and self._state is None:
             model = self._model()
             state = [] if model is None else [*model.parameters(), *model.buffers()]
-            # The address of an empty tensor is 0.
+            # All empty tensors have the address 0, so it tells nothing.
             self._state = {_storage(x) for x in state if is_dense(x)} - {0}
         return any(_storage(x) in (self._state or ()) for x in tensors)
 

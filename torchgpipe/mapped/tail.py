@@ -130,7 +130,7 @@ class Tail:
             with saved_tensors_hooks(self._keep, self._checkpoint.unpack):
                 result = function(*args, **kwargs)
         except BaseException:
-            # The model may catch the error and go on, which no recomputation would repeat.
+            # The model may catch this error and go on, and a recomputation would not repeat that.
             self._repeats = False
             raise
         made = tensors_of(result)

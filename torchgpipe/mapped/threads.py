@@ -54,7 +54,7 @@ class Turns:
         #: The stage that each micro-batch came to last, and may still compute.
         self._stages: list[VisitKey | None] = [None] * m
         #: Autograd's next sequence number when a micro-batch left a stage. The next micro-batch
-        #: begins there with it: backward takes higher numbers, and so later micro-batches, first.
+        #: there numbers its nodes from this one on: backward runs nodes with higher numbers first.
         self._numbers: dict[VisitKey, int] = {}
         #: The number of the first micro-batch that has failed; ``m`` if none has.
         self._failed = m
