@@ -23,9 +23,9 @@ class Wholes(NamedTuple):
     """A way to divide a model into blocks: modules that a device map keeps whole.
 
     A list, be it an ``nn.ModuleList`` or an ``nn.Sequential``, has no code between its entries, so
-    it may be divided. A module with code of its own is divided only if it contains a list, or a
-    module whose class is one of ``names``. If it is an entry of a list itself, it must also be too
-    large for blocks to be spread evenly over devices.
+    it may be divided. A module with code of its own is divided only if it contains a module whose
+    class is one of ``names``, or a list. If it only contains a list, and is an entry of a list
+    itself, it must also be too large for blocks to be spread evenly over devices.
     """
 
     model: nn.Module
