@@ -164,7 +164,7 @@ class MappedGPipe(Wrapper):
             for mapped in mapped_modules(self.module, self._map)
         ]
         self._mapped = {call.mapped.module for call in self._calls}
-        #: The modules that contain mapped ones, with their names.
+        #: The modules that contain mapped ones, with their names: none of them may be compiled.
         self._around = [
             (name, module)
             for name, module in self.module.named_modules()
@@ -222,7 +222,7 @@ class MappedGPipe(Wrapper):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # Not special methods: the model's __deepcopy__, for one, would copy the model alone.
+            # Not for special methods: the model's __deepcopy__ would copy the model alone.
             if "module" not in self.__dict__ or name.startswith("__"):
                 raise
         attribute = getattr(self.module, name)
@@ -242,11 +242,11 @@ class MappedGPipe(Wrapper):
         for call in self._calls:
             let_go(call, is_spread=len(places) > 1)
         self._calls = []
-        # Adapters are merged without a call of the modules that would bring them to the weights.
+        # Nothing brings adapters to their weights' device when the plain model merges them later.
         bring_adapters_home(self.module)
         if device is not None:
             for module in self.module.modules():
-                # Trainers would take the model for one on several devices.
+                # By this attribute, Trainers would take the model for one on several devices.
                 vars(module).pop("hf_device_map", None)
             place(self.module, {"": places.pop()})
         return self.module
@@ -301,7 +301,7 @@ class MappedGPipe(Wrapper):
         mini_batch.compute(partial(holding, step.numbers.locks, run))
         omitted = step.omitted
         # Omitted outputs refer to the graph. If the model came back to a device, the graph refers
-        # to the step. The step must not refer to them, or this would be a reference cycle.
+        # to the step. If the step referred to the outputs, this would be a reference cycle.
         # guard: letting go of what is omitted
         del step.omitted
         omitted.take(mini_batch.batches, joins=not mini_batch.division.is_ready)
@@ -314,14 +314,14 @@ class MappedGPipe(Wrapper):
 
     def _run(self, step: MappedStep, batches: list[Batch], order: Order) -> None:
         def course(i: int, turns: Turns | None = None) -> None:
-            # The order of rows is watched under one thread alone, which computes the first step.
+            # The order of output rows is checked in steps of one thread, as the first step is.
             known, number = order if turns is None and i < 2 else None, self._slicing.number(i)
             batches[i] = self._course(step, number, batches[i].take(), turns, known)
 
         with step.numbers:
             self._lasting.thread = get_ident()
             try:
-                # A trace advises on threads: a traced step finds out whether they compute the same.
+                # A trace advises on threads, so it finds out whether several compute the same.
                 if self.threads > 1 or self._lasting.recording is not None:
                     self._workers.run(step, self.module, self.threads, course)
                 else:
@@ -333,7 +333,7 @@ class MappedGPipe(Wrapper):
             finally:
                 self._lasting.thread = None
                 step.have_caller_wait()
-                # Released: the graph keeps the step itself if the model came back to a device.
+                # If the model came back to a device, the graph keeps the step: release these two.
                 step.fence = step.held = None
         outputs = iter(step.back_to_caller([x for batch in batches for x in batch]))
         batches[:] = [batch.replace([next(outputs) for _ in batch]) for batch in batches]

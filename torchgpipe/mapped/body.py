@@ -27,15 +27,16 @@ from torchgpipe.values.structure import Structure
 __all__: list[str] = []
 
 
-#: Stands for the course while a mapped module runs: modules within it are called as they are.
+#: What stands for the course while a mapped module runs, so that it calls other modules directly.
 INSIDE: Any = object()
 
 
 class Current(threading.local):
-    """The course that a thread runs, or :data:`INSIDE`; None outside of a step."""
+    """The course of the micro-batch that a thread runs, or ``INSIDE``; None outside of a step."""
 
     course: Any = None
-    #: How often each module with names on several devices was called: this tells its next name.
+    #: How often each module was called that the map has on several devices under several names. A
+    #: call is computed on the device of the next name.
     counts: Counter[Mapped] | None = None
 
 
@@ -108,18 +109,20 @@ class MappedBody(Body):
     ) -> None:
         super().__init__(module, lock, state, False)
         self.call, self.name = inner, name
-        # The model may read an input that the module has changed in place, so forward clones none.
+        # The model may read an input that the module changes in place, so the module gets no clone
+        # of it from run(). Instead, kept() makes the clones that the recomputation needs.
         self.changes_input, self.in_place = self.in_place, False
         #: How many micro-batches, from the first, are computed under checkpointing.
         self.checkpointed = 0
-        #: Whether outputs may be left out, and computed when they are read. Mode "except_last" does
-        #: not recompute the last micro-batch, and under a policy a cell is recomputed only once.
+        #: Whether outputs may be computed only when the caller reads them. That recomputes every
+        #: micro-batch once more, for which only mode "always" keeps what is needed.
         self.omits = False
-        #: Whether the module may use tensors of other devices that are not among its arguments.
+        #: Whether the module may use tensors of other devices that are not among its arguments, so
+        #: that a mode has to watch it.
         self.foreign = False
-        #: Whether another stage calls the module, too.
+        #: Whether another stage calls the module, too: later visits have their own autocast caches.
         self.shared = False
-        #: The module's layers that have buffers; None until they are looked for.
+        #: The module's layers with buffers, which two stages must not change at the same time.
         self.buffered: Sequence[nn.Module] | None = None
 
     def run_alone(self, arguments: tuple[Any, Any]) -> Any:
@@ -136,25 +139,25 @@ class MappedBody(Body):
                 dicts among them. A recomputation has lists and dicts of its own.
             **more: for :meth:`run`.
         """
-        # Errors about tensors that the module saves or changes name it as the layer.
+        # Later errors about a tensor that the module saved or changed name the module as a layer.
         layer.name, layer.kind = self.name, type(self.layers).__name__
         with inside():
             if not is_recomputing():
-                # The checkpoint holds the list until backward, and must not hold the arguments.
+                # The checkpoint holds this list until backward: emptying it frees the arguments.
                 args, kwargs = first_arguments.pop()
                 return self.run(batch, call=lambda *_, **__: self.call(*args, **kwargs), **more)
             try:
-                # Clones: a recomputation's inputs are leaves, which cannot be changed in place.
+                # Here the inputs are leaves, which cannot be changed in place: kept() clones them.
                 return self.run(self.kept(batch), **more)
             finally:
-                # The note of an error names the module already, so it must name no layer.
+                # The note on a recomputation's error names the module already, and needs no layer.
                 layer.name = None
 
     def kept(self, batch: Batch) -> Batch:
         """Keep the arguments for a later run: as clones, if this run may change them in place."""
         others = batch.others
         if any(isinstance(x, list | dict) for x in others.values()):
-            # Lists and dicts of an unregistered class are leaves, and the module may change them.
+            # Flattening copies lists and dicts, but not those of a class that pytree does not know.
             others = {k: copy(x) if isinstance(x, list | dict) else x for k, x in others.items()}
             batch = batch.copy()
             batch.structures = {VALUE: Structure(batch.structures[VALUE].spec, others)}

@@ -36,11 +36,11 @@ from torchgpipe.partition.placement import Lent, elsewhere, places_of
 __all__: list[str] = []
 
 
-# Alone: without a wrapper, a module copies its arguments to its device, as Accelerate's hooks do.
-
-
 class CallAlone(Interception):
-    """A call of a mapped module that has no wrapper, in place of the module's own."""
+    """A call of a mapped module that has no wrapper, in place of the module's own.
+
+    It copies the arguments to the module's device, as Accelerate's hooks do.
+    """
 
     def __init__(self, mapped: Mapped, inner: Callable[..., Any] | None, lasting: Lasting) -> None:
         self.mapped = mapped
@@ -51,7 +51,7 @@ class CallAlone(Interception):
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, mapped = self.mapped.module, self.mapped
-        # Looked up here, since a deep copy of a module gets its call before its weights.
+        # Found here, and not in __init__(): a deep copy gets this object before it gets weights.
         (mapped.lent,) = places_of([(module, self.device_of(mapped, ()))])
         return self.outside(mapped, self.inner or module._call_impl, args, kwargs)
 
@@ -98,8 +98,8 @@ class CallAlone(Interception):
         return self.unwrapped(module) if is_spread and module is not None else None
 
 
-#: The attribute by which a deep copy of a mapped module gets a call of its own. It is there if the
-#: model is on several devices.
+#: The name of the attribute with a module's :class:`OnCopy`, by which a deep copy of the module
+#: gets a :class:`CallAlone`. Modules have it if the model is on several devices.
 ON_COPY = "_torchgpipe_on_copy"
 
 
@@ -141,7 +141,8 @@ def devices_of(module: nn.Module) -> set[torch.device]:
 
 def _near(device: torch.device, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
     for x in tensors:
-        # A checkpoint of PyTorch may read here what belongs to a lane or a later visit's stream.
+        # In a checkpoint of PyTorch, a tensor's memory may belong to a copy stream or the stream of
+        # a later visit, which could use the memory again too early.
         # guard: recording for a checkpoint of PyTorch
         record_stream(x, current_stream(x.device))
     return {id(x): x.to(device) for x in tensors}
@@ -149,11 +150,11 @@ def _near(device: torch.device, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
 
 # Interception: a call of a mapped module goes to its wrapper.
 #
-# ``module.compile()`` sets an attribute through which PyTorch calls the module then. The wrapper
-# sets the same one. So the module's own hooks and compiled code run within the intercepted call.
-# Copies and pickles of the module leave the attribute out, and neither its class nor its state
-# dict changes. Other ways fail: forward hooks would run within the compiled code, and another
-# ``forward``, as Accelerate sets it, would run within the module's own hooks.
+# If a module's attribute ``_compiled_call_impl`` is set, PyTorch calls the module through it, as
+# after ``module.compile()``. The wrapper sets it to a :class:`Call`, within which the module's own
+# hooks and compiled code run. Copies and pickles of the module leave the attribute out, and neither
+# its class nor its state dict changes. Other ways fail: forward hooks would run within the compiled
+# code, and a replaced ``forward``, as Accelerate sets it, within the module's own hooks.
 
 
 class Call(CallAlone):
@@ -161,32 +162,32 @@ class Call(CallAlone):
 
     def __init__(self, mapped: Mapped, inner: Callable[..., Any] | None, lasting: Lasting) -> None:
         super().__init__(mapped, inner, lasting)
-        #: The devices where its tensors, or copies of them, may be; empty if it has no tensors.
+        #: The devices where the map has the module's tensors, or copies; empty without tensors.
         self._homes = devices_of(mapped.module)
         if self._homes:
             self._homes |= {x.device for x in (mapped, *mapped.names)}
 
     def device_of(self, mapped: Mapped, tensors: Sequence[Tensor]) -> torch.device:
-        # A checkpoint of PyTorch must compute the module where the step did, unless it was moved.
+        # Unless the module was moved since, it is computed where the map says, even if its tensors
+        # are at home elsewhere: a checkpoint of PyTorch must compute it where forward did.
         is_moved = self._homes and self._homes.isdisjoint(devices_of(mapped.module))
         return super().device_of(mapped, tensors) if is_moved else mapped.device
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         course, module = current.course, self.mapped.module
-        # Looked up by each call: to store the bound method would make a reference cycle.
+        # Looked up in each call: a bound method that is stored would be a reference cycle.
         inner = self.inner or module._call_impl
         if course is INSIDE:
             return inner(*args, **kwargs)
         if course is None:
-            # In backward, a checkpoint of PyTorch may call the module in a thread of autograd.
+            # Allowed in backward: a checkpoint of PyTorch calls modules in autograd's threads.
             if self._lasting.thread is not None and _torch.graph_task() == -1:
                 raise RuntimeError(
                     "within a step, the modules of a device map must be called in the thread that "
                     f"called the wrapper (module: {self.mapped.name}); have the model's forward "
                     "call them itself, or call the model outside of a step"
                 )
-            # Outside of a step, as when the model generates text.
             mapped = self.mapped.called(current.counts)
             return self.outside(mapped, inner, args, kwargs)
         return course.call(self.mapped, module, inner, (args, kwargs))
@@ -197,7 +198,7 @@ def intercept(mapped: Mapped, lasting: Lasting, *, is_spread: bool) -> Call:
     module: nn.Module = mapped.module
     inner: Any = module._compiled_call_impl
     if isinstance(inner, CallAlone):
-        # The call is that of another wrapper, which the new one replaces.
+        # ``inner`` is another wrapper's call: the new call replaces it, and runs what it has run.
         inner = inner.inner
     call = Call(mapped, inner, lasting)
     lasting.has_names |= bool(mapped.names)
@@ -289,7 +290,7 @@ def signed(method: Any, model: Callable[..., Any]) -> Callable[..., Any]:
     first, *_ = inspect.signature(method).parameters.values()
     signature = inspect.signature(model)
     copy.__doc__ = method.__doc__
-    # The attributes of the method include marks that torch.compile reads.
+    # Among these attributes are those by which uncompiled() keeps torch.compile away.
     copy.__dict__.update(method.__dict__)
     copy.__signature__ = signature.replace(parameters=[first, *signature.parameters.values()])
     function: Callable[..., Any] = copy

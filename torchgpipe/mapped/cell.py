@@ -52,21 +52,21 @@ class Cell:
 
     def __init__(self, step: MappedStep, i: int, stage: DeviceVisit) -> None:
         self.step, self.i, self.stage = step, i, stage
-        #: The stream of the device's previous visit; in the first visit, its own.
+        #: The compute stream of the visit before this one; in a device's first visit, its own.
         self.before = stage.compute
-        #: Whether a mapped module was called here.
+        #: Whether a mapped module was called in this cell.
         self.entered = False
         #: The copy stream (lane) on which tensors arrive and leave.
         self.lane = stage.lanes[i % len(stage.lanes)]
         self.checkpoints: list[Checkpoint] = []
-        #: What moves saved tensors of modules to the host's memory, one for each setting.
+        #: The offloadings of the modules called so far, which move saved tensors to the host.
         self._leaving: list[Offloading] = []
-        #: Tensors that were computed in this visit, by identity; none in a device's first visit.
+        #: In a later visit, by identity: the tensors of this visit, which need not be taken over.
         self._made: dict[int, weakref.ref[Tensor]] = {}
-        #: The tensors that were copied here, and those that were cloned to leave.
+        #: Copies of tensors that came from other devices, and clones of tensors that leave.
         self._come, self._left = Copies(), Copies()
-        #: Whether a received tensor needs a gradient: its join already orders this cell's backward,
-        #: so tensors that leave get no join.
+        #: Whether a tensor that needs a gradient came from another device. The fence has joined
+        #: phonies to it, which order this cell's backward: tensors that leave need no join.
         self._held = False
 
     @property
@@ -102,7 +102,7 @@ class Cell:
         copies: list[Any] = []
         missing: list[Tensor] = []
         arguments = map_arguments(partial(self.known, missing), value, copies, objects)
-        # Most often all arguments are on this device, or were copied here before.
+        # Rare: most arguments are on this device already, or were copied for an earlier module.
         if missing:
             copies.clear()
             fetched = self.fetch(tensors_of(value), source)
@@ -124,7 +124,7 @@ class Cell:
             if has_streams(device) and has_streams(device_here):
                 arrived = self.receive(source(device), originals)
             else:
-                # Without lanes: the host waits for a copy from or to the CPU anyway.
+                # No copy stream is used, since the host waits for a copy from or to the CPU anyway.
                 arrived = tuple([x.to(device_here) for x in originals])
             fetched |= self._come.added(originals, arrived)
         if self.stage.visit:
@@ -277,21 +277,17 @@ class Copies:
     def added(self, tensors: Sequence[Tensor], copies: Sequence[Tensor]) -> dict[int, Tensor]:
         """Take note of copies, and return them by the identities of the originals."""
         for tensor, made in zip(tensors, copies):
-            # Inference tensors have no version, so a change of one would leave its copy stale.
+            # Copies of inference tensors are not noted: without a version, nothing shows a change.
             if (version := version_of(tensor)) >= 0:
                 self._entries[id(tensor)] = tensor, version, made
         return {id(tensor): made for tensor, made in zip(tensors, copies)}
 
 
-# The RNG state of a course, which it carries from cell to cell.
-#
-# A micro-batch continues its random sequence from device to device, as under
-# :class:`~torchgpipe.GPipe`, so dropout does not depend on the map. Code between mapped modules may
-# draw, too, on any device.
-
-
 class CourseNumbers:
     """The generators while the course of a micro-batch runs.
+
+    A micro-batch continues its random sequence from device to device, as under
+    :class:`~torchgpipe.GPipe`, so dropout does not depend on the map.
 
     Args:
         numbers: the RNG states of the step.
@@ -308,11 +304,12 @@ class CourseNumbers:
         self._numbers, self._i = numbers, i
         self._states = numbers.states[i]
         self._all = [*dict.fromkeys(map(generator_of, devices))]
-        #: The generators whose states show draws: none if another course may draw from them.
+        #: The generators that are watched for draws; none if other courses draw from them, too.
         self._generators = self._all if is_only else []
-        #: Whether code has drawn on another device than that of the present cell.
+        #: Whether code has drawn on another device than the course was on. Several threads would
+        #: not draw the same then.
         self.drawn_behind = False
-        #: The state that each generator was seen in last.
+        #: The state in which each generator was seen last: another state shows that code has drawn.
         self._known: dict[torch.device, Tensor] = {}
         for device in self._generators:
             self._known[device] = self._states[device.type]

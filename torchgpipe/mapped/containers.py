@@ -37,7 +37,7 @@ def tensors_of(value: Any, objects: list[Any] | None = None) -> list[Tensor]:
 
 
 def _collect(value: Any, tensors: list[Tensor], objects: list[Any] | None) -> None:
-    # Not by PyTorch's functions for trees, which take several times as long.
+    # PyTorch's pytree functions would take several times as long.
     for x in value.values() if isinstance(value, dict) else value:
         # Types are compared first, which takes a fifth of the time of isinstance().
         kind = type(x)
@@ -69,7 +69,7 @@ def map_arguments(
     args = map_tensors(function, args, copies, objects)
     named = map_tensors(function, kwargs, copies, objects)
     if named is not kwargs:
-        # Python makes this dict for the call alone: what the module does to it is not handed back.
+        # Not to be handed back: Python makes the dict of keywords anew for each call.
         copies.pop()
     return args, named
 
@@ -96,7 +96,7 @@ def map_tensors(
     copied: Any = None
     if kind in CONTAINERS:
         for key, x in value.items() if kind is dict else enumerate(value):
-            # The same cases in the same order as in _collect(), for the same reason.
+            # As in _collect(), types are compared before isinstance(), which takes longer.
             inner_kind = type(x)
             if inner_kind is Tensor:
                 y = function(x)
@@ -117,7 +117,7 @@ def map_tensors(
     elif isinstance(value, Tensor):
         return function(value)
     elif isinstance(value, CONTAINERS):
-        # A subclass, which flatten() may refuse. So it is called only if a tensor is replaced.
+        # flatten() may refuse a subclass of a container, so it is called only if tensors change.
         others = {id(x): y for x in tensors_of(value, objects) if (y := function(x)) is not x}
         if others:
             tensors, structure = flatten(value)
@@ -172,14 +172,14 @@ def _version(x: Any) -> int:
     return version_of(x) if isinstance(x, Tensor) else 0
 
 
-#: How deep containers are looked into, and how many values one may add. Larger ones are left out.
+#: The most levels, and the most values, of a search in containers. It skips larger containers.
 DEPTH, COUNT = 6, 1000
 
 _SEQUENCES = (list, deque, set)
 _DICTS = (dict, OrderedDict, defaultdict)
 
-#: Packages whose objects are not looked into, though they have attributes: functions and modules of
-#: Python, or calls of mapped modules, which refer to the wrapper's state.
+#: Packages whose objects are not searched. They have attributes, but a module of Python, for one,
+#: has all its globals there, and the call of a mapped module refers to the wrapper's state.
 _OTHERS = ("builtins", "torch", "torchgpipe", "threading", "logging")
 
 
@@ -208,7 +208,7 @@ def fill(container: Any, elements: list[Any]) -> None:
     if isinstance(container, dict):
         half = len(elements) // 2
         for key, x in zip(elements[:half], elements[half:]):
-            # An output of Transformers has no update().
+            # Not by update(), which outputs of Transformers refuse.
             container[key] = x
     elif isinstance(container, set):
         container.update(elements)
@@ -219,7 +219,7 @@ def fill(container: Any, elements: list[Any]) -> None:
 def _elements(container: Any) -> list[Any]:
     if isinstance(container, dict):
         return [*container, *container.values()]
-    # Sorted, since a set that is filled again may have another order.
+    # Sorted by id(), since same() compares in order, and a set may have another one after fill().
     return sorted(container, key=id) if isinstance(container, set) else [*container]
 
 
@@ -238,7 +238,7 @@ def attributes_of(x: Any) -> dict[str, Any] | None:
     kind = type(x)
     if kind.__module__.split(".")[0] in _OTHERS or isinstance(x, Tensor | nn.Module):
         return None
-    # A class with its own ``__setattr__`` may keep other state consistent with its attributes.
+    # Attributes are replaced in ``__dict__``, which would bypass the ``__setattr__`` of a class.
     owners = [owner for owner in kind.__mro__[:-1] if owner is not SimpleNamespace]
     has_setattr = any("__setattr__" in vars(owner) for owner in owners)
     attributes: dict[str, Any] | None = None if has_setattr else getattr(x, "__dict__", None)

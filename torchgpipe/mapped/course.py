@@ -83,7 +83,7 @@ class CourseCells:
     def __init__(self, step: MappedStep, i: int, turns: Turns | None) -> None:
         self._step, self._i, self._turns = step, i, turns
         if turns:
-            # Code before the first mapped module computes on the first device, so it needs a turn.
+            # Code before the first mapped module computes on the first device: this needs a turn.
             turns.come(i, (step.devices[0], 0))
         self.present: Cell | None = None
         self._all: list[Cell] = []
@@ -91,7 +91,7 @@ class CourseCells:
         self._way: list[torch.device] = []
         #: The latest cell on each device.
         self._latest: dict[torch.device, Cell] = {}
-        #: The latest cell on each device that the model has come back to.
+        #: The latest cell on each device that the micro-batch has visited more than once.
         self.later: dict[torch.device, Cell] = {}
         self.numbers = CourseNumbers(step.numbers, i, step.devices, is_only=turns is None)
 
@@ -101,8 +101,8 @@ class CourseCells:
             return self.present
         latest = self._latest.get(device)
         if self._turns:
-            # Sent before the turn ends: the next micro-batch here joins the phonies that are forked
-            # here, which order backward.
+            # Arguments leave their devices before this micro-batch gives up its turn: the next one
+            # joins the phonies that sending forks, so that backward takes the next one first.
             # guard: sending before others come
             leaving = [x for x in tensors_of(value) if x.device != device and has_streams(x.device)]
             for source in dict.fromkeys(x.device for x in leaving):
@@ -124,7 +124,7 @@ class CourseCells:
         """The cell for code between modules that computes on a device."""
         latest = self._latest.get(device)
         if latest is not None and latest.entered and latest is not self.present:
-            # On the earlier visit's stream, this code would hold up the next micro-batch's cell.
+            # On the stream of the cell that was left, the code would hold up the next micro-batch.
             # guard: code that comes back
             self._begin(device)
         return self.at(device)
@@ -139,7 +139,7 @@ class CourseCells:
         cell = self._latest[device] = Cell(self._step, self._i, self._step.stage(device, visit))
         self._all.append(cell)
         if before:
-            # Code between modules reads tensors of the earlier visit without receiving them.
+            # Code between modules reads the earlier visit's tensors directly: the stream must wait.
             # guard: waiting for an earlier visit
             wait_stream(cell.stage.compute, before.stage.compute)
             # guard: streams of a later visit
@@ -158,7 +158,8 @@ class CourseCells:
 
         Args:
             tensors: the tensors. One that is on no device of the map is not copied.
-            target: the device; None for the one of theirs that was visited last.
+            target: the device; None for that of the tensors' devices which was visited last, or, if
+                none was, which is the last one in the map.
 
         Returns:
             The copies, by the identities of the originals.
@@ -168,7 +169,6 @@ class CourseCells:
         movable = [x for x in tensors if x.device in devices and (x.dim() or has_streams(x.device))]
         sources = {x.device for x in movable}
         if target is None and sources:
-            # Of the tensors' devices, the one visited last; if none was, the last one of the map.
             target = next(x for x in reversed([*devices, *self._way]) if x in sources)
         if target not in devices or sources <= {target}:
             return {}
@@ -202,15 +202,15 @@ class Course:
     def __init__(self, step: MappedStep, i: int, turns: Turns | None = None) -> None:
         self.step, self.i = step, i
         self.cells = CourseCells(step, i, turns)
-        #: The module that was called last, and whether its call still runs or has raised.
+        #: For notes on errors: the module called last, and whether its call runs or has raised.
         self._latest: Mapped | None = None
         self._noted = False
-        #: The thread's label and saved-tensor hooks when the course began.
+        #: The label to put back at the end, and the saved-tensor hooks outside of the model's code.
         self._outer = labels.current.label
         self._hooks = current_hooks()
         #: The torch-function mode for code between mapped modules, which is off within them.
         self.glue: TorchFunctionMode | None = None
-        #: Notes the code after the latest mapped module, if that may be the last module.
+        #: Writes down the code after the latest mapped module, which may be the model's last one.
         self.tail: Tail | None = None
 
     def calling(self, model: Callable[..., Any]) -> Callable[..., Any]:
@@ -255,7 +255,7 @@ class Course:
                 if cell.stage.visit:
                     cell.made(output)
         except BaseException as error:
-            # This note names the module, so note_layer() must add no layer.
+            # note_layer() adds the current layer, but this note names the module already.
             layer.name = None
             note_layer(error, self._note(mapped))
             raise
@@ -290,8 +290,8 @@ class Course:
         step, stage = self.step, cell.stage
         again, within_checkpoint = self.i < body.checkpointed, is_in_checkpoint()
         if within_checkpoint:
-            # A checkpoint in the model's own code calls the module again in backward, and its hooks
-            # must see the same tensors saved both times. A checkpoint within would hide them.
+            # A checkpoint of PyTorch around this call repeats it in backward. Its hooks must see
+            # the same tensors saved both times, which a checkpoint of ours would hide from them.
             # guard: checkpoints around modules
             again = again and current_hooks() == self._hooks
         label = None if labels.observer is None else cell.label
@@ -303,14 +303,14 @@ class Course:
                 step.held.verify(body.layers.modules())
             batch = Batch(Arguments(*value)) if again else None
             if batch is not None and any(x.device != stage.device for x in batch):
-                # Tensors in objects of registered classes: the module gets copies of these objects.
+                # cell.arguments() has left out objects of classes that pytree knows: copy these.
                 (here, _), _ = cell.arguments(((*batch,), {}), self.cells.at)
                 batch = batch.replace(here)
                 value, copies = batch.value, [batch]
             run: Callable[..., Any] = (
                 partial(body.run_twice, first_arguments=[value]) if again else body.run_alone
             )
-            # Most calls have tensors and plain values alone, and pay nothing for this.
+            # Most calls have no other objects than tensors and plain values, and skip the search.
             if objects and (mappings := mappings_of(*value)):
                 run = partial(Exchanged(mappings, partial(self._items, cell), body.lock).call, run)
             if body.foreign:
@@ -324,7 +324,7 @@ class Course:
                     within = noted(self._note(mapped), label and label._replace(kind="R"))
                     checkpoint = body.checkpoint(run, step.new_context(), stage.compute, within)
                     cell.checkpoints.append(checkpoint)
-                    # If this may be the last module, the code after it is recomputed with it.
+                    # If this may be the last mapped module, the code after it is recomputed, too.
                     goes_on = step.lasting.last in (None, mapped.name) and self.glue is not None
                     goes_on = goes_on and current_hooks() is None and not is_verifying()
                     result = checkpoint.forward(body.kept(batch), batch, goes_on=goes_on)
@@ -345,7 +345,7 @@ class Course:
     ) -> Iterator[None]:
         """The stream of a call, and the contexts that few calls need."""
         # Autocast caches weights that were cast on one visit's stream, and may free them at any
-        # time. So a visit that shares the module with another one has a cache of its own.
+        # time. So a later visit that shares the module with another visit has its own cache.
         # guard: weights that were cast
         casts = own_casts() if stage.visit and shared else NOTHING
         undrawn = NOTHING
@@ -360,7 +360,7 @@ class Course:
         self.step.lasting.last = self._latest.name if self._latest else ""
         omitted = self._end_tail(output, batch)
         self.cells.end()
-        # Outputs go where the previous micro-batch's are, even if the model's code ends elsewhere.
+        # To be joined, an output goes to the output device, or where the micro-batch before has it.
         wanted = self.step.output_device
         targets = [wanted] * len(batch) if wanted else self.step.places
         if len(targets) == len(batch):
@@ -393,5 +393,5 @@ class Course:
         if labels.current.label is not self._outer:
             labels.put(self._outer)
         self.cells.close()
-        # The mode refers to the course: as a cycle, only the garbage collector would free them.
+        # Glue refers to the course, too: only the garbage collector would free such a cycle.
         self.glue = self.tail = None

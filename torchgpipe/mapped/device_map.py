@@ -19,15 +19,14 @@ from torchgpipe.show.describe import DescribedPart
 __all__: list[str] = []
 
 
-# Wholes: the modules of any model that a device map keeps whole, called blocks.
-#
-# A list has no code between its entries, be it an ``nn.ModuleList`` or an ``nn.Sequential``, so
-# it may be divided, and lists within lists too. A module with code of its own is kept whole,
-# unless it contains such a list and is too large for blocks to be spread evenly over devices.
-
-
 class Wholes(NamedTuple):
-    """A way to divide a model into blocks."""
+    """A way to divide a model into blocks: modules that a device map keeps whole.
+
+    A list, be it an ``nn.ModuleList`` or an ``nn.Sequential``, has no code between its entries, so
+    it may be divided. A module with code of its own is divided only if it contains a module whose
+    class is one of ``names``, or a list. If it only contains a list, and is an entry of a list
+    itself, it must also be too large for blocks to be spread evenly over devices.
+    """
 
     model: nn.Module
     names: Collection[str]
@@ -54,7 +53,7 @@ class Wholes(NamedTuple):
         pieces: list[tuple[str, nn.Module]] = []
         for name, block in blocks.items():
             parts = [(name, block)]
-            # A list is divided from half a device's share on: that cuts through no module's code.
+            # A list is divided even at half a device's share, since it has no code to cut through.
             if costs.get(name, 0.0) > (share / 2 if is_list(block) else share):
                 parts = self._parts(name, block)
             pieces += parts
@@ -73,7 +72,7 @@ class Wholes(NamedTuple):
                 continue
             path = f"{name}.{child}" if name else child
             if not _has_weights(inner):
-                # An entry of a list without weights, such as an activation, is a block of its own.
+                # A module without weights, such as an activation, is a block only in a list.
                 if within and not is_list(inner):
                     yield path, inner
             elif self._is_divided(inner, within):
@@ -146,8 +145,8 @@ def _has_weights(module: nn.Module) -> bool:
 #   {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "lm_head": 1}
 #
 # A *mapped module* is computed as a whole. It is a module that the map names. If the map also names
-# modules below that one, each other module below it is a mapped module instead. All code between
-# mapped modules runs where its tensors are.
+# modules within that one, the rest of the modules within it are mapped modules instead. All code
+# between mapped modules runs where its tensors are.
 
 
 class Mapped:
@@ -167,9 +166,9 @@ class Mapped:
     ) -> None:
         self.name, self.key, self.device, self.words = name, key, device, words
         self._module = weakref.ref(module)
-        #: Where it has tensors that modules on several devices share; None if it has none.
+        #: Where the module's dicts hold tensors that other devices use, too, for ``Lent``; or None.
         self.lent: list[TableEntry] | None = None
-        #: The module under each further name, in order, if its names are on several devices.
+        #: If the map has the module on several devices: a ``Mapped`` for each name but the first.
         self.names: Sequence[Mapped] = ()
 
     @property
@@ -188,7 +187,7 @@ class Mapped:
         if counts is None:
             return self
         counts[self] += 1
-        # The first call counts for the first name, the second one for the second, and so on.
+        # Nothing tells which of the names a call is meant for, so calls take the names in turn.
         return (self, *self.names)[(counts[self] - 1) % (1 + len(self.names))]
 
 
@@ -222,7 +221,7 @@ def checked_map(device_map: Mapping[str, Device], model: nn.Module) -> dict[str,
         f"{path}.{name}" if path else name
         for path, module, key in owned(model, checked)
         if key is None
-        # A buffer that no state dict has, such as a table of positions, needs no name.
+        # A non-persistent buffer, such as a table of positions, needs no name: see placed().
         for name in [*module._parameters, *{*module._buffers} - module._non_persistent_buffers_set]
     ]
     if homeless:
@@ -259,7 +258,7 @@ def placed(
     """Each module under each of its names, with its device."""
     first = next(iter(device_map.values()))
     for path, module, key in owned(model, device_map):
-        # A module without a name in the map has only buffers that are in no state dict.
+        # A module that no name leads to has non-persistent buffers at most: any device will do.
         yield path, module, first if key is None else device_map[key]
 
 
@@ -330,8 +329,8 @@ def _computed_as_a_whole(
         return
     for child, inner in module.named_children():
         has_tensors = any(True for _ in inner.parameters()) or any(True for _ in inner.buffers())
-        # A module without tensors is mapped only if it is an entry of a list and has one name.
-        # Otherwise it computes where its inputs are.
+        # A module without tensors is mapped only as an entry of a list that has no other name.
+        # Otherwise it needs no device of its own, since it computes where its inputs are.
         if start + child not in device_map and (
             has_tensors or (is_list(module) and inner not in several)
         ):

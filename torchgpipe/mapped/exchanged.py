@@ -28,7 +28,7 @@ __all__: list[str] = []
 #
 # Some models call all layers with one object, into which one layer writes keys and values that
 # later layers read. It must stay the same object, so no layer can get a copy with tensors of its
-# device. While a module is computed, tensors of other devices in it are replaced by copies.
+# device. While a module is computed, copies replace the tensors of other devices in the object.
 # Afterwards, values that the module wrote or changed stay, and all others are restored.
 
 
@@ -51,7 +51,7 @@ def _collect(
     if len(values) > COUNT:
         return
     for x in values:
-        # Most values end here, before isinstance() with an abstract class, which takes longer.
+        # Checked first, as most values are of these types: isinstance(x, MutableMapping) is slower.
         if isinstance(x, Tensor) or type(x) in ATOMS:
             continue
         inner: Any = x if isinstance(x, dict | list | tuple) else None
@@ -77,7 +77,7 @@ class Exchanged:
         lock: AbstractContextManager[Any],
     ) -> None:
         self._lock = lock
-        #: Each mapping, and what the module finds there.
+        #: Each mapping, and the items that it gets while the module runs, on the module's device.
         self._items = [
             (mapping, {k: _fresh(x) for k, x in fetch({**mapping}).items()}) for mapping in mappings
         ]
@@ -111,7 +111,7 @@ class Exchanged:
             try:
                 return function(*args, **kwargs)
             finally:
-                # What forward has written stays. What a recomputation writes is dropped.
+                # What forward has written stays for later modules. A recomputation only repeats it.
                 if not again:
                     for (mapping, _), items in zip(self._items, copies):
                         _fill(items, {**mapping})
@@ -135,17 +135,17 @@ def _fresh(value: Any) -> Any:
 
 # Held: the attributes of modules, which only the modules themselves may change in a step.
 #
-# Some models hand masks and embeddings down by setting them::
+# Some models hand masks and embeddings down by setting attributes of modules::
 #
 #   self.block.mask = mask
 #   x = self.block(x)
 #
-# A recomputation of the block would find the mask of the last micro-batch, under a checkpoint of
-# PyTorch, too. So this is an error in the first step, whatever the mode. A list may grow, since
-# several modules may note in it what they do.
+# A recomputation of the block, by a checkpoint of PyTorch too, would find the mask of the last
+# micro-batch. So the first training step makes it an error to set attributes from outside, in all
+# checkpoint modes. A list may grow, since several modules may note in it what they do.
 
 
-#: Attributes that are not compared: every module's, and ``forward``, which libraries wrap.
+#: Attributes that are not compared: those of all modules, and ``forward``, which libraries wrap.
 _COMMON = frozenset(vars(nn.Module())) | {"forward"}
 
 
@@ -153,7 +153,7 @@ class HeldValues:
     """Attributes and buffers that mapped modules hold, from call to call of a step."""
 
     def __init__(self) -> None:
-        #: By module: the mapped module that called it last, by name, and its attributes after that.
+        #: By module: the name of the mapped module that ran it last, and its attributes after that.
         self._left: dict[nn.Module, tuple[str, dict[str, list[Any]]]] = {}
 
     def note(self, name: str, module: nn.Module) -> None:

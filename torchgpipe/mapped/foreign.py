@@ -55,7 +55,7 @@ class Foreign(TorchFunctionMode):
         if (
             len({x.device for x in tensors}) > 1
             and not (func in TARGETS or name in APART)
-            # A checkpoint of PyTorch computes its code again, but without this mode's copies.
+            # No copies in a checkpoint of PyTorch, which repeats its code in backward without them.
             and not is_in_checkpoint()
         ):
             changed = {id(x) for x in tensors_of(changed_argument(name, args, kwargs))}
@@ -79,7 +79,7 @@ class Foreign(TorchFunctionMode):
 
 def may_meet(met: Met, mapped: Mapped) -> bool:
     """Whether a module may meet foreign tensors, as far as its calls have shown."""
-    # Modules with compiled code are not watched: the mode would have it compiled anew.
+    # Compiled code is not watched: PyTorch would compile it anew for a torch-function mode.
     known = met.get((mapped.name, torch.is_grad_enabled()), True)
     return known and not any(map(is_compiled, mapped.module.modules()))
 
@@ -87,8 +87,8 @@ def may_meet(met: Met, mapped: Mapped) -> bool:
 def watched(met: Met, mapped: Mapped, bring: Bring, run: Callable[..., Any]) -> Callable[..., Any]:
     """Make a function that computes a module bring foreign tensors, and note if it meets any."""
     key = mapped.name, torch.is_grad_enabled()
-    # The first call takes ``bring`` out of the list. The checkpoint keeps this function until
-    # backward, and must not keep the step, to which ``bring`` refers.
+    # The first call takes ``bring`` out of ``first``. A checkpoint keeps call() until backward, and
+    # must not keep the step, to which ``bring`` refers.
     first, copies = [bring], list[Tensor]()
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -108,7 +108,7 @@ def explain(error: RuntimeError, mapped: Mapped, met: Met) -> None:
     """
     if not is_about_devices(error):
         return
-    # Watched again in the next step: the module uses a tensor that its first step did not use.
+    # The module may use a tensor that it did not use while it was watched: watch the next step.
     met[mapped.name, torch.is_grad_enabled()] = True
     if attributes := elsewhere_in(mapped.module, mapped.device):
         raise RuntimeError(

@@ -13,11 +13,11 @@ from torchgpipe.devices.streams import canonical_device
 
 __all__: list[str] = []
 
-#: Moves a value to a device, if it is a tensor.
+#: Moves a value to a device if it is a tensor, and returns it.
 Move: TypeAlias = Callable[[Any, torch.device], Any]
 
 
-#: Functions that change running statistics, their second and third arguments.
+#: Functions whose second and third arguments are running statistics, which they may change.
 STATISTICS = frozenset({"batch_norm", "instance_norm"})
 
 
@@ -38,10 +38,10 @@ def changed_argument(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     return kwargs.get("out")
 
 
-#: Functions that cannot be repeated: they have a side effect, or run backward.
+#: Functions that a recomputation cannot repeat: they have a side effect, or run backward.
 ONCE = frozenset({"__set__", "grad", "backward"})
 
-#: Functions that take tensors of several devices: they read no values, or treat each separately.
+#: Functions that take tensors of several devices: they read no values, or treat each tensor alone.
 APART = frozenset({"expand_as", "view_as", "reshape_as", "is_same_size", "is_set_to", "grad"})
 APART |= {"result_type", "can_cast", "broadcast_tensors"}
 
@@ -72,7 +72,7 @@ def _as_tensor(move: Move, data: Any, /, *args: Any, **kwargs: Any) -> tuple[Any
     return data, *args
 
 
-#: For functions that copy to a device: what moves the tensor there first, and returns arguments.
+#: For functions that copy a tensor to a device: functions that move it before, and give arguments.
 TARGETS: dict[Any, Callable[..., tuple[Any, ...]]] = {
     Tensor.to: _to,
     Tensor.cuda: _cuda,

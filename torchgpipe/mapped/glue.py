@@ -56,7 +56,7 @@ class Glue(TorchFunctionMode):
         tensors = tensors_of(args) + tensors_of(kwargs) if kwargs else tensors_of(args)
         target, step = changed_argument(name, args, kwargs), self._course.step
         changed = [] if target is None else tensors_of(target)
-        # Norms are let through, since a call does not tell whether its statistics change.
+        # Functions of STATISTICS are let through: a call does not tell whether it changes them.
         if changed and step.is_spread and name not in STATISTICS and step.has_state(changed):
             raise RuntimeError(
                 "code between the modules of a map of several devices must not change parameters "
@@ -139,8 +139,8 @@ class Glue(TorchFunctionMode):
             arguments = replaced((args, dict(kwargs)), aliases)
             result = self._moved(func, *arguments)
             if any(_torch.is_alias_of(x, y) for x in tensors_of(result) for y in aliases.values()):
-                # The result is a view. It must be one of the original tensor, since the model may
-                # change it in place. Its gradient leaves this visit as a clone, too.
+                # The result is a view, which the model may change in place. So the function is
+                # called again, for a view of the original tensor.
                 return self._moved(func, args, kwargs)
         for device, cell in self._course.cells.later.items():
             cell.made([x for x in tensors_of(result) if x.device == device])
@@ -160,8 +160,8 @@ class Glue(TorchFunctionMode):
         others, named = replaced((others, dict(kwargs)), aliases)
         if id(target) not in aliases or func.__name__ in SHAPES:
             return self._moved(func, (target, *others), named)
-        # A direct change would hand one gradient tensor to the earlier visit and to the other
-        # arguments. If a clone is changed and copied back, it goes to the clone alone.
+        # Backward of a direct change could hand one gradient tensor both to the earlier visit and
+        # to the other arguments, on two streams. Here it goes to the clone alone.
         # guard: changes of what an earlier visit has made
         clone = aliases[id(target)].clone()
         result = self._moved(func, (clone, *others), named)
@@ -177,11 +177,11 @@ class Glue(TorchFunctionMode):
         return self._course.cells.move(tensor, device)
 
 
-#: Functions that are about the tensor object, and not its values.
+#: Functions that are about a tensor object, and not its values: nothing is brought together.
 ATTRIBUTES = frozenset({"__get__", "__set__", "register_hook", "retain_grad", "backward"})
 ATTRIBUTES |= {"register_post_accumulate_grad_hook", "requires_grad_", "record_stream"}
 
-#: Functions that change a tensor's shape, storage or graph in place, and not its values.
+#: Functions that change a shape, storage or graph in place, which copying values back cannot do.
 SHAPES = frozenset({"detach_", "resize_", "resize_as_", "set_", "squeeze_", "unsqueeze_", "t_"})
 SHAPES |= {"transpose_", "swapaxes_", "swapdims_", "as_strided_", "share_memory_", "rename_"}
 

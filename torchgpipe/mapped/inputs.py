@@ -54,7 +54,7 @@ class CallersTensors:
         named = [f"args[{k}]" for k in range(len(args.children))] + [*kwargs.context]
         counts = [x.count for x in (*args.children, *kwargs.children)]
         owners = chain(*[[name] * count for name, count in zip(named, counts)])
-        # Version counters alone: the graph must not keep tensors that backward does not need.
+        # The graph keeps this object, which must not keep tensors: it has version counters alone.
         self._versions = [
             (name, counter_of(x), version_of(x))
             for name, leaf in zip(owners, arguments.leaves)

@@ -198,7 +198,7 @@ def joined_later(batches: Sequence[Batch]) -> set[int]:
     return {
         k
         for k, column in enumerate(zip(first, *others))
-        # Subclasses are joined at once: they may have no meta tensors to stand for them.
+        # Tensors of subclasses are joined at once: the meta device may not have them.
         if all(type(x) is Tensor and id(x) in ids for x, ids in zip(column, joinable))
     }
 
@@ -234,7 +234,7 @@ def on_reading(like: Any, values: Mapping[str, Any], make: Callable[[], Mapping[
     return output
 
 
-#: Attributes that can be read without the omitted tensors.
+#: Attributes of an output that can be read while values are missing.
 HARMLESS = {"__class__", "__init__", "__new__", "__init_subclass__", "__subclasshook__"}
 HARMLESS |= {"__class_getitem__", "__del__", "__getattribute__", "__setattr__", "__post_init__"}
 HARMLESS |= {"__contains__", "__len__", "__iter__", "__reversed__", "keys"}
@@ -247,7 +247,7 @@ def on_demand(kind: type) -> type:
     def fill(output: Any) -> None:
         attributes = object.__getattribute__(output, "__dict__")
         names, make = attributes[MISSING]
-        # Whoever reads the output first, perhaps without grad mode, may not be who needs gradients.
+        # With gradients, even if grad mode is off: a later reader of the output may need them.
         with torch.inference_mode(False), torch.enable_grad():
             made = make()
         del attributes[MISSING]
@@ -285,9 +285,9 @@ def on_demand(kind: type) -> type:
     ]
     table: dict[str, Any] = {name: filling(name) for name in special}
     table |= {"__getattribute__": get, "__getitem__": item, "__module__": kind.__module__}
-    # Code such as ``type(output)(...)`` must make an object of the output's own class.
+    # Code such as ``type(output)(...)`` must make a plain ``kind``, with all its values.
     table["__new__"] = lambda _, *args, **kwargs: kind(*args, **kwargs)
-    # Made under another name, since Transformers registers classes of outputs by their names.
+    # Made with another name: Transformers registers new classes by name, and must keep ``kind``.
     subclass = type(f"{kind.__name__}OnDemand", (kind,), table)
     subclass.__name__, subclass.__qualname__ = kind.__name__, kind.__qualname__
     return subclass

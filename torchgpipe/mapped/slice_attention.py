@@ -36,7 +36,6 @@ class SliceStart(int):
 class SliceMask:
     """The mask by which each query of a slice sees all keys up to that of its own position."""
 
-    # Slots: tensors in a ``__dict__`` would be copied to the device of a module that gets this.
     __slots__ = ("_made", "_make")
 
     def __init__(self, make: Callable[..., Tensor]) -> None:
@@ -120,7 +119,7 @@ def _has_kernel(
     if features % 8 or value.shape[-1] != features or not query.dtype == key.dtype == value.dtype:
         return False
     grouped = query.shape[1] != key.shape[1]
-    # The module of the virtual accelerator has a function of its own for this.
+    # PyTorch's function is for CUDA. The tests' virtual accelerator has one in its module.
     module = torch.get_device_module(query.device)
     ask = getattr(module, "can_use_flash_attention", cuda.can_use_flash_attention)
     return bool(ask(cuda.SDPAParams(query, key, value, None, dropout, False, grouped)))

@@ -63,8 +63,8 @@ class Past:
     def __init__(self, starts: Sequence[int], window: int | None) -> None:
         self._starts, self.window = starts, window
         self._buffer: Tensor | None = None
-        #: What the latest slice has seen. It is released after forward: its graph refers to a
-        #: checkpoint, and that to this cache, a cycle that Python's collector does not see.
+        #: The tensor that the latest slice has seen. Its graph refers to a checkpoint, and the
+        #: checkpoint to this cache: a cycle through C++ that only let_go() breaks.
         self._latest: Tensor | None = None
 
     def first(self, k: int) -> int:
@@ -76,12 +76,12 @@ class Past:
         start, end = self._starts[k : k + 2]
         if self._buffer is None:
             self._buffer = added.new_empty(*added.shape[:-2], self._starts[-1], added.shape[-1])
-        # ``data`` has a version of its own: what later slices write is no change of this slice.
+        # Each slice's ``.data`` has its own version. Else later slices' writes would fail backward.
         memory = self._buffer.data
         seen = memory[..., self.first(k) : end, :]
         output: Tensor
         if is_recomputing():
-            # The memory has this slice's part already, and nobody uses a recomputation's graph.
+            # Forward has written this part already, and backward goes through forward's graph.
             output = Extend.apply(None, added, seen)
         else:
             memory[..., start:end, :] = added.detach()

@@ -13,7 +13,8 @@ from torchgpipe.values.division import divided
 
 __all__: list[str] = []
 
-#: The number of slices, their lengths, or "auto": about TOKENS tokens each, and equal times.
+#: The number of slices; or their lengths; or "auto", for slices of about TOKENS tokens that take
+#: equally long.
 Slices: TypeAlias = int | Sequence[int] | str
 TOKENS = 2048
 
@@ -48,7 +49,7 @@ def count_of(slices: Slices, devices: int, length: int) -> int:
         return slices
     if not isinstance(slices, str):
         return len(slices)
-    # With fewer slices devices wait for each other, and with more they launch small kernels.
+    # With fewer than two slices per device, devices idle; with more than eight, kernels are small.
     return min(8 * devices, max(2 * devices, length // TOKENS))
 
 

@@ -26,15 +26,15 @@ TOKENS = 32
 #: How many entries of the gradient of each parameter are compared.
 SAMPLE = 4096
 
-#: The least norm that errors of a parameter's gradient are divided by, per norm of all gradients.
+#: Errors are relative to a gradient's norm, or at least to this share of the norm of all gradients.
 LEAST = 1e-3
 
 #: How far outputs of the first tokens may change, by rounding, when later tokens are others. It may
-#: be EXPERTS times as much in models with experts, whose products get other numbers of tokens.
+#: be EXPERTS times as much with experts, each of which then gets another number of tokens.
 EARLY = {torch.float64: 1e-9, torch.float32: 1e-5}
 HALF_EARLY, EXPERTS = 1e-3, 20
 
-#: How far gradients may differ by rounding, per norm; HALF is for half precision.
+#: How far gradients may differ by rounding, relative to their norms; HALF is for half precision.
 CLOSE = {torch.float64: 1e-4, torch.float32: 1e-3}
 HALF = 0.2
 
@@ -111,7 +111,7 @@ def changed_early(whole: Callable[..., Any], sequence: Mapping[str, Tensor]) -> 
     """
     ((name, tokens),) = sequence.items()
     half = tokens.shape[1] // 2
-    # Tokens of the same sequence, since others may not be in the vocabulary.
+    # The new tokens are of the same sequence, since others may not be in the vocabulary.
     others = torch.cat([tokens[:, :half], tokens.flip(1)[:, half:]], 1)
     with torch.no_grad():
         outputs = whole(), whole(**{name: others})
@@ -133,8 +133,8 @@ def furthest(sliced: Tensor, whole: Tensor, sizes: Sequence[int]) -> float:
         whole: the same of the whole sequence.
         sizes: how many numbers there are of each.
     """
-    # Each gradient has its own norm: that of all would hide a missing gradient of keys, which is
-    # small. It has a least value, since some gradients, as of biases of keys, are all rounding.
+    # Each error is relative to its own gradient's norm. With the norm of all, nobody would see that
+    # a small gradient is missing, as of keys. LEAST is for gradients that are all rounding.
     least = LEAST * whole.norm().clamp(min=1e-30)
     pairs = zip(sliced.split([*sizes]), whole.split([*sizes]))
     errors = [(x - y).norm() / y.norm().clamp(min=least) for x, y in pairs]
@@ -153,7 +153,7 @@ def gradient(
         output = call()
         loss = output.get("loss") if isinstance(output, Mapping) else None
         if loss is None:
-            # Not a sum of squares: it is constant after a norm, so its gradient would be zero.
+            # Not squares: their mean is constant for normalized outputs, and its gradient zero.
             loss = next(
                 x[:, x.shape[1] // 2 :].float().sin()
                 for x in _leaves(output)

@@ -71,9 +71,9 @@ class Slicing:
         self.slices = checked_slices(slices)
         #: Whether a few tokens have shown that the model can be computed in slices.
         self._is_proven = False
-        #: The numbers of the slices of the present call; empty if none are computed.
+        #: The :class:`SliceNumber` of each slice, while a call is computed; empty between calls.
         self._numbers: Sequence[int] = ()
-        #: The lengths of the slices of the last call's first sequence.
+        #: The lengths of the slices of the first micro-batch, in the latest call.
         self.lengths: Sequence[int] = ()
 
     def number(self, i: int) -> int:
@@ -110,8 +110,8 @@ class Slicing:
         call = SlicedCall(model, self.slices, wrapper._width, wrapper.chunks, arguments)
         if torch.is_grad_enabled() and wrapper.training and not self._is_proven and call.is_divided:
             few = call.few(TOKENS)
-            # The test is no step of the user's. Without training mode nothing warns of few
-            # micro-batches, and without a recording no trace shows it.
+            # The proof is no step of the user's. Without training mode nothing warns of few
+            # micro-batches, and without a recording no trace shows the proof.
             wrapper.training, lasting = False, wrapper._lasting
             recording, lasting.recording = lasting.recording, None
             try:
@@ -159,7 +159,7 @@ class SlicedCall:
         self._cache = verified(model, bound, self.sequence)
         flat = FlatInput(bound)
         division = flat.division(chunks)
-        #: Whether the caller has divided the rows, and gets the outputs as they are.
+        #: Whether the caller has divided the rows, and so gets a list of outputs, not joined.
         self._is_ready = division.is_ready
         parts = [*flat.split(division)]
         self._first = parts[0]
@@ -213,13 +213,14 @@ class SlicedCall:
             count = whole.get("num_items_in_batch")
             if count is None:
                 count = (whole["shift_labels"] != IGNORED).sum()
-            # A slice divides its sum of losses by this: the mean over slices is the whole loss.
+            # The model divides each slice's sum of losses by this number, so that the mean of the
+            # slices' losses is the loss of the sequence.
             whole["num_items_in_batch"] = count / len(lengths)
         mask = whole.get("attention_mask")
         if isinstance(mask, Tensor) and mask.shape == (rows, length):
             verify_padding(self._model.config, mask)
             if mask.all():
-                # Attention is faster without it, and experts count a slice's own tokens alone then.
+                # Without a mask attention is faster, and experts' losses take a slice's own tokens.
                 whole["attention_mask"] = None
         elif isinstance(mask, Tensor) and mask.dim() == 4:
             verify_mask(mask, lengths, layers.has_windows)
@@ -276,7 +277,7 @@ class SlicedCall:
         first_tokens = {name: _slice(name, x, 0, end, sizes) for name, x in arguments.items()}
         first_tokens = {name: _first_row(name, x, sizes[0]) for name, x in first_tokens.items()}
         if getattr(self._model.config, "output_router_logits", False):
-            # The loss for the balance of experts differs, since each slice has its own balance.
+            # No loss for the balance of experts: slices have another balance than the whole.
             first_tokens["output_router_logits"] = False
         for name in ("labels", "shift_labels"):
             if first_tokens.get(name) is not None:
@@ -329,7 +330,7 @@ def _slice(name: str, value: Any, start: int, end: int, sizes: tuple[int, int]) 
     if name == "attention_mask" and value.dim() == 4:
         return value[..., start:end, :end]
     if name == "position_ids":
-        # Some models put a dimension for kinds of positions in front: the sequence is the last.
+        # Some models have kinds of positions in dimension 0: the sequence is the last dimension.
         return value[..., start:end]
     if value.shape[1] == sizes[1] and value.shape[0] in (1, sizes[0]):
         # Contiguous, since models flatten labels by view(-1).

@@ -70,7 +70,7 @@ class DeviceVisit:
     visit: int
     compute: AbstractStream
     lanes: tuple[AbstractStream, ...]
-    #: What moves saved tensors of this stage to the host's memory, by the settings of modules.
+    #: For each setting of modules in this stage: what moves their saved tensors to the host.
     offloadings: dict[Offload, Offloading] = field(default_factory=dict)
     #: The bodies of the modules that are called in this stage.
     bodies: dict[nn.Module, MappedBody] = field(default_factory=dict)
@@ -89,21 +89,21 @@ class Lasting:
     """The parts that last from step to step: streams, locks, knowledge of buffers."""
 
     def __init__(self) -> None:
-        #: The first pool has streams for the first visit of a device, the others for later visits.
+        #: Pools of streams: one for the first visit of each device, the others for later visits.
         self.pools = [StreamPool() for _ in range(4)]
         self.lock = threading.RLock()
         #: The thread that runs a step; None between steps.
         self.thread: int | None = None
         self.learned: Learned = weakref.WeakKeyDictionary()
-        #: The name of the mapped module that was called last; None before the first step.
+        #: The name of the last mapped module that a micro-batch has called; None before the first.
         self.last: str | None = None
         #: Takes the times of cells while somebody traces the model; None otherwise.
         self.recording: Recording | None = None
-        #: Whether a step has recorded gradients.
+        #: Whether a step has recorded gradients: after the first one, attributes are not checked.
         self.trained = False
-        #: Whether modules have used tensors of other devices that were not among their arguments.
+        #: By module: whether it has used tensors of other devices that were not its arguments.
         self.met: Met = {}
-        #: Whether a module has names on several devices, each call computing on the next of these.
+        #: Whether a module has mapped names on several devices: see :meth:`Mapped.called`.
         self.has_names = False
         #: The figures of the last step that was traced.
         self.figures: StepFigures | None = None
@@ -128,9 +128,9 @@ class MappedStep:
         self.m, self.output_device = m, output_device
         self.devices = [*dict.fromkeys(devices)]
         self.numbers = StepNumbers(self.devices, m)
-        #: The outputs that are left out, and computed when they are read.
+        #: The outputs that are computed only when the caller reads them.
         self.omitted = Omitted()
-        #: What modules hold as attributes. Nothing else may change it in the first training step.
+        #: In the first training step: what modules hold as attributes, and they alone may change.
         self.held: HeldValues | None = None
         if torch.is_grad_enabled() and not lasting.trained:
             self.held = HeldValues()
@@ -147,22 +147,22 @@ class MappedStep:
         self._stages: dict[tuple[torch.device, int], DeviceVisit] = {}
         # A weak reference: the graph of a step may hold this object, and must not hold the model.
         self._model = weakref.ref(model)
-        #: The addresses of parameters and buffers; None until they are looked for.
+        #: The storage addresses of parameters and buffers; None until has_state() needs them.
         self._state: set[int] | None = None
-        #: The devices of the previous micro-batch's outputs.
+        #: The devices of the previous micro-batch's outputs, to which the next outputs go, too.
         self.places: list[torch.device] = []
-        #: Whether the model has come back to a device.
+        #: Whether the model has come back to a device, so that two stages may call the same layer.
         self._comes_back = False
-        #: Whether two stages have called the same layer with buffers.
+        #: Whether two stages have called the same layer with buffers, which rules threads out.
         self._depends = False
-        #: The stage in which each layer with buffers was called last.
+        #: By layer with buffers: the stage that called it last, which the next stage waits for.
         self._last: dict[nn.Module, DeviceVisit] = {}
         self._weights: StepWeights | None = None
         self._contexts: list[Context] = []
         self._outside = {device: current_stream(device) for device in self.devices}
         self._streams = current_streams(self.devices)
         self._lock = threading.Lock()
-        #: Whether code has drawn random numbers on another device than that of the present cell.
+        #: Whether code has drawn on another device than its course was on, which rules threads out.
         self.drawn_behind = False
 
     def stage(self, device: torch.device, visit: int) -> DeviceVisit:
@@ -174,7 +174,7 @@ class MappedStep:
         pools = self.lasting.pools
         # Later visits share the other pools in turn: a device has a limited number of streams.
         pool = visit and 1 + (visit - 1) % (len(pools) - 1)
-        # A pool for two partitions has compute streams of its own, and for one the caller's.
+        # For one partition, a pool gives the caller's compute stream, and for two its own ones.
         streams = pools[pool].get(device, 2 if visit else 1, skips=False)[0]
         compute = streams.compute if visit else self._outside.get(device, streams.compute)
         number = len(self._stages)
@@ -185,7 +185,8 @@ class MappedStep:
                 for body in earlier.bodies.values():
                     self._take_turns(earlier, body)
         self._stages[device, visit] = stage
-        # Between steps the caller changes gradients in these streams' memory, so they wait for it.
+        # The caller may have changed gradients, whose memory may belong to the other streams. So
+        # the other streams wait for the caller's.
         caller = self._outside.get(device, streams.compute)
         others = {compute, *stage.lanes} - {caller}
         if has_streams(device):
@@ -194,12 +195,12 @@ class MappedStep:
 
     def has_state(self, tensors: Iterable[Tensor]) -> bool:
         """Whether state of the model is among tensors, or views of it."""
-        # A tensor with a ``grad_fn`` was computed from state, and is no state.
+        # A tensor with a ``grad_fn`` is a result of autograd, and no parameter or buffer.
         tensors = [x for x in tensors if x.grad_fn is None and is_dense(x)]
         if tensors and self._state is None:
             model = self._model()
             state = [] if model is None else [*model.parameters(), *model.buffers()]
-            # The address of an empty tensor is 0.
+            # All empty tensors have the address 0, so it tells nothing.
             self._state = {_storage(x) for x in state if is_dense(x)} - {0}
         return any(_storage(x) in (self._state or ()) for x in tensors)
 

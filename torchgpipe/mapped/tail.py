@@ -83,16 +83,16 @@ class Tail:
 
     def __init__(self, checkpoint: Checkpoint, output: Batch, omits: bool = False) -> None:
         self._checkpoint = checkpoint
-        #: Whether outputs may be left out, and computed when they are read.
+        #: Whether outputs may be computed only when the caller reads them.
         self.omits = omits
         self._numbers = FirstNumbers(get_device(checkpoint.stream))
-        #: The tensors that were computed from the module's output.
+        #: The state of each tensor in the module's output, or computed from one.
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._count = 0
         self._calls: list[Noted] = []
         #: The slots of the tensors that the code saves, filled until the end of the micro-batch.
         self._slots: list[Slot] = []
-        #: The number of calls up to the last one that saves a tensor.
+        #: How many calls backward needs again: up to the last one that saves a tensor.
         self._needed = 0
         #: Whether a recomputation would repeat all that the code has done so far.
         self._repeats = True
@@ -130,7 +130,7 @@ class Tail:
             with saved_tensors_hooks(self._keep, self._checkpoint.unpack):
                 result = function(*args, **kwargs)
         except BaseException:
-            # The model may catch the error and go on, and the failed call is not noted.
+            # The model may catch this error and go on, and a recomputation would not repeat that.
             self._repeats = False
             raise
         made = tensors_of(result)
@@ -140,7 +140,7 @@ class Tail:
         if len(self._slots) > before:
             self._needed = len(self._calls)
         if any(not state.fits(x) for x, state in self._known.items()):
-            # The call has changed a tensor in place, and so the versions of all its views.
+            # The call has changed a tensor in place: note the new versions of it and its views.
             for x, state in [*self._known.items()]:
                 self._known[x] = TensorState(state.number, version_of(x), x.requires_grad)
         return result
@@ -198,7 +198,7 @@ class Tail:
         maker = None
         if wanted:
             maker = copy.copy(checkpoint)
-            # This copy gets its own places and values, since backward uses up the checkpoint's.
+            # Backward uses the places and values of ``checkpoint`` up, so the copy gets its own.
             maker.places, maker.values = [], Values(checkpoint.values)
             maker.function = partial(_repeated, function, calls, wanted)
         if self._slots:

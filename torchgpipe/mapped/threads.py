@@ -49,14 +49,14 @@ class Turns:
         #: The stages that each micro-batch has left for good.
         self._left: list[set[VisitKey]] = [set() for _ in range(m)]
         self._over = [False] * m
-        #: The micro-batch on each device.
+        #: By device: the number of the micro-batch whose turn it is there, if there is one.
         self._holders: dict[torch.device, int] = {}
-        #: The stage that each micro-batch came to last.
+        #: The stage that each micro-batch came to last, and may still compute.
         self._stages: list[VisitKey | None] = [None] * m
         #: Autograd's next sequence number when a micro-batch left a stage. The next micro-batch
-        #: there counts on from it, since backward takes nodes with higher numbers first.
+        #: there numbers its nodes from this one on: backward runs nodes with higher numbers first.
         self._numbers: dict[VisitKey, int] = {}
-        #: The first micro-batch that has failed.
+        #: The number of the first micro-batch that has failed; ``m`` if none has.
         self._failed = m
         # A Condition's lock is reentrant, so end() can call leave() while it holds the lock.
         self._changed = threading.Condition()
@@ -98,7 +98,7 @@ class Turns:
             Abandoned: a micro-batch before this one has failed.
         """
         with self._changed:
-            # Micro-batch i - 1 may have to come back to the device that micro-batch i holds.
+            # Micro-batch i gives its device up, since i - 1 may have to come back to it.
             self._free(i)
             self._wait(i, lambda: i == 0 or self._over[i - 1])
 
@@ -137,7 +137,7 @@ class Threads:
 
     def __init__(self) -> None:
         self._workers = Workers([])
-        #: Whether several threads compute the same as one, in training and in evaluation.
+        #: By training mode: whether several threads compute the same as one.
         self._equal = {True: False, False: False}
 
     def are_equal(self, training: bool) -> bool:
@@ -168,7 +168,7 @@ class Threads:
                 course(i, None)
         # guard: numbers of the CPU in threads
         drawn = content(numbers) != content(get_state(CPU))
-        # A replaced buffer is of one micro-batch, and another thread would find it in the module.
+        # A buffer that forward replaces is of one micro-batch: other threads would find it, too.
         replaced = count > 1 and _differing(buffers, _buffers(model))
         equal = step.is_divisible and not drawn and not replaced
         self._equal[model.training] = equal and all(map(has_streams, step.devices))
