@@ -26,10 +26,10 @@ from torchgpipe.testing.loading import loaded
 
 __all__: list[str] = []
 
-#: How many times an operator runs, between two events, and how many times that is measured.
+#: How many times an operator runs between two events, and how many such rounds there are.
 TIMES, ROUNDS = 20, 5
 
-#: The side of square matrices, the length of a sequence, channels of an image and numbers to add.
+#: Sizes of operators: sides of matrices, lengths of sequences, channels of images, numbers to add.
 SIDES = (256, 512, 1024, 2048, 4096, 8192)
 LENGTHS = (512, 1024, 2048, 4096)
 CHANNELS = (32, 64, 128, 256, 512)

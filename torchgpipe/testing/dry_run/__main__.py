@@ -34,7 +34,7 @@ from torchgpipe.testing.report import Place
 
 __all__: list[str] = []
 
-#: The package of our wrappers. ``__name__`` does not tell it in a module that is a command.
+#: How our modules' names begin. ``__name__`` is no help: in a command it is ``__main__``.
 _OURS = "torchgpipe."
 
 
@@ -96,8 +96,8 @@ def run_script(
 
         def begin(module: nn.Module, _: object) -> None:
             mode.is_wanted = False
-            # Under a dispatch mode no stage becomes a graph, so ``mode`` ends when a module of ours
-            # runs. Elsewhere the dispatcher may be in any state, and ``mode`` ends with the step.
+            # A stage becomes no graph under a dispatch mode, so ``mode`` ends when a module of ours
+            # runs, if no mode is within it. Otherwise ``mode`` ends with the step.
             is_ours = type(module).__module__.startswith(_OURS)
             count = _torch.count_dispatch_modes()
             if is_ours and count and _torch.dispatch_mode_at(count - 1) is mode:
