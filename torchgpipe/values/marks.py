@@ -154,7 +154,7 @@ class PerMicroBatch(NamedTuple):
         value: a tensor, or a nested structure of tensors, of one shape in all micro-batches.
     """
 
-    # A named tuple, since PyTorch knows these as containers.
+    # A named tuple, since PyTorch finds tensors in these, without registering a container.
     value: Any
 
 
