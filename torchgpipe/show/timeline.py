@@ -293,7 +293,8 @@ def _events(spans: Sequence[Span]) -> list[dict[str, Any]]:
         if span.after >= 0 and span.start > ends.get(span.stream, 0.0):
             cause = spans[span.after]
             arrow = {"name": "wait", "cat": "wait", "id": index}
-            # An arrow starts at the span that lasts then, so it starts a nanosecond before the end.
+            # A viewer takes an arrow for one of the span that lasts when it starts. So the arrow
+            # starts a nanosecond before its cause ends.
             end = _micro(cause.end) - 0.001
             events.append({"ph": "s", **arrow, **ids(cause.stream), "ts": end})
             here = {**ids(span.stream), "ts": _micro(span.start)}

@@ -25,7 +25,7 @@ _ops: Any = torch.ops.virtual_accelerator
 #: If this were false, ``torch.utils.checkpoint`` would not restore the device's generator.
 _initialized = True
 
-#: The default generator of each device, by the name that PyTorch knows from ``torch.cuda``.
+#: The default generators of the devices, by the name under which PyTorch looks for them.
 default_generators: tuple[torch.Generator, ...] = ()
 
 

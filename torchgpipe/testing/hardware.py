@@ -240,8 +240,8 @@ CPU, _HOST = "cpu", -1
 LinkEnd: TypeAlias = int | str | tuple[int | str, ...]
 Link: TypeAlias = tuple[LinkEnd, LinkEnd]
 
-#: Operators with kernels of their own on virtual devices, which ask for no cost, but for ``copy``.
-#: All others share one kernel, which does.
+#: Operators with kernels of their own on virtual devices. Of these ``copy`` alone takes the cost
+#: that a user gives. All other operators share one kernel, which takes it, too.
 _OWN = {
     *("copy", "empty", "empty_strided", "set", "record_stream", "native_dropout"),
     *("_copy_from", "_copy_from_and_resize", "_local_scalar_dense", "_efficientzerotensor"),
@@ -327,7 +327,8 @@ def _reaches_a_device(op: str) -> bool:
     if name.removeprefix("aten::") in _OWN:
         return name == "aten::copy"
     known = set(_torch.all_operators())
-    # PyTorch may call any form of an operator (in place, with ``out``): one with a kernel will do.
+    # PyTorch may call any form of an operator, such as that in place. So it is enough if one form
+    # has a kernel for devices.
     overloads = [
         f"{schema.name}.{schema.overload_name}".rstrip(".")
         for form in (name, f"{name}_")

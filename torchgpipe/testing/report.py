@@ -192,8 +192,8 @@ def critical_path(spans: list[Span]) -> list[int]:
 # What a piece of work belongs to, by labels, which are numbers in the library.
 #
 # The library knows two labels of a piece of work: that of the thread that issued it, and that of
-# the autograd node that ran, which is the label of the node's forward. The thread's counts if it
-# has one, as under a schedule. Otherwise the work is the backward of the forward's cell.
+# the autograd node that ran, which is the label of the node's forward. If the thread has a label,
+# as under a schedule, the work belongs to that. Otherwise it is the backward of the forward's cell.
 
 
 _ops: Any = torch.ops.virtual_accelerator

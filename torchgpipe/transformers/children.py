@@ -31,8 +31,8 @@ __all__: list[str] = []
 # The second forward computes what needs all rows: similarities, matching, and the loss.
 
 
-#: By the name of a child, for each of its calls in a forward: whether its outputs of micro-batches,
-#: joined, are its output for all rows. Then they are kept; other calls compute in both forwards.
+#: By the name of a child, for each of its calls in a forward: whether the outputs for
+#: micro-batches, joined, are the output for all rows, so that they are kept for the second forward.
 ByRows = Mapping[str, list[bool]]
 
 #: The keyword argument that brings the kept outputs of children into the second forward.
@@ -43,7 +43,8 @@ class Calls(threading.local):
     """The calls of children in the forward that a thread runs."""
 
     def __init__(self) -> None:
-        #: By child, call by call: what ``record`` keeps and ``repeat`` returns; None to compute it.
+        #: By the name of a child, call by call: the output that ``record`` keeps, or that
+        #: ``repeat`` returns. For None ``repeat`` calls the child.
         self.outputs: dict[str, list[Any]] = {}
 
     def record(self, name: str, child: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -92,7 +93,7 @@ class Child:
 def called(model: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
     """Have a model call something in place of its children within a ``with`` block."""
     base = base_of(model)
-    # Children without a forward, such as a ModuleList, are never called.
+    # Children without a forward, such as a ModuleList, are never called, and get no stand-in.
     named = base.named_children()
     children = {name: x for name, x in named if type(x).forward is not nn.Module.forward}
     # Python finds an attribute before nn.Module looks for a submodule: a stand-in hides its child.

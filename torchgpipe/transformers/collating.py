@@ -24,8 +24,8 @@ __all__: list[str] = []
 
 # A mini-batch whose tensors all have its rows is cut into micro-batches like any other input. A row
 # of several packed sequences cannot be cut, nor can a tensor with a row for each patch of each
-# image. Then the data collator makes each micro-batch from some of the examples, and the mini-batch
-# is these micro-batches, joined. It carries them under KEY through the data loader's workers and
+# image. Where there are such, the data collator makes each micro-batch of some examples, and these
+# are joined to the mini-batch. It carries them under KEY through the data loader's workers and
 # through Accelerate, until the Trainer collects the mini-batches of a step.
 
 
@@ -50,11 +50,11 @@ class Collator:
         self.collate, self._chunks, self._is_sliced = collate, chunks, is_sliced
         #: Whether mini-batches can be cut by rows; None before the first mini-batch.
         self._is_cut: bool | None = None
-        #: Whether a mini-batch is one row of packed sequences: its parts are joined in dimension 1.
+        #: Whether each mini-batch is one row of packed sequences, joined in dimension 1.
         self._is_one_row = False
 
     def __getattr__(self, name: str) -> Any:
-        # Copies and pickles ask before ``collate`` is set: reading it here would recurse for ever.
+        # While a copy has no ``collate`` yet, reading ``self.collate`` would recurse for ever.
         if name == "collate" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.collate, name)
@@ -106,12 +106,12 @@ class Collator:
             return self._in_one(examples, whole, f"raised {type(error).__name__}: {error}")
         batch = as_one_batch(parts, self._is_one_row)
         if whole and has_other_order(batch, whole):
-            # So does TRL collate pairs: all chosen answers, then all rejected ones. The mini-batch
-            # stays whole, and the arguments of the model's call are cut by rows instead.
+            # TRL collates pairs so: all chosen answers, then all rejected ones. So the mini-batch
+            # stays whole here, and the arguments of the model's call are cut by rows.
             self._is_cut = True
             return whole
         if whole and self._is_one_row and shapes_in(batch) != shapes_in(whole):
-            # A tensor of one row has to keep its length. Others, as cumulated lengths, may change.
+            # Joined parts must be as long as the row. Cumulated lengths, for one, may be longer.
             keys = [key for key, x in shapes_in(whole).items() if x[:1] == (1,)]
             if any(shapes_in(batch)[key] != shapes_in(whole)[key] for key in keys):
                 return self._in_one(examples, whole, "makes other rows of them")

@@ -120,7 +120,7 @@ class PipelineCallback(TrainerCallback):
         # End the trace of an earlier step that raised, and so did not come to ``on_step_end``.
         self._tracing.close()
         if self._step is not None and step >= self._step and model and self.timeline is None:
-            # ExitStack leaves its last entry first: the trace ends, and ``_say`` says what it has.
+            # ExitStack ends in reverse order: the trace fills the timeline, then ``_say`` logs it.
             self._tracing.callback(self._say, step)
             self.timeline = self._tracing.enter_context(trace(model))
 

@@ -32,9 +32,9 @@ __all__: list[str] = []
 #
 #   the loss of both rows together    and    the losses of each row alone, weighed
 #
-# Two rows with equally many labels fit every way. So labels are copied with all but a few set to
-# IGNORED, other numbers in neighbouring rows. Code that does not know IGNORED might take it for an
-# index: then labels stay as they are, and the proof waits for rows that differ by themselves.
+# Two rows with equally many labels fit every way. So in a copy all labels but a few become IGNORED,
+# and neighbouring rows keep unequally many. Code that does not know IGNORED might take it for an
+# index: there labels stay as they are, and the proof waits for rows that differ by themselves.
 
 
 #: One more way: the loss is computed once for all rows, of what the model's children return.
@@ -42,7 +42,7 @@ ONCE = "once"
 
 #: Relative differences, by dtype: losses are equal up to the first, and differ above the second.
 CLOSE = {torch.float64: (1e-9, 1e-7), torch.float32: (1e-5, 1e-4)}
-#: The same in half precision and under autocast; and, if greater than by dtype, on accelerators.
+#: The same two limits in half precision or under autocast, and the least ones on accelerators.
 HALF = 4e-3, 3e-2
 OTHERS = 1e-4, 1e-3
 
@@ -112,7 +112,7 @@ class Weighing:
             k = int((2 * apart + differ).argmax())
             if before and not apart[k]:
                 return
-            # Two rows of one class do not show whether a loss weighs classes: another pair may.
+            # Two rows of one class do not show whether the loss weighs classes: wait for others.
             is_open = has_classes(kwargs, names) and not is_of_library(model)
             if is_open and not differ[k]:
                 return
@@ -333,7 +333,7 @@ def differing(model: nn.Module, kwargs: dict[str, Any], names: Sequence[str]) ->
             continue
         odd = torch.arange(len(x), device=x.device) % 2
         knows = "loss_function" in used or "CrossEntropyLoss" in used
-        # Models with start_n_top index their outputs by an answer's position, so it stays valid.
+        # Models with start_n_top index outputs by an answer's position, which must be in the row.
         takes = hasattr(base_of(model).config, "start_n_top") if knows else True
         if x.dim() == 2 and (knows or bool((x == IGNORED).any())):
             # Two or eight labels stay, few enough to see whether the first one of a row counts.

@@ -124,7 +124,7 @@ def _shell(base: Any, layers: list[nn.Module], *kept: str, number: int = 0) -> A
         if name in kept:
             shell._modules[name] = module
         elif name not in base.config.base_model_pp_plan:
-            # Modules that are in no plan have no parameters, such as that for rotary positions.
+            # Modules in no plan, as for rotary positions, have no parameters: a copy is as good.
             shell._modules[name] = copy.deepcopy(module)
         else:
             shell._modules[name] = nn.Identity()

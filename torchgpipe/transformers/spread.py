@@ -84,7 +84,7 @@ class Spread:
         device_map: Any = getattr(model, "hf_device_map", None) or {}
         #: Whether Accelerate has spread the model, and the user names no other devices.
         self._is_dispatched = len({*device_map.values()}) > 1 and options.devices is None
-        #: Whether the model has the host wait for a device, as TRL's fused head: it takes threads.
+        #: Whether the model makes its thread wait for a device, as TRL's fused head does.
         self._waits = call_within_head(base_of(model))
         if pipe is None and not self._is_dispatched:
             self._places = options.places()

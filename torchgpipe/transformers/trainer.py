@@ -131,11 +131,11 @@ class Pipelined(SpreadTrainer):
         self._accepts = accept_loss
         #: The mini-batches of the optimizer step that are to come.
         self._batches: list[Any] = []
-        #: The losses of the next of them, if these were computed ahead in one call.
+        #: The losses that one call has computed ahead for the first of these mini-batches.
         self._losses: list[Tensor] = []
-        #: The mini-batches that cannot be cut, by id() of what the Trainer gets for them.
+        #: Mini-batches that cannot be cut, with their micro-batches, by id() of the mini-batch.
         self._collated: dict[int, Collated] = {}
-        #: The same mini-batches and their micro-batches, on their device.
+        #: The same mini-batches and micro-batches, once they are on the device of the inputs.
         self._prepared: list[Prepared] = []
         self._joined_step: JoinedStep | None = None
         self._figures: Idleness | None = None
@@ -145,7 +145,7 @@ class Pipelined(SpreadTrainer):
 
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         above: Any = super()
-        # By default Accelerate slices the mini-batches of a dataset without a length by rows.
+        # By default Accelerate slices mini-batches by rows if their dataset has no length.
         is_sliced = isinstance(dataset, IterableDataset) and (
             self.accelerator.dispatch_batches is not False
         )
@@ -195,7 +195,7 @@ class Pipelined(SpreadTrainer):
         above: Any = super()
         whole = above._prepare_inputs(inputs)
         if (collated := self._collated.get(id(inputs))) is not None:
-            # If a mini-batch was changed, its micro-batches are out of date: it becomes one.
+            # The micro-batches of a mini-batch that was changed are out of date: it is not divided.
             parts = collated.parts if collated.is_unchanged() else []
             cut = [above._prepare_inputs(part) for part in parts] if len(parts) > 1 else [{**whole}]
             self._prepared.append(Prepared({**whole}, cut))

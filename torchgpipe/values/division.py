@@ -246,7 +246,8 @@ class FlatInput:
             tensor, dim = (leaf.value, leaf.dim) if isinstance(leaf, Chunk) else (leaf, 0)
             # narrow() and not split(): what split() returns, autograd forbids to change in place.
             rows = [tensor.narrow(dim, start, size) for start, size in spans]
-            # Detached if they need no gradient: torch.compile compiles views of each tensor anew.
+            # Parts that need no gradient are detached, since torch.compile would compile anew for
+            # the views of each other tensor.
             dual = _torch.forward_level() >= 0
             return [x if x.requires_grad or dual else x.detach() for x in rows]
 

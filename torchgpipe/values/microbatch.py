@@ -64,11 +64,11 @@ class Batch:
         tensors, structure = flatten(value, spec)
         #: The tensors of the value, by VALUE, and those of each skip, by the skip's key.
         self.parts: dict[Any, Tensors] = {VALUE: tensors}
-        #: By the same keys, what the value and each skip are without their tensors.
+        #: By the same keys, the containers of these tensors, and the objects that are no tensors.
         self.structures = {VALUE: structure}
         # Whether there is one tensor alone, as most often: methods have shorter code for that.
         self._single = len(tensors) == 1
-        #: The keys of the parts with a tensor that shares memory with another tensor.
+        #: The keys of parts that share memory with a tensor: layers must not change these in place.
         self.shared: frozenset[Any] = frozenset() if self._single else self._aliased()
 
     @classmethod

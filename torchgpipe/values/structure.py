@@ -178,7 +178,8 @@ class Structure:
             if self is known:
                 return name
         assert self.spec is not None
-        # Containers of zeros are pickled, and no spec: its kinds may be other objects elsewhere.
+        # The containers are pickled, with zeros as leaves, and not the spec: its kinds may be other
+        # objects in the process that unpickles.
         return _restored, (self.spec.unflatten([0] * self.spec.count), self.others)
 
     def equals(self, other: Structure, equal: Callable[[Any, Any], bool] = equal) -> bool:
@@ -214,7 +215,8 @@ def _restored(containers: Any, others: dict[int, Any]) -> Structure:
 #: The types of most leaves beside tensors. Objects of these types hold no tensors.
 ATOMS = frozenset({type(None), bool, int, float, str})
 
-#: The structures of a tensor alone and of a tuple of tensors, which most values are, by identity.
+#: The structures of most values: a tensor alone, and a tuple of tensors. Nothing but identity tells
+#: them apart.
 ALONE = Structure(None, {})
 TUPLE = Structure(None, {})
 

@@ -33,7 +33,7 @@ __all__ = ["Prediction", "dry_run"]
 
 _ops: Any = torch.ops.virtual_accelerator
 
-#: The columns of the picture of memory over a step.
+#: How many characters wide the picture of memory over a step is.
 WIDTH = 64
 
 
@@ -203,7 +203,7 @@ def prediction_of(
 # weights.
 
 
-#: The least bytes of a weightless tensor.
+#: The least bytes of a tensor that is made weightless. Smaller tensors have values.
 LARGE = 2**18
 
 #: Operators that make a tensor of a given size, and that copy one: their result stays unwritten.
@@ -342,7 +342,8 @@ def without_values(hardware: Hardware, value_read: float | None) -> Iterator[Non
     _ops.set_capacity(hardware.memory)
     _ops.set_hollow(True, value_read)
     # Autograd's threads, one for each device, free gradients between devices in a random order, and
-    # so change the peak. There is one thread, unless times of the host's threads are wanted.
+    # so change the peak of memory. So there is one thread, unless times of the host's threads are
+    # wanted.
     has_host = bool(hardware.host or hardware.host_backward)
     try:
         with torch.autograd.set_multithreading_enabled(has_host):
