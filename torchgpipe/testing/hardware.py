@@ -150,7 +150,7 @@ F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float1
 #: Over 16 lanes PCI Express carries 12 GB/s in its third generation, 25 GB/s in the fourth, and
 #: 50 GB/s in the fifth.
 NAMED = {
-    # NVIDIA A100 Tensor Core GPU data sheet (2021): SXM, NVLink 600 GB/s in both directions.
+    # NVIDIA A100 Tensor Core GPU data sheet (2021): SXM, NVLink 300 GB/s in each direction.
     "a100-40gb": Hardware(
         memory=int(39.4 * GIB),
         rates={F64: 9.7e12, F32: 19.5e12, BF16: 312e12, F16: 312e12},
@@ -159,7 +159,7 @@ NAMED = {
         host_link=25e9,
         name="a100-40gb",
     ),
-    # NVIDIA H100 Tensor Core GPU data sheet (2023): SXM, NVLink 900 GB/s in both directions.
+    # NVIDIA H100 Tensor Core GPU data sheet (2023): SXM, NVLink 450 GB/s in each direction.
     "h100-80gb": Hardware(
         memory=int(79.1 * GIB),
         rates={F64: 34e12, F32: 67e12, BF16: 989e12, F16: 989e12},
@@ -168,7 +168,7 @@ NAMED = {
         host_link=50e9,
         name="h100-80gb",
     ),
-    # NVIDIA V100 Tensor Core GPU data sheet (2020): SXM2, NVLink 300 GB/s in both directions.
+    # NVIDIA V100 Tensor Core GPU data sheet (2020): SXM2, NVLink 150 GB/s in each direction.
     "v100-16gb": Hardware(
         memory=int(15.7 * GIB),
         rates={F64: 7.8e12, F32: 15.7e12, F16: 125e12},

@@ -159,7 +159,7 @@ def _compile(command: list[str]) -> None:
 #: The type of the devices: ``torch.device("virtual", 0)``.
 NAME = "virtual"
 
-#: The highest number of devices.
+#: The most virtual devices that a process can have.
 MOST = 64
 
 _loaded: int | None = None

@@ -104,7 +104,7 @@ class PipelineCallback(TrainerCallback):
         TypeError, ValueError: the step is no number from 2 on.
     """
 
-    #: The timeline of the step that was traced, or None.
+    #: The timeline of the step that was traced; None until then.
     timeline: Timeline | None = None
 
     def __init__(self, trace: int | None = None) -> None:

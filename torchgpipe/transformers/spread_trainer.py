@@ -67,7 +67,7 @@ class SpreadTrainer:
     _spread: Spread
     #: What stands for the model in a step: its calls go through the wrapper.
     _stand_in: PipelinedModel
-    #: Whether ``_adopt`` has made both.
+    #: Whether ``_adopt`` has made ``_spread`` and ``_stand_in``.
     _is_made = False
     # With these values the Trainer neither moves the model nor copies it to all GPUs.
     place_model_on_device = property(lambda _: False, lambda *_: None)
@@ -86,7 +86,7 @@ class SpreadTrainer:
             remedy = "by default there are two for each device"
             chunks = checked_count(chunks, "chunks", "micro-batches of a step", remedy)
         self._options = Options(devices, chunks, checkpoint, slices)
-        #: The wrappers that the user passed, by their models: the trained one, and references.
+        #: The wrappers that the user passed for the trained model and for references, by model.
         self._wrappers: dict[nn.Module, MappedGPipe] = {}
         values = [self._unwrapped(x) for x in args]
         named = {key: self._unwrapped(x) for key, x in kwargs.items()}

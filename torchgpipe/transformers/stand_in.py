@@ -35,7 +35,7 @@ class PipelinedModel:
     def __init__(
         self, model: nn.Module, call: Callable[..., Any], place: Callable[[], Any]
     ) -> None:
-        # ``self._model = ...`` would set an attribute of the model.
+        # By ``__setattr__``, ``self._model = ...`` would set an attribute of the model.
         self.__dict__.update(_model=model, _call=call, _place=place)
 
     # isinstance() takes a stand-in for what its model is. Mypy allows no property of this name.
@@ -45,7 +45,7 @@ class PipelinedModel:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._model, name)
-        # A part of the model is asked for in order to call it, so the model is placed first.
+        # Who asks for a part of the model will call it, so first the model comes to its devices.
         if name in PLACING or isinstance(value, nn.Module):
             self._place()
         # A loss that reads the head's weight calls ``base_model``: this call is pipelined, too.

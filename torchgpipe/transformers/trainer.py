@@ -32,7 +32,7 @@ __all__: list[str] = []
 
 logger = logging.getLogger("torchgpipe")
 
-#: The most mini-batches in one call, since each training step is a call within the one before.
+#: The most mini-batches in one call: their training steps run one within another, on one stack.
 DEEPEST = 32
 
 
@@ -261,7 +261,7 @@ class Pipelined(SpreadTrainer):
         return (
             is_of_library(above.training_step)
             and above._prepare_inputs.__func__ is transformers.Trainer._prepare_inputs
-            # These layers update statistics once a call, which would be once for all mini-batches.
+            # In a joined call these layers would update statistics once, and not per mini-batch.
             and not any(
                 isinstance(x, DeferredBatchNorm | OncePerMiniBatch)
                 for x in self._spread.model.modules()

@@ -225,7 +225,7 @@ def _address(tensor: Tensor) -> int:
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
-        # Sparse tensors have no storage: with one address, all are compared with each other.
+        # Sparse tensors have no storage. As all get one address, each is compared with each other.
         return 0
 
 

@@ -38,7 +38,7 @@ RESHAPING = {"flatten", "reshape", "reshape_as", "view", "view_as"}
 #: Functions that return views, whose dimension 0 may be another dimension of the tensor.
 TURNING = {"t", "transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis"}
 TURNING |= {"unbind", "select", "narrow", "__get__"}
-#: Functions that split a tensor.
+#: Functions that split a tensor: if rows are block by block, a part may be one block.
 SPLITTING = {"chunk", "split", "tensor_split", "split_with_sizes"}
 #: Functions that may put rows into another order.
 REORDERING = {"index_select", "gather", "take", "take_along_dim", "sort", "argsort", "flip", "roll"}
@@ -161,7 +161,7 @@ class BlockWatch(TorchFunctionMode):
         if name in JOINING and size > before:
             return IN_BLOCKS if kind == IN_BLOCKS or (kind == HAS_ROWS and several) else DEPENDS
         if name == "stack":
-            # Dimension 0 counts the stacked tensors now, and rows are in dimension 1.
+            # Dimension 0 counts stacked tensors now: each of them is a block, with rows in it.
             return IN_BLOCKS if kind == HAS_ROWS and several else DEPENDS
         if name in RESHAPING and size > before > 0 and size % before == 0:
             # Rows in dimension 1, as with batch_first=False, come into dimension 0 block by block.
@@ -219,7 +219,7 @@ def verify_rows(
         ValueError: their sizes in dimension 0 are not the same multiple of the rows, or rows are in
             blocks.
     """
-    # Outputs of one element, such as losses, are one per micro-batch, whatever the rows.
+    # Outputs of one element, such as losses, need no check: each micro-batch has one.
     if all(x.numel() == 1 for x in tensors) or not all(x.dim() for x in tensors):
         return
     multiple = tensors[0].shape[0] // rows[0]

@@ -149,7 +149,7 @@ class Arguments(NamedTuple):
 def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The arguments of a call as a value: the argument itself if there is one only."""
     if not args and kwargs.keys() == {"input"}:
-        # ``input`` is the name of the only argument of nn.Sequential.forward().
+        # nn.Sequential.forward() has one argument, ``input``: passed by name, it is alone, too.
         return kwargs["input"]
     return args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
 
@@ -159,7 +159,7 @@ def equal(a: Any, b: Any) -> bool:
     try:
         return a is b or (type(a) is type(b) and bool(a == b or (a != a and b != b)))
     except Exception:
-        # ``a == b`` of NumPy arrays, for one, is an array, whose bool() raises an error.
+        # NumPy arrays, for one, count as unequal: ``a == b`` is an array, whose bool() raises.
         return False
 
 
@@ -257,7 +257,7 @@ def names(value: Any, is_leaf: Callable[[Any], bool] = is_of_input) -> Iterator[
     try:
         paths = _torch.leaves_with_path(value, is_leaf)
     except ValueError:
-        # PyTorch has no paths into a container that was registered without names.
+        # PyTorch has no paths into a container registered without names: leaves get numbers.
         leaves = leaves_of(value, is_leaf)
         yield from [(f"leaf {k}", leaf) for k, leaf in enumerate(leaves)]
     else:
