@@ -36,16 +36,16 @@ KINDS = {
     "out": ("#7f8cff", "to the host"),
     "back": ("#f07a4a", "from the host"),
 }
-#: The kinds that are drawn at an edge of a row: 1 for the lower edge, 0 for the upper one.
+#: The kinds that are drawn as thin bars: at the lower edge of a row (1), or the upper one (0).
 EDGES = {"copy": 1, "out": 0, "back": 0}
-#: Pixels: the average bar, a row, the margin for names, a line of text, between two ticks, and the
-#: height of a copy at an edge of its row.
+#: Pixels: the average bar's width, the height of a row, the margin for the names of rows, the
+#: height of a line of text, the least distance of ticks, and the height of a bar at an edge.
 _BAR, _ROW, _MARGIN, _LINE, _TICK, _COPY = 26, 26, 66, 20, 100, 5
 _LIGHT = """.page { fill: white } .words { fill: black } .waits { fill: #e8e8e8 }
 .on-bar { fill: black } rect.bar { stroke: white; stroke-width: 0.5 }"""
 _DARK = """.page { fill: #16181d } .words { fill: #e8e8e8 } .waits { fill: #33363d }
 rect.bar { stroke: #16181d }"""
-#: Pixels of a digit, and the widest picture whose scale is chosen.
+#: Pixels: the width of a digit, and the most for a row's bars, unless the user gives a scale.
 _DIGIT, _WIDEST = 7, 2400
 
 
@@ -99,7 +99,7 @@ def svg(panels: Sequence[Panel], scale: float | None = None) -> str:
     stop = max([float(panel.stop) for panel in panels], default=0.0)
     margin = max([_MARGIN, *(8 + 7 * len(name) for panel in panels for name in panel.rows)])
     if not scale:
-        # The average bar has room for its number, whatever the unit of time is.
+        # The average bar has room for a micro-batch's number, whatever the unit of time is.
         computed = [bar.end - bar.start for bar in bars if bar.kind not in EDGES]
         scale = _BAR * len(computed) / (float(sum(computed)) or 1) or 1.0
         scale = min(scale, _WIDEST / stop) if stop else scale

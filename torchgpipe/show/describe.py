@@ -165,7 +165,7 @@ class Description:
         settings = {"chunks": self.chunks, "slices": self.slices, "rank": self.rank}
         settings |= {"schedule": self.schedule}
         text = ", ".join(
-            # A schedule that is written as instructions has a line for each worker.
+            # A schedule of instructions has a line for each worker, and begins on a new one.
             f"{name}:\n{x}" if "\n" in str(x) else f"{name}: {x}"
             for name, x in settings.items()
             if x is not None

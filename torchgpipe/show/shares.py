@@ -10,7 +10,7 @@ from torchgpipe.show.tables import aligned, as_mib
 
 __all__ = ["Shares", "by_stream", "shares", "table"]
 
-#: The CPU: its workers are threads, and each has shares of its own.
+#: The device name of the CPU, where each worker is a thread, and has shares of its own.
 CPU = "cpu"
 
 
@@ -74,7 +74,7 @@ def shares(spans: Sequence[Span]) -> list[Shares]:
     all_shares = []
     for name, work in by_device(spans).items():
         recompute = _covered([span for span in work if span.kind == "R"])
-        # Work at the same time as a recomputation on another stream counts as recomputation.
+        # What one stream computes while another one recomputes counts as recomputation.
         busy = _covered(work) - recompute
         copies, away = (copied.get((work[0].stream.device_name, x), 0.0) for x in (False, True))
         host = _host_bound(work)

@@ -21,15 +21,13 @@ __all__: list[str] = [
 ]
 
 
-# A span: a piece of work with its times.
-#
 # Spans of real devices are measured by events, those of virtual devices are exact, and those of
-# simulations are computed. All have this one type, so that they can be drawn side by side.
+# simulations are computed. All have the type ``Span``, so that they can be drawn side by side.
 
 
-#: The kinds of computation: forward, recomputation, backward, and its two halves.
+#: The kinds of computation: forward, recomputation, backward, its halves for input and weights.
 COMPUTATIONS = "FRBIW"
-#: The kinds of copies of what a cell keeps, to the memory of the host and back.
+#: The kinds of copies of what a cell keeps for backward: to the memory of the host, and back.
 TRIPS = ("out", "back")
 
 
@@ -150,11 +148,11 @@ def trip(stream: Stream, start: float, end: float, way: str, stage: int, i: int)
     return Span(stream, start, end, f"{stage} {way} {i}", kind=way, stage=stage, microbatch=i)
 
 
-# Pieces: recorded spans of parts of a cell become one span for each computation.
+# Recorded spans become one span for each computation of a cell.
 #
 # A recomputation may begin within the backward that needs it, at the first missing tensor: its span
-# then lies within that of the backward. And a cell under a device map has several modules, each of
-# which was recorded. Both functions take spans in the order in which they were issued.
+# then lies within that of the backward. And a cell under a device map has a span for each of its
+# modules. ``pieces`` and ``cells`` take spans in the order in which they were issued.
 
 
 def pieces(spans: Sequence[Span]) -> list[Span]:
@@ -177,7 +175,7 @@ def cells(spans: Sequence[Span]) -> list[Span]:
     for span in spans:
         stream = span.stream
         if span.target in devices:
-            # The sending device makes a copy, but a timeline shows it on the receiving device.
+            # Virtual devices copy on the sending device. A timeline shows copies where they arrive.
             stream = stream._replace(device=devices[span.target])
         name = span.cell or span.name
         whole.append(replace(span, stream=stream, name=name, after=-1, layer="", layer_type=""))
@@ -196,7 +194,7 @@ def _without(span: Span, inner: Iterable[Span]) -> list[Span]:
         if x.start > start:
             rest.append(replace(span, start=start, end=x.start))
         start = max(start, x.end)
-    # A span that takes no time at all is kept.
+    # A span that takes no time is kept, so that each computation has one.
     if span.end > start or start == span.start:
         rest.append(replace(span, start=start))
     return rest

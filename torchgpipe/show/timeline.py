@@ -16,9 +16,6 @@ from torchgpipe.show.span import Span, Stream, order
 __all__ = ["Timeline", "Advice", "panel", "characters"]
 
 
-# Advice: the one thing to change.
-
-
 @dataclass(frozen=True)
 class Advice:
     """A change that helps.
@@ -42,7 +39,7 @@ class Advice:
         return f"{text} ({self.caution})" if self.caution else text
 
 
-#: What to do where virtual accelerators have no costs.
+#: What a timeline says in place of advice if no work took any time.
 UNTIMED = (
     "nothing took any time, as on virtual accelerators without costs; run the step within "
     "torchgpipe.testing.observe(costs={'addmm': 1, 'mm': 1}), or costs='measured'"
@@ -160,9 +157,6 @@ class Timeline:
         checked_path(path).write_text(to_json(self.spans), encoding="utf-8")
 
 
-# The picture of a step: its rows of bars, as SVG draws them.
-
-
 def panel(spans: Sequence[Span], unit: str) -> Panel:
     """Arrange the spans of a step, which begins at 0, in a row for each stream that computes.
 
@@ -217,10 +211,7 @@ def _tip(span: Span, unit: str) -> str:
     return f"{span.title} from {span.start:.6g} to {span.end:.6g} {unit}".rstrip()
 
 
-# The picture of a step in characters, as wide as a terminal.
-
-
-#: The columns of the picture beside the names of its rows.
+#: The characters of each row in a printed timeline, beside the row's name.
 WIDTH = 96
 
 
@@ -285,7 +276,7 @@ def _events(spans: Sequence[Span]) -> list[dict[str, Any]]:
     for stream in streams:
         name_ = {"name": f"stream {stream.number}"}
         events.append({"ph": "M", "name": "thread_name", **ids(stream), "args": name_})
-    #: The time when each stream has done its work so far.
+    # When each stream ends its spans so far: a span that starts later has waited for another one.
     ends: dict[Stream, float] = {}
     for index, span in enumerate(spans):
         events.append(
@@ -302,7 +293,8 @@ def _events(spans: Sequence[Span]) -> list[dict[str, Any]]:
         if span.after >= 0 and span.start > ends.get(span.stream, 0.0):
             cause = spans[span.after]
             arrow = {"name": "wait", "cat": "wait", "id": index}
-            # An arrow starts at a slice that lasts at that time, so a nanosecond before its end.
+            # A viewer takes an arrow for one of the span that lasts when it starts. So the arrow
+            # starts a nanosecond before its cause ends.
             end = _micro(cause.end) - 0.001
             events.append({"ph": "s", **arrow, **ids(cause.stream), "ts": end})
             here = {**ids(span.stream), "ts": _micro(span.start)}

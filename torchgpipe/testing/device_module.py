@@ -13,8 +13,8 @@ __all__: list[str] = []
 
 # The module ``torch.virtual``: functions that PyTorch looks for in the module of a device type.
 #
-# Users have the functions of :mod:`torch.accelerator`. This module repeats only those of them
-# that PyTorch looks for here.
+# Users call :mod:`torch.accelerator`, of which nothing is repeated here but what PyTorch calls in
+# this module.
 
 
 #: A device, its name, its index, or None for the current device.
@@ -25,7 +25,7 @@ _ops: Any = torch.ops.virtual_accelerator
 #: If this were false, ``torch.utils.checkpoint`` would not restore the device's generator.
 _initialized = True
 
-#: The default generator of each device. torch.cuda has them by this name.
+#: The default generators of the devices, by the name under which PyTorch looks for them.
 default_generators: tuple[torch.Generator, ...] = ()
 
 
@@ -157,10 +157,10 @@ def _index(device: DeviceLike) -> int:
     return current_device() if index is None else index
 
 
-# The cells of LSTM and GRU, for which PyTorch has fused operators on accelerators alone.
+# Kernels for the cells of LSTM and GRU, which PyTorch computes by fused operators on accelerators.
 #
-# In the formulas gates are σ or tanh of ``input_gates + hidden_gates``, biases included; shapes
-# are ``(N, 4 H)`` for an LSTM, ``(N, 3 H)`` for a GRU, and ``(N, H)`` for states.
+# In the formulas below a gate is σ or tanh of ``input_gates + hidden_gates``, biases included. All
+# gates have shape ``(N, 4 H)`` in an LSTM and ``(N, 3 H)`` in a GRU, and states ``(N, H)``.
 
 
 #: The registrations of kernels. They last as long as this list refers to them.

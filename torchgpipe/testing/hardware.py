@@ -34,7 +34,7 @@ GIB = 2**30
 #: The fields of :class:`Hardware` that are times, and may be 0.
 TIMES = ("launch", "host", "host_backward")
 
-#: The share of a rate, or shares by the size of an operator.
+#: The share of a rate that operators reach: one number, or a table by the size of an operator.
 Share: TypeAlias = float | Mapping[float, float]
 
 
@@ -108,7 +108,7 @@ class Hardware:
             verify_number(value, rule, name, remedy, above=0)
         share = predicted / measured
         efficiency = {kind: _times(self.efficiency.get(kind, 1.0), share) for kind in KINDS}
-        # Launches and the host are no rates, so they take longer by the same factor.
+        # The times of launches and of the host have no efficiency: they get longer by this share.
         times = {name: getattr(self, name) / share for name in TIMES}
         return replace(self, efficiency=efficiency, baseline=baseline, **times)
 
@@ -145,12 +145,12 @@ def _times(share: Share, factor: float) -> Share:
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 
-#: Some accelerators, by the rates of their makers' data sheets, for dense matrices. The memory is
-#: what a process can have of it. Float32 has the rate of matrices that are not rounded to TF32,
-#: which is PyTorch's default. A PCI Express of 16 lanes carries 12 GB/s in its third generation,
-#: and 25 and 50 GB/s in the next two.
+#: Some accelerators, by their makers' data sheets. Rates are those of dense matrices, in float32
+#: without rounding to TF32, as PyTorch has it by default. ``memory`` is what one process can have.
+#: Over 16 lanes PCI Express carries 12 GB/s in its third generation, 25 GB/s in the fourth, and
+#: 50 GB/s in the fifth.
 NAMED = {
-    # NVIDIA A100 Tensor Core GPU data sheet (2021): SXM, NVLink 600 GB/s in both directions.
+    # NVIDIA A100 Tensor Core GPU data sheet (2021): SXM, NVLink 300 GB/s in each direction.
     "a100-40gb": Hardware(
         memory=int(39.4 * GIB),
         rates={F64: 9.7e12, F32: 19.5e12, BF16: 312e12, F16: 312e12},
@@ -159,7 +159,7 @@ NAMED = {
         host_link=25e9,
         name="a100-40gb",
     ),
-    # NVIDIA H100 Tensor Core GPU data sheet (2023): SXM, NVLink 900 GB/s in both directions.
+    # NVIDIA H100 Tensor Core GPU data sheet (2023): SXM, NVLink 450 GB/s in each direction.
     "h100-80gb": Hardware(
         memory=int(79.1 * GIB),
         rates={F64: 34e12, F32: 67e12, BF16: 989e12, F16: 989e12},
@@ -168,7 +168,7 @@ NAMED = {
         host_link=50e9,
         name="h100-80gb",
     ),
-    # NVIDIA V100 Tensor Core GPU data sheet (2020): SXM2, NVLink 300 GB/s in both directions.
+    # NVIDIA V100 Tensor Core GPU data sheet (2020): SXM2, NVLink 150 GB/s in each direction.
     "v100-16gb": Hardware(
         memory=int(15.7 * GIB),
         rates={F64: 7.8e12, F32: 15.7e12, F16: 125e12},
@@ -177,8 +177,8 @@ NAMED = {
         host_link=12e9,
         name="v100-16gb",
     ),
-    # NVIDIA Tesla P40 data sheet (2016). Float16 is 1/64 of float32, as compute capability 6.1 has
-    # it (CUDA C programming guide, arithmetic instructions). The GPU of torchgpipe's paper.
+    # NVIDIA Tesla P40 data sheet (2016): the GPU of torchgpipe's paper. Float16 has 1/64 of
+    # float32's rate (CUDA C programming guide, arithmetic instructions of compute capability 6.1).
     "p40-24gb": Hardware(
         memory=int(22.3 * GIB),
         rates={F64: 0.367e12, F32: 11.76e12, F16: 0.184e12},
@@ -187,7 +187,7 @@ NAMED = {
         host_link=12e9,
         name="p40-24gb",
     ),
-    # NVIDIA Ada GPU architecture (2022), RTX 4090; half precision adds up in float32.
+    # NVIDIA Ada GPU architecture (2022), RTX 4090. Rates of half precision are for sums in float32.
     "rtx4090-24gb": Hardware(
         memory=int(23.5 * GIB),
         rates={F64: 1.29e12, F32: 82.6e12, BF16: 165e12, F16: 165e12},
@@ -200,8 +200,8 @@ NAMED = {
 NAMED["a100-80gb"] = replace(
     NAMED["a100-40gb"], memory=int(79.1 * GIB), bandwidth=2.039e12, name="a100-80gb"
 )
-# NVIDIA H200 Tensor Core GPU data sheet (2024), with the shares that such GPUs are known to reach,
-# and a host as late as that of the machine on which benchmarks/RESULTS.md has measured steps.
+# NVIDIA H200 Tensor Core GPU data sheet (2024). Such GPUs are known to reach these efficiencies.
+# The host's times are of the machine on which the steps in benchmarks/RESULTS.md were measured.
 NAMED["h200-140gb"] = replace(
     NAMED["h100-80gb"],
     memory=int(139.0 * GIB),
@@ -233,17 +233,15 @@ def hardware_of(device: Hardware | str) -> Hardware:
     return NAMED[device]
 
 
-# The settings of an observation: costs, bandwidths and a seed.
-
-
-#: The host in a table of bandwidths, and its number in the library.
+#: The host: its name in a table of bandwidths, and its number in the compiled library.
 CPU, _HOST = "cpu", -1
 
 #: An end of a link: a device, the host, or several that share the link.
 LinkEnd: TypeAlias = int | str | tuple[int | str, ...]
 Link: TypeAlias = tuple[LinkEnd, LinkEnd]
 
-#: Operators with a kernel of their own. All others share one kernel, in which costs count.
+#: Operators with kernels of their own on virtual devices. Of these ``copy`` alone takes the cost
+#: that a user gives. All other operators share one kernel, which takes it, too.
 _OWN = {
     *("copy", "empty", "empty_strided", "set", "record_stream", "native_dropout"),
     *("_copy_from", "_copy_from_and_resize", "_local_scalar_dense", "_efficientzerotensor"),
@@ -329,7 +327,8 @@ def _reaches_a_device(op: str) -> bool:
     if name.removeprefix("aten::") in _OWN:
         return name == "aten::copy"
     known = set(_torch.all_operators())
-    # One form may call another one: in place, out of place, or into an output that is passed.
+    # PyTorch may call any form of an operator, such as that in place. So it is enough if one form
+    # has a kernel for devices.
     overloads = [
         f"{schema.name}.{schema.overload_name}".rstrip(".")
         for form in (name, f"{name}_")

@@ -28,9 +28,6 @@ from torchgpipe.testing import device_module
 __all__: list[str] = ["load", "UnavailableError"]
 
 
-# The library of virtual accelerators, compiled once for each PyTorch and state of its source.
-
-
 SOURCES = Path(__file__).parent / "csrc"
 
 #: The oldest PyTorch with all the headers that the source needs.
@@ -131,8 +128,8 @@ def _links() -> list[str]:
     lib, maps = Path(torch.__file__).parent / "lib", Path("/proc/self/maps")
     standard = ["-undefined", "dynamic_lookup"]
     if sys.platform != "darwin":
-        # Links to the C++ library that PyTorch has loaded. A compiler that finds only a static one
-        # would put a second copy into ours, which would print numbers by tables of the first one.
+        # Links to the libstdc++ that PyTorch has loaded. A compiler that finds only a static one
+        # puts it into our library, where it would print numbers by the tables of PyTorch's.
         loaded = maps.read_text() if maps.exists() else ""
         standard = re.findall(r"/.*/libstdc\+\+\.so\S*$", loaded, re.MULTILINE)[:1]
     return [f"-L{lib}", "-ltorch", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{lib}", *standard]
@@ -159,13 +156,10 @@ def _compile(command: list[str]) -> None:
         )
 
 
-# Loading: how a process gets virtual accelerators.
-
-
 #: The type of the devices: ``torch.device("virtual", 0)``.
 NAME = "virtual"
 
-#: The highest number of devices.
+#: The most virtual devices that a process can have.
 MOST = 64
 
 _loaded: int | None = None
@@ -241,7 +235,7 @@ def _load(devices: int) -> None:
             f"{library}, error: {error}); delete it, or set XDG_CACHE_HOME to another folder"
         ) from error
     ops: Any = torch.ops.virtual_accelerator
-    # Otherwise PyTorch's tracer would leave the operator out, since it returns nothing.
+    # ``busy`` returns nothing: without this mark PyTorch's tracer would leave it out of graphs.
     has_side_effect(ops.busy.default)
     ops.start_devices(devices)
     if not _first_backward():

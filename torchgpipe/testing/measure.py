@@ -26,13 +26,16 @@ from torchgpipe.testing.loading import loaded
 
 __all__: list[str] = []
 
-#: How many times an operator runs, between two events, and how many times that is measured.
+#: How many times an operator runs between two events, and how many such rounds there are.
 TIMES, ROUNDS = 20, 5
 
-#: The side of square matrices, the length of a sequence, channels of an image and numbers to add.
+#: The sides of the square matrices that are multiplied.
 SIDES = (256, 512, 1024, 2048, 4096, 8192)
+#: The lengths of the sequences that are attended to.
 LENGTHS = (512, 1024, 2048, 4096)
+#: The channels of the images that are convolved.
 CHANNELS = (32, 64, 128, 256, 512)
+#: How many numbers are added.
 NUMBERS = tuple(2**k for k in range(18, 29, 2))
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

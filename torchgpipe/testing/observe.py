@@ -48,16 +48,16 @@ __all__ = ["Observation", "observe"]
 
 _ops: Any = torch.ops.virtual_accelerator
 
-#: What an observation takes from the library at its end.
+#: The library's functions whose results an observation keeps when it ends.
 _RESULTS = ("races", "spans", "names", "traffic", "makespan", "parts", "troubles")
 
-#: A span as the library has it: its times, the span before, its labels, the numbers of its device,
-#: its stream and its name.
+#: A span as the library packs it: start, end, the index of the span that let it start, labels of
+#: its thread and its autograd node, and the numbers of its device, its stream and its name.
 _SPAN = struct.Struct("=ddqqqhhi")
 
 _Hook = ctypes.CFUNCTYPE(ctypes.c_int64)
 
-#: The hook that the library calls. This list keeps it alive as long as it may be called.
+#: The hooks that the library calls for Python stacks, alive here as long as they may be called.
 _hooks: list[Any] = []
 
 
@@ -216,7 +216,7 @@ def _line(code: CodeType, number: int) -> str:
     return f"{code.co_filename}:{number} in {code.co_name}: {text}"
 
 
-#: The numbers of stacks, each used once in the process.
+#: Gives each Python stack a number that no other stack of the process has.
 _counter = itertools.count()
 
 #: The lock that is held while an observation is under way.
@@ -288,7 +288,7 @@ def observe(
     try:
         hook = _Hook(observation._take_stack)
         address = ctypes.cast(hook, ctypes.c_void_p).value if stacks else 0
-        # Threads may still be about to call the last observation's hook, so that stays alive, too.
+        # A thread may still be about to call the last observation's hook, which is kept, too.
         _hooks[:] = [*_hooks[-1:], hook]
         _ops.observe(True, -1 if jitter is None else jitter, raise_on_race, address)
         _ops.set_issue(host, host)
@@ -297,7 +297,7 @@ def observe(
         if isinstance(costs, Hardware):
             put_hardware(costs)
         for op, cost in table.items():
-            # PyTorch may call the in-place form instead, so an operator and its form share a name.
+            # PyTorch may call ``add_`` in place of ``add``: a cost counts for both, by one name.
             _ops.set_cost(op.removeprefix("aten::").rstrip("_"), cost)
         put_links(bandwidth)
         labels.observer = observation._naming.put

@@ -23,9 +23,6 @@ __all__: list[str] = [
 ]
 
 
-# The entries of an observation: races, waits and transfers. Spans are in torchgpipe/show/span.py.
-
-
 @dataclass(frozen=True)
 class Access:
     """One of the two sides of a race.
@@ -192,22 +189,22 @@ def critical_path(spans: list[Span]) -> list[int]:
     return path[::-1]
 
 
-# Names of work: labels as numbers for the library, and what labels say of a span.
+# What a piece of work belongs to, by labels, which are numbers in the library.
 #
-# For each piece of work the library knows two labels: that of the thread that issued it, and that
-# of the autograd node that ran. A node has the label of its forward. So the work is the backward of
-# that cell, unless the label of the thread says which half of it, as under a schedule.
+# The library knows two labels of a piece of work: that of the thread that issued it, and that of
+# the autograd node that ran, which is the label of the node's forward. If the thread has a label,
+# as under a schedule, the work belongs to that. Otherwise it is the backward of the forward's cell.
 
 
 _ops: Any = torch.ops.virtual_accelerator
 
-#: The backward of a cell as a whole, and its halves.
+#: The kinds of work in backward: a whole one, and its halves for input and for weights.
 _BACKWARD = "BIW"
 
-#: The last fields of a label are those of the layer, and the others those of the cell.
+#: How many fields of a label, the last ones, say which layer. The others say which cell.
 _OF_LAYER = 2
 
-#: A label is one number: its lowest bits, this many, number the layer, and the others the cell.
+#: How many bits of a label's number, the lowest ones, number the layer. The others number the cell.
 _BITS = 24
 
 
@@ -219,7 +216,7 @@ class Numbers(dict[tuple[Any, ...], int]):
         self._count = itertools.count(1)
 
     def __missing__(self, key: tuple[Any, ...]) -> int:
-        # Two threads may ask for one key at once: a number stays unused, but none is given twice.
+        # Two threads may ask for a key at once: both get the same number, and another stays unused.
         number = next(self._count)
         self.named[number] = key
         return self.setdefault(key, number)
@@ -235,7 +232,7 @@ class Naming:
     def __init__(self) -> None:
         self._cells = Numbers()
         self._layers = Numbers()
-        # Called by its address: as an operator it would be seen by modes of the caller.
+        # Called by its address: dispatch modes of the caller would see a call of an operator.
         self._put = ctypes.PYFUNCTYPE(None, ctypes.c_int64)(_ops.label_address())
 
     def put(self, label: Label | None) -> None:
@@ -248,7 +245,7 @@ class Naming:
 
     def _label(self, number: int) -> Label | None:
         cell = self._cells.named.get(number >> _BITS)
-        # The thread may have put its label in an earlier observation, which had other numbers.
+        # None: no label, or one by the numbers of an earlier observation, which a thread put late.
         layer = self._layers.named.get(number & (1 << _BITS) - 1)
         return None if cell is None or layer is None else Label(*cell, *layer)
 
@@ -274,5 +271,5 @@ def _backward_of(label: Label) -> Label:
     """The work whose node was recorded under a label."""
     if label.kind != "copy":
         return label._replace(kind="B")
-    # The backward of a copy takes the gradient the other way.
+    # The backward of a copy takes the gradient from the copy's target to its source.
     return label if label.target is None else label._replace(stage=label.target, target=label.stage)

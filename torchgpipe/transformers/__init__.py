@@ -15,7 +15,7 @@ needs Transformers (in a clone of torchgpipe: ``pip install '.[transformers]'``;
 TRL, too).
 """
 
-# Imported before any file of this package does that, to say what to install.
+# Tried before the modules below need it, so that the error can say what to install.
 try:
     import transformers  # noqa: F401
 except ImportError as error:

@@ -21,20 +21,21 @@ __all__: list[str] = []
 
 
 # A contrastive loss compares each row with all others, and a detector divides the loss of boxes by
-# the number of all boxes, and that of classes by weights. Losses of micro-batches give neither.
-# But the model's own code computes them from what its children (towers, bodies, heads) return row
-# by row. So the model's forward runs twice:
+# the number of boxes in all rows. Neither loss follows from the losses of micro-batches. But the
+# model computes it from what its children (towers, bodies, heads) return, and most children compute
+# each row by itself. So the model's forward runs twice:
 #
 #   forward of each micro-batch: children compute, pipelined; what they return is kept and joined
 #   forward of all rows, once:   children return what was kept; the code around them has all rows
 #
-# The second forward computes what is not by rows: similarities, matching, and the loss.
+# The second forward computes what needs all rows: similarities, matching, and the loss.
 
 
-#: For each child of a model, whether its calls return tensors that have the rows, call by call.
+#: By the name of a child, for each of its calls in a forward: whether the outputs for
+#: micro-batches, joined, are the output for all rows, so that they are kept for the second forward.
 ByRows = Mapping[str, list[bool]]
 
-#: The keyword argument with what children return in the second forward.
+#: The keyword argument that brings the kept outputs of children into the second forward.
 GIVEN = "torchgpipe.children"
 
 
@@ -42,13 +43,14 @@ class Calls(threading.local):
     """The calls of children in the forward that a thread runs."""
 
     def __init__(self) -> None:
-        #: What each child has returned, or is to return, call by call; None for a call to compute.
+        #: By the name of a child, call by call: the output that ``record`` keeps, or that
+        #: ``repeat`` returns. For None ``repeat`` calls the child.
         self.outputs: dict[str, list[Any]] = {}
 
     def record(self, name: str, child: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call a child, and keep what it returns."""
         output = child(*args, **kwargs)
-        # The containers are copied, since the model may change them afterwards.
+        # The containers in the output are copied, since the model may change them afterwards.
         self.outputs.setdefault(name, []).append(map_leaves(lambda x: x, output))
         return output
 
@@ -65,7 +67,7 @@ class Child:
     def __init__(self, child: Any, call: Callable[..., Any]) -> None:
         self._child, self._call = child, call
 
-    # The type checker does not allow a property for the class of an object.
+    # isinstance() takes a stand-in for what its child is. Mypy allows no property of this name.
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         return type(self._child)
@@ -76,7 +78,7 @@ class Child:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 
-    # A child may be an nn.Sequential, whose layers the model reads.
+    # The model may read the layers of a child that is an nn.Sequential.
     def __len__(self) -> int:
         return len(self._child)
 
@@ -91,10 +93,10 @@ class Child:
 def called(model: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
     """Have a model call something in place of its children within a ``with`` block."""
     base = base_of(model)
-    # Children without a forward, such as a ModuleList, are never called.
+    # Children without a forward, such as a ModuleList, are never called, and get no stand-in.
     named = base.named_children()
     children = {name: x for name, x in named if type(x).forward is not nn.Module.forward}
-    # Python finds attributes before nn.Module looks for submodules, so these need no change.
+    # Python finds an attribute before nn.Module looks for a submodule: a stand-in hides its child.
     vars(base).update({name: Child(x, partial(call, name, x)) for name, x in children.items()})
     try:
         yield
@@ -122,7 +124,7 @@ def recorded(
     def end(model: nn.Module, args: Any, output: Any) -> Any:
         outputs, calls.outputs = calls.outputs, {}
         if is_recomputing():
-            # Backward runs after the block, when the model calls its own children again.
+            # Backward runs this hook again, without stand-ins: None leaves the output as it is.
             return None
         if by_rows is not None:
             outputs = {
@@ -157,7 +159,8 @@ def repeated(pipe: MappedGPipe, args: Any, kwargs: dict[str, Any], outputs: Any)
 
     mode, training = pipe.checkpoint, pipe.training
     handle = pipe.module.register_forward_pre_hook(begin, with_kwargs=True)
-    # Recomputation would call the children. In training, one micro-batch causes a warning.
+    # In backward a checkpoint would call the children themselves, and in training the wrapper warns
+    # of one micro-batch on several devices.
     pipe.checkpoint, pipe.training = "never", False
     try:
         with called(pipe.module, calls.repeat):

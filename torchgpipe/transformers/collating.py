@@ -24,17 +24,16 @@ __all__: list[str] = []
 
 # A mini-batch whose tensors all have its rows is cut into micro-batches like any other input. A row
 # of several packed sequences cannot be cut, nor can a tensor with a row for each patch of each
-# image. The collator knows how to make such a mini-batch of examples, so it makes the
-# micro-batches, each of some of the examples, and the mini-batch is what these are together. They
-# travel within the mini-batch, under KEY, through workers and Accelerate, and are taken out when
-# the Trainer collects the mini-batches of a step.
+# image. Where there are such, the data collator makes each micro-batch of some examples, and these
+# are joined to the mini-batch. It carries them under KEY through the data loader's workers and
+# through Accelerate, until the Trainer collects the mini-batches of a step.
 
 
 #: The key of the micro-batches within a mini-batch.
 KEY = "torchgpipe.micro_batches"
 
-#: Parts of the names of arguments that are not text. One text may have two images and another one
-#: none, so equal numbers of rows do not tell what belongs together.
+#: Words in the names of arguments for images, videos and audio. Beside text these are not cut by
+#: rows: one text may have two images and another one none, even if both have equally many rows.
 BESIDE_TEXT = ("pixel", "image", "video", "audio", "input_features")
 
 
@@ -49,13 +48,13 @@ class Collator:
 
     def __init__(self, collate: Callable[[Any], Any], chunks: int, is_sliced: bool) -> None:
         self.collate, self._chunks, self._is_sliced = collate, chunks, is_sliced
-        #: Whether mini-batches are cut by rows; None before the first one.
+        #: Whether mini-batches can be cut by rows; None before the first mini-batch.
         self._is_cut: bool | None = None
-        #: Whether a mini-batch that cannot be cut has a single row.
+        #: Whether each mini-batch is one row of packed sequences, joined in dimension 1.
         self._is_one_row = False
 
     def __getattr__(self, name: str) -> Any:
-        # Copying and unpickling look for attributes before ``collate`` is set.
+        # While a copy has no ``collate`` yet, reading ``self.collate`` would recurse for ever.
         if name == "collate" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.collate, name)
@@ -67,7 +66,7 @@ class Collator:
             return self._in_parts(examples)
         passed, numbers = examples, random_state()
         if self._is_cut is None:
-            # A collator may change its examples, and the first ones may come to it twice.
+            # A collator may change its examples, and the first mini-batch may be collated twice.
             with suppress(Exception):
                 passed = copy.deepcopy(examples)
         output = self.collate(passed)
@@ -76,7 +75,7 @@ class Collator:
         batch = {**output}
         flat = FlatInput(batch)
         if flat.given:
-            # The collator has made the micro-batches itself.
+            # The user's collator has returned Chunks, which are micro-batches already.
             return as_one_batch([*flat.split(flat.division(1))], False)
         if has_rows(batch, len(examples)):
             self._is_cut = True
@@ -107,12 +106,12 @@ class Collator:
             return self._in_one(examples, whole, f"raised {type(error).__name__}: {error}")
         batch = as_one_batch(parts, self._is_one_row)
         if whole and has_other_order(batch, whole):
-            # TRL's pairs are such: all chosen rows, then all others. The mini-batch stays whole,
-            # and what the model is called with is cut instead.
+            # TRL collates pairs so: all chosen answers, then all rejected ones. So the mini-batch
+            # stays whole here, and the arguments of the model's call are cut by rows.
             self._is_cut = True
             return whole
         if whole and self._is_one_row and shapes_in(batch) != shapes_in(whole):
-            # Only tensors of one row are compared: others, such as cumulated lengths, may differ.
+            # Joined parts must be as long as the row. Cumulated lengths, for one, may be longer.
             keys = [key for key, x in shapes_in(whole).items() if x[:1] == (1,)]
             if any(shapes_in(batch)[key] != shapes_in(whole)[key] for key in keys):
                 return self._in_one(examples, whole, "makes other rows of them")

@@ -29,7 +29,7 @@ from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
 
-#: The adapters whose virtual tokens are in a cache, as PEFT names them.
+#: PEFT's names of adapters whose virtual tokens are in a cache, and not in front of the labels.
 CACHED = "PREFIX_TUNING", "CARTRIDGE"
 
 
@@ -73,7 +73,8 @@ def ignored_pixels(model: nn.Module) -> int:
     return next((getattr(config, name) for name in names if hasattr(config, name)), IGNORED)
 
 
-#: The ways in which losses of models weigh their rows.
+#: The ways in which losses of models weigh their rows: each row counts by how many of these it has.
+#: ``shifted`` leaves out the first one of each row, and ``sum`` adds losses of rows, unweighed.
 WAYS = ("labels", "shifted labels", "tokens", "shifted tokens", "objects", "rows", "sum")
 
 
@@ -127,16 +128,16 @@ def labels_of(
     values = [kwargs.get(name) for name in names if name != "bool_masked_pos"]
     ids = kwargs.get("input_ids")
     if isinstance(ids, Tensor) and any(name.endswith("_positions") for name in names):
-        # An answer after the end of its row counts nowhere.
+        # Models of question answering ignore an answer whose position is after the end of the row.
         values = [x if x is None else x.masked_fill(x >= ids.shape[1], IGNORED) for x in values]
     labels = [x for x in values if isinstance(x, Tensor) and x.dim() and len(x) == rows]
     pixels = ignored_pixels(model)
     labels = [x.masked_fill(x == pixels, IGNORED) if x.dim() > 2 else x for x in labels]
-    # All Boolean labels count. As integers they do; of Booleans ``counts_of`` counts the true ones.
+    # A false label counts, too. ``counts_of`` counts true Booleans alone, but all integers.
     labels = [x.int() if x.dtype == torch.bool else x for x in labels]
     if not isinstance(mask, Tensor):
         return labels
-    # If the labels are images, the masked patches count in their place.
+    # Where labels are images, a row counts by its masked patches, and not by the numbers in images.
     return [mask, *(x for x in labels if not x.is_floating_point())]
 
 
@@ -184,7 +185,7 @@ def told(counts: Tensor, items: Tensor | float) -> list[Tensor]:
     """
     if isinstance(items, Tensor):
         counts = counts.to(items.device)
-    # At least one, since a micro-batch without labels divides by its number, too.
+    # Told at least one label, since a micro-batch without any divides its loss by the number, too.
     return [*(counts.clamp(min=1) * items / counts.sum().clamp(min=1))]
 
 

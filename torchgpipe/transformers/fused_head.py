@@ -47,7 +47,7 @@ def call_within_head(model: Any) -> bool:
     def within(*args: Any, behind: Any = None, **kwargs: Any) -> Any:
         if behind is None:
             return plain(*args, **kwargs)
-        # ``behind`` is the output of all but the head, which must not be computed again.
+        # ``behind`` is what the model without its head has returned: no need to compute it again.
         return fused(With(model, lambda *_, **__: behind), *args, **kwargs)
 
     @wraps(fused)

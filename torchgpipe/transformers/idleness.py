@@ -23,7 +23,6 @@ __all__: list[str] = []
 
 logger = logging.getLogger("torchgpipe")
 
-#: The bytes of a GiB.
 GIB = 2**30
 
 
@@ -65,7 +64,7 @@ class Idleness(NamedTuple):
             return text
         most, device = self.peak
         whole = memory_total(device)
-        # Some devices do not tell how much memory they have.
+        # ``memory_total`` is infinity for a device that does not tell how much memory it has.
         limit = f" of {whole / GIB:.0f}" if isfinite(whole) else ""
         return f"{text}, peak {most / GIB:.1f}{limit} GiB on {device}"
 
@@ -105,7 +104,7 @@ class PipelineCallback(TrainerCallback):
         TypeError, ValueError: the step is no number from 2 on.
     """
 
-    #: The timeline of the step that was traced, or None.
+    #: The timeline of the step that was traced; None until then.
     timeline: Timeline | None = None
 
     def __init__(self, trace: int | None = None) -> None:
@@ -118,10 +117,10 @@ class PipelineCallback(TrainerCallback):
 
     def begin(self, step: int, model: MappedGPipe | None) -> None:
         """Begin to trace, if this is the step, or the first one after it that can be traced."""
-        # A step that raised has not ended its trace.
+        # End the trace of an earlier step that raised, and so did not come to ``on_step_end``.
         self._tracing.close()
         if self._step is not None and step >= self._step and model and self.timeline is None:
-            # An ExitStack calls the last entry first, so the trace ends before ``_say``.
+            # ExitStack ends in reverse order: the trace fills the timeline, then ``_say`` logs it.
             self._tracing.callback(self._say, step)
             self.timeline = self._tracing.enter_context(trace(model))
 

@@ -14,11 +14,9 @@ from torchgpipe.transformers.model_call import ModelCall
 __all__: list[str] = []
 
 
-# An optimizer step as one call of the pipeline.
-#
-# Trainer computes the mini-batches of a step one by one: forward, loss, backward. Each would be a
-# pipeline of its own, which fills and drains, and with one row no pipeline at all. Here the calls
-# of all mini-batches become one, within the code that calls the model, whatever that is::
+# Trainer computes the mini-batches of an optimizer step one by one: forward, loss, backward. Each
+# call of the model would fill and drain the pipeline, and one with a single row cannot be cut. Here
+# the calls of all mini-batches become one call, whatever code of the Trainer calls the model::
 #
 #   training_step 0 ── compute_loss ── model(…) ┐                     ┌→ loss 0
 #                                               └ training_step 1 … ┐ │
@@ -26,10 +24,10 @@ __all__: list[str] = []
 #                                                          one call of all ── loss 1 ─┘
 #   one backward of loss 0 + loss 1
 #
-# A call of the model begins the training step of the next mini-batch, and returns when the last
-# mini-batch has come to its call, and all were computed. So the Trainer's own code computes each
-# loss, from the model's output for its own mini-batch, and in one thread. Backward is put off until
-# all mini-batches have their losses.
+# A call of the model begins the training step of the next mini-batch. It returns when the last
+# mini-batch has come to its call, and all were computed. So in one thread the Trainer's own code
+# computes each loss, from the model's output for that mini-batch. ``one_backward`` puts backward
+# off until all mini-batches have their losses.
 
 
 class JoinedStep:
@@ -55,8 +53,9 @@ class JoinedStep:
         self._compute, self._state = compute, state
         self._losses: dict[int, Tensor] = {}
         self._calls: list[ModelCall] = []
-        #: Whether calls are still collected; and their outputs, once they are computed together.
+        #: Whether calls are still collected.
         self._is_open = True
+        #: The outputs of the collected calls, once they are computed together.
         self._outputs: list[Any] = []
         self._before: Sequence[Any] = ()
 
@@ -89,7 +88,7 @@ class JoinedStep:
             except torch.OutOfMemoryError:
                 raise
             except Exception:
-                # A mini-batch computed alone raises in its own training step, which may catch it.
+                # Computed alone, each call raises in its own training step, which may catch it.
                 self._outputs = []
         if not self._outputs:
             return self._compute([call])[0]

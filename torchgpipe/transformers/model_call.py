@@ -67,7 +67,7 @@ class ModelCall:
             sizes = self.division.sizes
         model, weighing = pipe.module, weighing_of(pipe)
         if self._strict is not None and self.division.m > 1:
-            # A row of packed sequences is not what its parts are alone, so it proves nothing.
+            # No proof by one row of packed sequences: together, its parts may change each other.
             first = [] if self._is_one_row else self._micro_batches[:2]
             pair = [as_one_batch(first, False), *first] if first else []
             if pair or not self._micro_batches:
@@ -75,7 +75,7 @@ class ModelCall:
                     *(self.args, self._plain, pair, sum(sizes), self._names), strict=self._strict
                 )
         way = weighing.way(self._plain)
-        #: The calls of children to keep, if the loss is computed once, of all rows.
+        #: Which outputs of children to keep, if the loss is computed once for all rows; or None.
         self.by_rows = weighing.by_rows if way == ONCE and not self._is_one_row else None
         wholes = [*zip(self._micro_batches, ([n] for n in sizes))] or [(self.kwargs, sizes)]
         counts = torch.cat([counts_by(way, model, x, self._names, n) for x, n in wholes])
@@ -187,7 +187,7 @@ def compute(pipe: MappedGPipe, calls: Sequence[ModelCall]) -> list[Any]:
     # Trainers set train or eval mode on the model, and not on the wrapper.
     pipe.training = pipe.module.training
     if len({len(x.args) for x in calls}) > 1:
-        # Calls with different numbers of positional arguments cannot be computed as one.
+        # Calls with unequally many positional arguments cannot be joined: each is computed alone.
         return [compute(pipe, [x])[0] for x in calls]
     chunks = -(-pipe.chunks // len(calls))
     for call in calls:
@@ -271,7 +271,7 @@ def is_stacked(name: str, value: Any, m: int, rows: int) -> bool:
     """
     if not isinstance(value, Tensor) or value.shape != (m,) or not value.is_floating_point():
         return False
-    # Where each micro-batch has one row, the shape says nothing.
+    # If each micro-batch has one row, an output by rows has this shape, too: the name decides.
     return m != rows or name.endswith("loss")
 
 

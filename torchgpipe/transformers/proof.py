@@ -26,22 +26,23 @@ from torchgpipe.values.microbatch import Batch, joined
 __all__: list[str] = []
 
 
-# A loss may weigh its rows equally, by their labels or by their tokens. The class of some models
-# tells which. For others it is found out before the first mini-batch is divided: two of its rows
-# are computed together, and each alone. Then for each way of weighing this is compared:
+# A loss may weigh its rows equally, by their labels or by their tokens. A model's class suggests
+# one of these ways. The proof finds the right one before the first mini-batch is divided: two of
+# its rows are computed together, and each alone. A way of weighing fits if these are equal:
 #
-#   the loss of both rows together    with    the losses of each row alone, weighed
+#   the loss of both rows together    and    the losses of each row alone, weighed
 #
-# Two rows with equally many labels fit every way. So most labels of one row are set to IGNORED, in
-# a copy. Code that does not know IGNORED might take it for an index. Its labels stay as they are,
-# and the proof waits for two rows that differ by themselves.
+# Two rows with equally many labels fit every way. So in a copy all labels but a few become IGNORED,
+# and neighbouring rows keep unequally many. Code that does not know IGNORED might take it for an
+# index: there labels stay as they are, and the proof waits for rows that differ by themselves.
 
 
-#: The way of a loss that is computed once, from what the model's children return for all rows.
+#: One more way: the loss is computed once for all rows, of what the model's children return.
 ONCE = "once"
 
-#: By dtype: relative differences of equal losses are below the first, of others above the second.
+#: Relative differences, by dtype: losses are equal up to the first, and differ above the second.
 CLOSE = {torch.float64: (1e-9, 1e-7), torch.float32: (1e-5, 1e-4)}
+#: The same two limits in half precision or under autocast, and the least ones on accelerators.
 HALF = 4e-3, 3e-2
 OTHERS = 1e-4, 1e-3
 
@@ -55,9 +56,9 @@ class Weighing:
 
     def __init__(self, pipe: MappedGPipe) -> None:
         self._pipe = ref(pipe)
-        #: By names of arguments: the ways that fit all mini-batches so far, the chosen one first.
+        #: By the names of a call's arguments: the ways that fit the last proof. The first is used.
         self._ways: dict[frozenset[str], list[str]] = {}
-        #: The calls of children that are kept for a loss that is computed once.
+        #: Which outputs of children are kept for a loss that is computed once.
         self.by_rows: ByRows = {}
 
     @property
@@ -111,7 +112,7 @@ class Weighing:
             k = int((2 * apart + differ).argmax())
             if before and not apart[k]:
                 return
-            # Two rows of one class do not show whether the loss weighs classes, so the proof waits.
+            # Two rows of one class do not show whether the loss weighs classes: wait for others.
             is_open = has_classes(kwargs, names) and not is_of_library(model)
             if is_open and not differ[k]:
                 return
@@ -124,7 +125,7 @@ class Weighing:
         fitting = self._compared(pairs, names, usual_way(model, kwargs), strict)
         lists = [x for x in kwargs.values() if type(x) is list]
         if before is None and is_of_library(model) and not lists:
-            # ``differing`` has made the labels differ, so the first way that fits is right.
+            # ``differing`` has made numbers of labels differ: the first way that fits is right.
             del fitting[1:]
         if fitting:
             self._ways[key] = fitting
@@ -133,7 +134,7 @@ class Weighing:
         self, pairs: list[Any], names: Sequence[str], usual: str, strict: bool
     ) -> list[str]:
         """Compute two rows, or micro-batches, and find the ways that give the loss of both."""
-        # ``forward`` is called directly, since hooks of the wrapper are for steps.
+        # ``forward`` is called past the wrapper's hooks, which users set for their training steps.
         pipe, call, numbers = self.pipe, self.pipe.forward, random_state()
         model = pipe.module
         with torch.no_grad(), unchanged(model):
@@ -144,7 +145,7 @@ class Weighing:
                     try:
                         outputs = run(call, model, pairs[:1])
                     except Exception:
-                        # A model that fails in evaluation shows nothing of its loss.
+                        # A model that fails here proves nothing: the usual way stays.
                         return [usual]
                     try:
                         outputs += run(call, model, pairs[1:])
@@ -162,7 +163,8 @@ class Weighing:
                 if target is None or not target.isfinite():
                     return [usual] if target is None else []
                 losses = torch.stack([loss for loss, _ in separate]).cpu().double()
-                # Losses that routers add become means. ``slack`` is how far these may be off.
+                # What routers add to the loss of two rows should be the mean of what they add to
+                # each. ``slack`` is by how much it is not, and the loss may be off by as much.
                 others = zip(extra.values(), *[parts.values() for _, parts in separate])
                 slack = sum(float((x - sum(parts) / len(parts)).abs()) for x, *parts in others)
                 tight, near = [x * max(1.0, float(target.abs())) + slack for x in closeness(model)]
@@ -172,13 +174,14 @@ class Weighing:
                 }
                 off = {way: float("inf") if x != x else x for way, x in off.items()}
                 ways = [usual, *sorted({*WAYS} - {usual}, key=off.__getitem__)]
-                # Losses over objects have further parts, equal before training: a fit says nothing.
+                # "objects" is never the best way. It may fit by chance: before training other parts
+                # of a detector's loss, which count no objects, are nearly equal in all rows.
                 best = min((x for x in ways if x != "objects"), key=off.__getitem__)
                 for way in (usual, best):
                     if off[way] <= tight:
                         return [way, *(x for x in ways if x != way and off[x] <= tight)]
                 calls = [calls for _, calls in outputs]
-                # Joining raises ValueError for micro-batches of several lengths.
+                # ValueError: outputs of different lengths cannot be joined, so ONCE does not fit.
                 with suppress(ValueError):
                     if kept := rows_of_calls(calls[0], calls[1:], model):
                         sizes = [rows_in(part, names) for _, part in pairs[1:]]
@@ -193,7 +196,7 @@ class Weighing:
                     return [usual if off[usual] <= 4 * off[best] else best]
                 with recorded(model, reduce=losses_in):
                     twice = [*run(call, model, pairs[:1]), *run(call, model, pairs[:1])]
-                # The model runs twice: where random numbers change its loss, there is no error.
+                # If two runs give other losses, by random numbers, the difference proves no error.
                 if strict and all((x - target).abs() <= near for (x, _), _ in twice):
                     weighed = float(self._weighed(usual, losses, pairs, names))
                     raise ValueError(
@@ -309,7 +312,7 @@ def closeness(model: nn.Module) -> tuple[float, float]:
     if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu") or not kinds <= {*CLOSE}:
         return HALF
     limits = CLOSE[torch.float64 if kinds == {torch.float64} else torch.float32]
-    # Accelerators choose other kernels for other shapes, some of which round their inputs.
+    # An accelerator's kernels depend on shapes, and some round their inputs: so limits are wider.
     on_cpu = all(x.device.type == "cpu" for x in model.parameters())
     return limits if on_cpu else max(limits, OTHERS)
 
@@ -330,21 +333,21 @@ def differing(model: nn.Module, kwargs: dict[str, Any], names: Sequence[str]) ->
             continue
         odd = torch.arange(len(x), device=x.device) % 2
         knows = "loss_function" in used or "CrossEntropyLoss" in used
-        # Models with start_n_top read outputs at the answers, which must stay within the row.
+        # Models with start_n_top index outputs by an answer's position, which must be in the row.
         takes = hasattr(base_of(model).config, "start_n_top") if knows else True
         if x.dim() == 2 and (knows or bool((x == IGNORED).any())):
-            # Few labels stay, so that it shows whether the first one of a row counts.
+            # Two or eight labels stay, few enough to see whether the first one of a row counts.
             most = (2 + 6 * odd).unsqueeze(1)
             changed[name] = x.masked_fill((x != IGNORED).cumsum(1) > most, IGNORED)
         ids = kwargs.get("input_ids")
         if name.endswith("_positions") and not takes and isinstance(ids, Tensor):
-            # Odd rows get an answer whose end is beyond the row, and counts nowhere.
+            # In odd rows the answer's end is moved beyond the row, so that the loss ignores it.
             length = ids.shape[1]
             changed[name] = x % length if name[0] == "s" else torch.where(odd.bool(), length, x)
     return changed
 
 
-#: What is known of the losses of each wrapper.
+#: What proofs have found out about the loss of each wrapper's model.
 weighings: WeakKeyDictionary[MappedGPipe, Weighing] = WeakKeyDictionary()
 
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 __all__: list[str] = []
 
 
-#: The argument by which hidden states pass from layer to layer.
+#: The argument of models of Transformers by which a layer gets what the layer before returned.
 HIDDEN = "inputs_embeds"
 
 
@@ -59,7 +59,7 @@ def layers_of(model: Any) -> nn.Sequential:
     """
     base = model.base_model
     plan: dict[str, Any] = getattr(base.config, "base_model_pp_plan", None) or {}
-    # The plan of the class is read, since that of the object has the base model's in it.
+    # Read from the class: the object's own ``_pp_plan`` has the plan of the base model in it, too.
     heads = [] if model is base else [*(getattr(type(model), "_pp_plan", None) or {})]
     if [*plan][1:] != ["layers", "norm"] or heads != ["lm_head"][: model is not base]:
         raise ValueError(
@@ -124,7 +124,7 @@ def _shell(base: Any, layers: list[nn.Module], *kept: str, number: int = 0) -> A
         if name in kept:
             shell._modules[name] = module
         elif name not in base.config.base_model_pp_plan:
-            # A module beside the plan, as for rotary positions, which has no parameters.
+            # Modules in no plan, as for rotary positions, have no parameters: a copy is as good.
             shell._modules[name] = copy.deepcopy(module)
         else:
             shell._modules[name] = nn.Identity()
@@ -163,7 +163,7 @@ def _verify(model: Any, layers: nn.Sequential, empty: ModelLayer) -> None:
     training = [x.training for x in modules]
     try:
         with torch.no_grad():
-            # In train mode: code such as dropout does nothing in evaluation.
+            # Train mode, since in eval mode dropout in the model's own code would not show.
             if not torch.equal(empty.train()({HIDDEN: hidden})[HIDDEN], hidden):
                 reason = "the model's code changes what the embedding returns"
             layers.eval()

@@ -24,8 +24,8 @@ from torchgpipe.values.structure import map_leaves
 __all__: list[str] = []
 
 
-#: The bytes of a model on the CPU up to which its blocks are measured there. Beyond that a single
-#: micro-batch takes minutes, and the blocks of large models are alike.
+#: The most bytes that a model on the CPU may have for its blocks to be measured there. In a larger
+#: model a micro-batch takes minutes, and blocks are alike, so that bytes of weights tell enough.
 MEASURED = 2 * 2**30
 
 
@@ -82,9 +82,9 @@ class Spread:
         self.model, self.pipe = model, pipe
         self._options, self._moved, self._like = options, moved, like
         device_map: Any = getattr(model, "hf_device_map", None) or {}
-        #: Whether Accelerate has spread the model, and nobody asks for other devices.
+        #: Whether Accelerate has spread the model, and the user names no other devices.
         self._is_dispatched = len({*device_map.values()}) > 1 and options.devices is None
-        #: Whether the host waits for each micro-batch, as in TRL's fused head.
+        #: Whether the model makes its thread wait for a device, as TRL's fused head does.
         self._waits = call_within_head(base_of(model))
         if pipe is None and not self._is_dispatched:
             self._places = options.places()
@@ -112,7 +112,7 @@ class Spread:
         if self.pipe is None:
             checkpoint = self._options.checkpoint or "except_last"
             options: dict[str, Any] = {"chunks": self.chunks, "checkpoint": checkpoint}
-            # While one thread waits for a device, another one issues work for the others.
+            # While one thread waits for its device, another thread issues work for the next device.
             options["threads"] = self._count if self._waits and not self._options.slices else 1
             options["slices"] = self._options.slices or 1
             before = [*self.model.parameters()]

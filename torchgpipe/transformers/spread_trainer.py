@@ -22,7 +22,7 @@ from torchgpipe.transformers.stand_in import PipelinedModel
 __all__: list[str] = []
 
 
-#: The attributes of Trainers that hold models to compare with.
+#: Attributes of Trainers with a model that the trained one is compared with; it is spread, too.
 REFERENCES = "ref_model", "teacher_model"
 
 
@@ -60,12 +60,14 @@ class SpreadTrainer:
     args: Any
     accelerator: Any
     optimizer: Any
-    #: Whether a step runs. Then ``self.model`` is the stand-in.
+    #: Whether a step runs, in which ``self.model`` is the stand-in.
     _is_in_step = False
-    #: The model; its wrapper, or how to make one; and its stand-in.
     _model: nn.Module | None = None
+    #: What makes the model's wrapper in the first call of the model, and has it then.
     _spread: Spread
+    #: What stands for the model in a step: its calls go through the wrapper.
     _stand_in: PipelinedModel
+    #: Whether ``_adopt`` has made ``_spread`` and ``_stand_in``.
     _is_made = False
     # With these values the Trainer neither moves the model nor copies it to all GPUs.
     place_model_on_device = property(lambda _: False, lambda *_: None)
@@ -84,7 +86,7 @@ class SpreadTrainer:
             remedy = "by default there are two for each device"
             chunks = checked_count(chunks, "chunks", "micro-batches of a step", remedy)
         self._options = Options(devices, chunks, checkpoint, slices)
-        #: The wrappers that the user passed, by their models: the Trainer's, and references.
+        #: The wrappers that the user passed for the trained model and for references, by model.
         self._wrappers: dict[nn.Module, MappedGPipe] = {}
         values = [self._unwrapped(x) for x in args]
         named = {key: self._unwrapped(x) for key, x in kwargs.items()}
@@ -95,7 +97,7 @@ class SpreadTrainer:
         self._adopt()
 
     def __init_subclass__(cls) -> None:
-        # Subclasses may override methods that get the model, and these need its stand-in, too.
+        # Where subclasses override methods that get the model, those need its stand-in, too.
         for name in {"training_step", "compute_loss", "prediction_step"} & vars(cls).keys():
             setattr(cls, name, in_step(vars(cls)[name]))
 
@@ -148,7 +150,7 @@ class SpreadTrainer:
             self._is_in_step = outer
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
-        # TRL calls this method within the constructor, before ``_adopt``, for the reference.
+        # TRL's constructor calls this for the reference model, before ``_adopt`` makes stand-ins.
         above: Any = super()
         self._adopt()
         with self._standing():

@@ -11,7 +11,7 @@ from torch import nn
 __all__: list[str] = []
 
 
-#: Methods that call the model, or return a part to be called: it must be on its devices.
+#: Methods that call the model, or return a part to be called: first it is brought to its devices.
 PLACING = "generate", "get_input_embeddings", "get_output_embeddings"
 
 
@@ -35,20 +35,20 @@ class PipelinedModel:
     def __init__(
         self, model: nn.Module, call: Callable[..., Any], place: Callable[[], Any]
     ) -> None:
-        # ``self._model = ...`` would set an attribute of the model.
+        # By ``__setattr__``, ``self._model = ...`` would set an attribute of the model.
         self.__dict__.update(_model=model, _call=call, _place=place)
 
-    # The type checker does not allow a property for the class of an object.
+    # isinstance() takes a stand-in for what its model is. Mypy allows no property of this name.
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         return type(self._model)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._model, name)
-        # A part of the model is asked for in order to call it, so the model is placed first.
+        # Who asks for a part of the model will call it, so first the model comes to its devices.
         if name in PLACING or isinstance(value, nn.Module):
             self._place()
-        # A loss that reads the head's weight calls all of the model but its head.
+        # A loss that reads the head's weight calls ``base_model``: this call is pipelined, too.
         if name == "base_model" and isinstance(value, nn.Module) and value is not self._model:
             return PipelinedModel(value, self._call, self._place)
         return value

@@ -32,7 +32,7 @@ __all__: list[str] = []
 
 logger = logging.getLogger("torchgpipe")
 
-#: The most mini-batches in one call: each training step runs within the one before.
+#: The most mini-batches in one call: their training steps run one within another, on one stack.
 DEEPEST = 32
 
 
@@ -127,23 +127,25 @@ class Pipelined(SpreadTrainer):
             remedy = "joined=1 computes each mini-batch alone"
             joined = checked_count(joined, "joined", "mini-batches in one call", remedy)
         self._most = joined
-        #: Whether to accept a loss that differs from the mini-batch's, which is an error otherwise.
+        #: Whether a loss that differs from the mini-batch's is accepted, and not an error.
         self._accepts = accept_loss
-        #: Mini-batches of the optimizer step that are to come, and losses computed ahead for them.
+        #: The mini-batches of the optimizer step that are to come.
         self._batches: list[Any] = []
+        #: The losses that one call has computed ahead for the first of these mini-batches.
         self._losses: list[Tensor] = []
-        #: Mini-batches that cannot be cut, by their identities, and once they are on their devices.
+        #: Mini-batches that cannot be cut, with their micro-batches, by id() of the mini-batch.
         self._collated: dict[int, Collated] = {}
+        #: The same mini-batches and micro-batches, once they are on the device of the inputs.
         self._prepared: list[Prepared] = []
         self._joined_step: JoinedStep | None = None
-        #: The figures of the last step, and whether the first ones were said.
         self._figures: Idleness | None = None
+        #: Whether the figures of the first step were logged, which happens once.
         self._is_said = False
         super().__init__(*args, **kwargs)
 
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         above: Any = super()
-        # By default Accelerate slices the mini-batches of a dataset without a length.
+        # By default Accelerate slices mini-batches by rows if their dataset has no length.
         is_sliced = isinstance(dataset, IterableDataset) and (
             self.accelerator.dispatch_batches is not False
         )
@@ -193,7 +195,7 @@ class Pipelined(SpreadTrainer):
         above: Any = super()
         whole = above._prepare_inputs(inputs)
         if (collated := self._collated.get(id(inputs))) is not None:
-            # A mini-batch that was changed after it was collated is one micro-batch.
+            # The micro-batches of a mini-batch that was changed are out of date: it is not divided.
             parts = collated.parts if collated.is_unchanged() else []
             cut = [above._prepare_inputs(part) for part in parts] if len(parts) > 1 else [{**whole}]
             self._prepared.append(Prepared({**whole}, cut))
@@ -209,7 +211,7 @@ class Pipelined(SpreadTrainer):
 
         def one_step(inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
             loss: Tensor = above.training_step(model, inputs, *args, **kwargs)
-            # A loss of the user's own code may be on the device of the head.
+            # A loss of the user's code may be on the head's device, where Trainer would raise.
             return loss.to(self.args.device)
 
         if not (self._batches and self._batches[0] is inputs):
@@ -230,7 +232,7 @@ class Pipelined(SpreadTrainer):
                     self._losses = self._joined_step.losses()
             finally:
                 self._joined_step = None
-            # These mini-batches are not read again, so their memory is freed.
+            # The mini-batches of this call are not read again: an empty list frees their memory.
             self._prepared = []
         return self._losses.pop(0)
 
@@ -259,7 +261,7 @@ class Pipelined(SpreadTrainer):
         return (
             is_of_library(above.training_step)
             and above._prepare_inputs.__func__ is transformers.Trainer._prepare_inputs
-            # These layers update statistics once a call: joined mini-batches would be one update.
+            # In a joined call these layers would update statistics once, and not per mini-batch.
             and not any(
                 isinstance(x, DeferredBatchNorm | OncePerMiniBatch)
                 for x in self._spread.model.modules()
@@ -297,11 +299,11 @@ class Pipelined(SpreadTrainer):
         self, spread: Spread, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call a model, or a part of it, through the pipeline."""
-        # Several mini-batches may share a tensor: the call is for the one with most of its tensors.
+        # Mini-batches may share a tensor: the call is for the one that has most of its arguments.
         counts = [x.count_in(kwargs) for x in self._prepared]
         most = max(counts, default=0)
         parts = self._prepared[counts.index(most)].divided(args, kwargs) if most else []
-        # With a reference, or a compute_loss_func, the model's own loss is not used, nor proved.
+        # No proof where a model's own loss is unused: in a reference, or with a compute_loss_func.
         unused = spread is not self._spread or getattr(self, "compute_loss_func", None) is not None
         strict = None if unused else not self._accepts
         call = ModelCall(args, kwargs, parts, self.label_names, self.args.device, strict)

@@ -79,9 +79,6 @@ def divided(rows: int, m: int) -> list[int]:
     return [size + (i < larger) for i in range(m)]
 
 
-# An input, flattened once.
-
-
 def rows_in(leaf: Any) -> int | None:
     """The number of rows that a leaf has; None if it is not divided by rows."""
     if isinstance(leaf, Tensor):
@@ -229,9 +226,9 @@ class FlatInput:
         aliases: dict[int, Tensor] = {}
 
         def alias(x: Any) -> Any:
-            # The derivative of narrow() is a new tensor, so autograd adds the gradients of all
+            # With narrow(), whose derivative is a new tensor, autograd adds the gradients of all
             # micro-batches on the caller's stream and in its memory, as it does for rows. Without
-            # narrow() it would add on the stream of whichever gradient comes first.
+            # narrow() it would add them on the stream of the gradient that comes first.
             if not (isinstance(x, Tensor) and x.requires_grad and is_dense(x)):
                 return x
             if id(x) not in aliases:
@@ -247,13 +244,14 @@ class FlatInput:
                 whole = leaf.value if isinstance(leaf, NoChunk) else leaf
                 return [map_leaves(alias, whole)] * division.m
             tensor, dim = (leaf.value, leaf.dim) if isinstance(leaf, Chunk) else (leaf, 0)
-            # narrow() and not split(), since autograd forbids to change a view of split() in place.
+            # narrow() and not split(): what split() returns, autograd forbids to change in place.
             rows = [tensor.narrow(dim, start, size) for start, size in spans]
-            # Detached where no gradient is needed: torch.compile compiles views anew for each base.
+            # Parts that need no gradient are detached, since torch.compile would compile anew for
+            # the views of each other tensor.
             dual = _torch.forward_level() >= 0
             return [x if x.requires_grad or dual else x.detach() for x in rows]
 
-        # A tensor that occurs several times stays one object.
+        # By identity: a tensor that occurs twice in the input is one object in each micro-batch.
         parts = {id(x): parts_of(x) for x in self.leaves}
         for i in range(division.m):
             yield [parts[id(x)][i] for x in self.leaves]
@@ -280,9 +278,6 @@ def row_count(value: Any) -> int:
     return FlatInput(value).rows
 
 
-# Lists with an entry for each row.
-
-
 def _leaf_test(leaves: Sequence[Any], rows: int | None) -> IsLeaf:
     """Make a predicate that tells leaves from containers: marks, and lists with an entry per row.
 
@@ -304,7 +299,7 @@ def _leaf_test(leaves: Sequence[Any], rows: int | None) -> IsLeaf:
         if not others and len(entries) > length and (-1 in sizes or len(sizes) > 1):
             rows, is_list = length, is_flat
         else:
-            # Another list, which is a container, may have a tensor that tells the number of rows.
+            # A list that is a container may have a tensor in it that tells the number of rows.
             inner = leaves_of([x for x in listed if not is_list_of_rows(x)], is_of_input)
             rows = next((n for x in inner if (n := rows_in(x))), 0)
     return lambda x: is_of_input(x) or (is_list(x) and len(x) == rows)

@@ -33,7 +33,7 @@ from torchgpipe.values.structure import (
 
 __all__: list[str] = []
 
-#: The key of the value among the parts of a micro-batch.
+#: The key of a micro-batch's value in its ``parts``, beside the keys of its skips.
 VALUE = None
 
 
@@ -62,13 +62,13 @@ class Batch:
 
     def __init__(self, value: Any, spec: Spec | None = None) -> None:
         tensors, structure = flatten(value, spec)
-        #: The tensors of the value, and of each skip.
+        #: The tensors of the value, by VALUE, and those of each skip, by the skip's key.
         self.parts: dict[Any, Tensors] = {VALUE: tensors}
-        #: The structures that these tensors are in.
+        #: By the same keys, the containers of these tensors, and the objects that are no tensors.
         self.structures = {VALUE: structure}
-        # Most micro-batches are one tensor, for which methods have shorter code.
+        # Whether there is one tensor alone, as most often: methods have shorter code for that.
         self._single = len(tensors) == 1
-        #: The parts with a tensor that shares memory with another one.
+        #: The keys of parts that share memory with a tensor: layers must not change these in place.
         self.shared: frozenset[Any] = frozenset() if self._single else self._aliased()
 
     @classmethod
@@ -191,7 +191,7 @@ class Batch:
         return any(starmap(_torch.is_alias_of, product(self.parts[VALUE], other.tensors)))
 
     def _aliased(self) -> frozenset[Any]:
-        # If two parts have a tensor, it becomes two in one memory. Within a part it stays one.
+        # A tensor in two parts shares memory with itself: it will become one object in each part.
         sharing: defaultdict[int, list[tuple[Any, Tensor]]] = defaultdict(list)
         for key, part in self.parts.items():
             for x in _distinct([part]):
@@ -225,7 +225,7 @@ def _address(tensor: Tensor) -> int:
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
-        # Sparse tensors have no storage: with one address, all are compared with each other.
+        # Sparse tensors have no storage. As all get one address, each is compared with each other.
         return 0
 
 
@@ -258,7 +258,7 @@ def gather(outputs: Sequence[Batch], rows: Sequence[int] = (), blocks: Container
     joined: dict[tuple[int, ...], Tensor] = {}
     joined_tensors = []
     for k, tensors in enumerate(zip(*[batch.parts[VALUE] for batch in outputs])):
-        # A tensor that occurs several times stays one object.
+        # A tensor that occurs twice in each output is joined once, and stays one object.
         stacked = marked is not None and k in marked
         key = (stacked, *map(id, tensors))
         if key not in joined:
@@ -286,7 +286,7 @@ def joined(outputs: Sequence[Batch], division: Division, blocks: Container[int] 
     for k, leaves in enumerate(zip(*columns)):
         pairs = [*zip(leaves, sizes)]
         by_row = all(is_list_of_rows(leaf) and len(leaf) == n for leaf, n in pairs)
-        # A list of tensors that have all rows each, as features of several levels, is joined.
+        # Tensors in a list are joined if each has all rows, as features of several levels.
         if by_row and any(rows_in(x) != n for leaf, n in pairs for x in leaf):
             name, _ = [*names(outputs[0].value, is_list_of_rows)][k]
             raise ValueError(
@@ -325,7 +325,7 @@ def _stacked(tensors: Tensors, rows: Sequence[int]) -> Tensor:
 def join_tensors(tensors: Tensors) -> Tensor:
     """Concatenate the tensors of all micro-batches along dimension 0; stack 0-dimensional ones."""
     if len({(x.dim(), x.shape[1:]) for x in tensors}) > 1:
-        # Squares of different sizes: each micro-batch compares all its rows with each other.
+        # Outputs of shape (rows, rows) compare the rows of a micro-batch: padding is no remedy.
         are_pairs = all(x.dim() == 2 and x.shape[0] == x.shape[1] for x in tensors)
         compared = "return what is compared, and compare it after the wrapper, where all rows are"
         raise ValueError(

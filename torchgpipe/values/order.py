@@ -27,17 +27,18 @@ from torchgpipe.values.structure import Tensors, is_dense
 
 __all__: list[str] = []
 
-#: What is known of a tensor: it depends on the micro-batch, has its rows, or has them in blocks.
+#: What is known of a tensor: it depends on the micro-batch; has the micro-batch's rows in dimension
+#: 0, row by row; or has several for each of them, block by block.
 DEPENDS, HAS_ROWS, IN_BLOCKS = 1, 2, 3
 
-#: Functions that concatenate their arguments, or copies of one.
+#: Functions that concatenate their arguments, or copies of one: the result is block by block.
 JOINING = {"cat", "concat", "concatenate", "vstack", "row_stack", "repeat", "tile"}
 #: Functions that may merge several dimensions into dimension 0.
 RESHAPING = {"flatten", "reshape", "reshape_as", "view", "view_as"}
-#: Functions that return views, of which dimension 0 may be another one.
+#: Functions that return views, whose dimension 0 may be another dimension of the tensor.
 TURNING = {"t", "transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis"}
 TURNING |= {"unbind", "select", "narrow", "__get__"}
-#: Functions that split a tensor.
+#: Functions that split a tensor: if rows are block by block, a part may be one block.
 SPLITTING = {"chunk", "split", "tensor_split", "split_with_sizes"}
 #: Functions that may put rows into another order.
 REORDERING = {"index_select", "gather", "take", "take_along_dim", "sort", "argsort", "flip", "roll"}
@@ -73,7 +74,7 @@ class Order:
         """
         entering = self._before.blocks if self._before is not None else ()
         rows, grows = rows_of(inputs), self._grows or (self._grows is False and entering)
-        # Compiled layers are not watched, since the mode would make PyTorch compile them again.
+        # Compiled layers are not watched: PyTorch compiles again under a torch-function mode.
         if self.known or not (rows and grows) or any(map(is_compiled, self._layers.modules())):
             return nullcontext()
         self._watch = BlockWatch(rows, inputs, entering)
@@ -90,7 +91,7 @@ class Order:
         if self._grows is None:
             rows = rows_of(inputs)
             self._grows = any(rows_of([x]) > rows > 0 for x in returned)
-            # Most models return as many rows as they got, and are not watched.
+            # Layers that return as many rows as they got need no watch, unless rows came in blocks.
             joined = before is None or (before.known and not before.blocks)
             self.known = joined and not self._grows
             return
@@ -160,10 +161,10 @@ class BlockWatch(TorchFunctionMode):
         if name in JOINING and size > before:
             return IN_BLOCKS if kind == IN_BLOCKS or (kind == HAS_ROWS and several) else DEPENDS
         if name == "stack":
-            # Dimension 0 counts the stacked tensors now, and rows are in dimension 1.
+            # Dimension 0 counts stacked tensors now: each of them is a block, with rows in it.
             return IN_BLOCKS if kind == HAS_ROWS and several else DEPENDS
         if name in RESHAPING and size > before > 0 and size % before == 0:
-            # If rows are in dimension 1, as where the sequence comes first, they end up in blocks.
+            # Rows in dimension 1, as with batch_first=False, come into dimension 0 block by block.
             second = source.dim() > 1 and source.shape[1] % rows == 0 and before % rows != 0
             return IN_BLOCKS if second else kind
         if name == "repeat_interleave" and size > before:
@@ -218,7 +219,7 @@ def verify_rows(
         ValueError: their sizes in dimension 0 are not the same multiple of the rows, or rows are in
             blocks.
     """
-    # Outputs of one element, such as losses, are one per micro-batch, whatever the rows.
+    # Outputs of one element, such as losses, need no check: each micro-batch has one.
     if all(x.numel() == 1 for x in tensors) or not all(x.dim() for x in tensors):
         return
     multiple = tensors[0].shape[0] // rows[0]

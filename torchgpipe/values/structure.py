@@ -22,8 +22,8 @@ __all__: list[str] = []
 
 # Trees: nested containers are taken apart into leaves, and put together again.
 #
-# PyTorch's functions would do, but each call of them creates a reference cycle. Only Python's
-# garbage collector frees these, and a step must not leave it any.
+# PyTorch's functions for trees would do, but each call of them leaves a reference cycle. Only
+# Python's garbage collector frees such cycles, and a step must not have to wait for it.
 
 
 #: Tells whether a container counts as a leaf.
@@ -86,7 +86,7 @@ def _flattened(tree: Any, is_leaf: IsLeaf | None, leaves: list[Any]) -> Spec:
         leaves.append(tree)
         return LEAF
     if issubclass(kind, tuple) and kind is not tuple:
-        # PyTorch has one kind for all classes of named tuples.
+        # In PyTorch's table of containers one entry stands for all classes of named tuples.
         kind = _torch.node_type(tree)
     container = _torch.containers.get(kind)
     if container is None or (is_leaf is not None and is_leaf(tree)):
@@ -102,9 +102,6 @@ def _filled(spec: Spec, rest: list[Any]) -> Any:
         return rest.pop()
     children = [_filled(x, rest) for x in spec.children]
     return _torch.containers[spec.kind].unflatten_fn(children, spec.context)
-
-
-# Values: trees whose leaves are tensors and other objects.
 
 
 class InputMark:
@@ -152,7 +149,7 @@ class Arguments(NamedTuple):
 def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The arguments of a call as a value: the argument itself if there is one only."""
     if not args and kwargs.keys() == {"input"}:
-        # ``input`` is the name of the only argument of nn.Sequential.forward().
+        # nn.Sequential.forward() has one argument, ``input``: passed by name, it is alone, too.
         return kwargs["input"]
     return args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
 
@@ -162,7 +159,7 @@ def equal(a: Any, b: Any) -> bool:
     try:
         return a is b or (type(a) is type(b) and bool(a == b or (a != a and b != b)))
     except Exception:
-        # ``a == b`` of NumPy arrays, for one, is an array, whose bool() raises an error.
+        # NumPy arrays, for one, count as unequal: ``a == b`` is an array, whose bool() raises.
         return False
 
 
@@ -181,7 +178,8 @@ class Structure:
             if self is known:
                 return name
         assert self.spec is not None
-        # Zeros for leaves: the spec's types may be other objects in the process that unpickles.
+        # The containers are pickled, with zeros as leaves, and not the spec: its kinds may be other
+        # objects in the process that unpickles.
         return _restored, (self.spec.unflatten([0] * self.spec.count), self.others)
 
     def equals(self, other: Structure, equal: Callable[[Any, Any], bool] = equal) -> bool:
@@ -217,7 +215,8 @@ def _restored(containers: Any, others: dict[int, Any]) -> Structure:
 #: The types of most leaves beside tensors. Objects of these types hold no tensors.
 ATOMS = frozenset({type(None), bool, int, float, str})
 
-#: The structures of most values: a tensor alone, and a tuple of nothing but tensors.
+#: The structures of most values: a tensor alone, and a tuple of tensors. Nothing but identity tells
+#: them apart.
 ALONE = Structure(None, {})
 TUPLE = Structure(None, {})
 
@@ -241,7 +240,7 @@ def flatten(value: Any, spec: Spec | None = None) -> tuple[Tensors, Structure]:
             return value, TUPLE
         value, spec = flatten_tree(value)
     elif spec.kind is tuple or not all(isinstance(x, Tensor) or type(x) in ATOMS for x in value):
-        # Flattened anew: the value may be a tuple of tensors, or a leaf may be a container.
+        # Flattened anew: a tuple of tensors has to become TUPLE, and a leaf may be a container.
         return flatten(spec.unflatten(value))
     others = {k: leaf for k, leaf in enumerate(value) if not isinstance(leaf, Tensor)}
     for leaf in others.values():
@@ -258,7 +257,7 @@ def names(value: Any, is_leaf: Callable[[Any], bool] = is_of_input) -> Iterator[
     try:
         paths = _torch.leaves_with_path(value, is_leaf)
     except ValueError:
-        # PyTorch has no paths into a container that was registered without names.
+        # PyTorch has no paths into a container registered without names: leaves get numbers.
         leaves = leaves_of(value, is_leaf)
         yield from [(f"leaf {k}", leaf) for k, leaf in enumerate(leaves)]
     else:

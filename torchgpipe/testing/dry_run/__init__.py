@@ -33,7 +33,7 @@ __all__ = ["Prediction", "dry_run"]
 
 _ops: Any = torch.ops.virtual_accelerator
 
-#: The columns of the picture of memory over a step.
+#: How many characters wide the picture of memory over a step is.
 WIDTH = 64
 
 
@@ -117,7 +117,7 @@ class Prediction:
         of = self.hardware.memory / GIB
         for peak, allocated, reserved in zip(self.peaks, self.allocated, self.reserved):
             name, title = f"virtual:{peak.device}", peak.title
-            # The title of the table has the unit.
+            # The unit, GiB, is in the header line above.
             lines.append(
                 f"{name:13} {allocated / GIB:9.2f} {reserved / GIB:9.2f} {of:6.1f}  {title}"
             )
@@ -171,7 +171,7 @@ def prediction_of(
     devices = [x.device for x in state]
     accounts = [json.loads(_ops.account(device.index)) for device in devices]
     peaks = [
-        # Where nothing was allocated in the step, the peak is at its beginning.
+        # If the step allocated nothing, the peak is at the beginning of the step.
         replace(seen._place(account["at_peak"][0]), device=x.device.index, bytes=bytes)
         for account, x, bytes in zip(
             accounts, state, map(accelerator.max_memory_allocated, devices)
@@ -196,20 +196,21 @@ def prediction_of(
     )
 
 
-# Weightless tensors of the host: large ones are allocated, and nobody writes to them.
+# Weightless tensors: large tensors of the host that are allocated, and never written to.
 #
 # A dry run moves a model to devices without reading it. The operating system gives memory only to
 # pages that are written to, so a model on the host takes none while nobody initialises its
 # weights.
 
 
-#: Tensors of fewer bytes are real.
+#: The least bytes of a tensor that is made weightless. Smaller tensors have values.
 LARGE = 2**18
 
-#: Operators that make a tensor of a given size, those that copy one, and those that change the
-#: layout of one in place. Any other operator in place writes to its first argument.
+#: Operators that make a tensor of a given size, and that copy one: their result stays unwritten.
 FACTORIES = {"rand", "randn", "randint", "zeros", "ones", "full"}
 COPIES = {"clone", "_to_copy"}
+#: Operators that change a tensor's layout in place, and run. All others in place would write to
+#: their first argument, and are left out.
 LAYOUTS = {
     "resize_",
     "as_strided_",
@@ -266,15 +267,13 @@ def stand_in(name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Te
     if name in COPIES:
         return torch.empty_like(first, dtype=dtype)
     if name == "copy_" and args[1].device.type != "cpu":
-        # A copy from a device without values writes none, but takes the time of the link.
+        # The copy runs: a device in a dry run has no values to write, but the link takes its time.
         return None
     return first if name.endswith("_") and name not in LAYOUTS else None
 
 
-# The run: three steps of training without values, the third of which counts.
-
-
-#: The step that counts. The first one allocates whatever stays, such as an optimizer's state.
+#: The training step that is predicted, the third. The first step allocates what stays for later
+#: ones, such as an optimizer's state.
 COUNTED = 3
 
 
@@ -342,8 +341,9 @@ def without_values(hardware: Hardware, value_read: float | None) -> Iterator[Non
         verify_number(value_read, rule, "value_read", remedy, least=-float("inf"))
     _ops.set_capacity(hardware.memory)
     _ops.set_hollow(True, value_read)
-    # The order of autograd threads, one for each device, decides when a gradient that crosses
-    # devices is freed. So there is one thread, unless times of the host's threads are wanted.
+    # Autograd's threads, one for each device, free gradients between devices in a random order, and
+    # so change the peak of memory. So there is one thread, unless times of the host's threads are
+    # wanted.
     has_host = bool(hardware.host or hardware.host_backward)
     try:
         with torch.autograd.set_multithreading_enabled(has_host):
@@ -382,7 +382,7 @@ def watched(hardware: Hardware) -> Iterator[Observation]:
             raise
         rule, _, remedy = failed.detail.partition("; ")
         if rule not in str(error):
-            # The script has caught that failure before, and this error is another one.
+            # The script has caught the operator's failure, and this error has another cause.
             raise
         layer = failed.layer or "none that is known"
         raise RuntimeError(f"{rule} (operator: {failed.op}, layer: {layer}); {remedy}") from error

@@ -34,7 +34,7 @@ from torchgpipe.testing.report import Place
 
 __all__: list[str] = []
 
-#: The package of our wrappers. ``__name__`` does not tell it in a module that is a command.
+#: How names of torchgpipe's modules begin. ``__name__`` does not help: it is ``__main__`` here.
 _OURS = "torchgpipe."
 
 
@@ -96,8 +96,9 @@ def run_script(
 
         def begin(module: nn.Module, _: object) -> None:
             mode.is_wanted = False
-            # Under a dispatch mode no stage becomes a graph, so ``mode`` ends when a module of ours
-            # runs. Elsewhere the dispatcher may be in any state, and ``mode`` ends with the step.
+            # No stage becomes a graph under a dispatch mode. So ``mode`` ends when a module of
+            # torchgpipe runs, if ``mode`` is the innermost mode. Otherwise it ends with the first
+            # step.
             is_ours = type(module).__module__.startswith(_OURS)
             count = _torch.count_dispatch_modes()
             if is_ours and count and _torch.dispatch_mode_at(count - 1) is mode:
