@@ -25,7 +25,7 @@ __all__: list[str] = [
 # simulations are computed. All have the type ``Span``, so that they can be drawn side by side.
 
 
-#: The kinds of computation: forward, recomputation, backward, its halves for input and weights.
+#: Kinds of computation: forward, recomputation, backward, and its halves for input and weights.
 COMPUTATIONS = "FRBIW"
 #: The kinds of copies of what a cell keeps for backward: to the memory of the host, and back.
 TRIPS = ("out", "back")

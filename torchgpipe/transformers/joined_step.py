@@ -88,7 +88,7 @@ class JoinedStep:
             except torch.OutOfMemoryError:
                 raise
             except Exception:
-                # Computed alone, each call raises in its own training step, which may catch it.
+                # Without outputs each call is computed alone, and raises in its own training step.
                 self._outputs = []
         if not self._outputs:
             return self._compute([call])[0]
