@@ -155,7 +155,7 @@ class Agreement:
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        #: The flags of the layers in the present step.
+        #: The training flags of all layers in the present step.
         self._flags: Any = None
         #: The flags in the last step, if no process drew random numbers in it; otherwise None. RNG
         #: states travel with micro-batches unless a step has these flags again in all processes.

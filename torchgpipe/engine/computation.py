@@ -162,8 +162,8 @@ class ScheduledStep(Step):
         strays = cell.look_for_strays(self.sums.nodes[cell.j])
         if strays:
             known = {*map(id, self.sums.weights[cell.j])}
-            # The two cells of an overlap both run before anybody looks for strays. So a weight that
-            # both use is known already when the second cell is looked at.
+            # Of an overlap (two computations at once) both cells run before this is called for
+            # either. Without this, a weight that both use would be added twice.
             # guard: strays met once
             new = [x for x in strays if id(x) not in known]
             self.crew.verify(cell.j, new)

@@ -66,8 +66,9 @@ class Lanes:
         #: The stream on which each partition computes.
         self.compute = [streams.compute for streams in self._streams]
         #: For each partition, the parts of a micro-batch that come from another stream, each with
-        #: the partition that it comes from. Backward copies their gradients in reverse order: first
-        #: that of the skip from the nearest partition, which is due first, and last the value's.
+        #: the partition that it comes from. Backward copies their gradients in reverse, always
+        #: in the same order: skips from near partitions, whose backward is due first, then skips
+        #: from far ones, then the value.
         self.sources = [
             # guard: skips first
             # guard: near skips first

@@ -150,8 +150,8 @@ class Pipeline:
                 batch = self.parcels[i].unpacked(batch, popped)
         fence = self.step.fence
         phonies = fence.before(i, j) if fence else []
-        # Autograd runs the backward of each call on the stream of the call. A lane is the stream of
-        # a copy between devices; without a copy it is the compute stream.
+        # Each call enters the stream that is named beside it, and autograd runs its backward there.
+        # A lane is the stream of a copy between devices; without a copy it is the compute stream.
         # guard: join [1] before the layers
         if batch.requires_grad:
             # guard: join [1]

@@ -150,7 +150,8 @@ class MappedBody(Body):
                 # Here the inputs are leaves, which cannot be changed in place: kept() clones them.
                 return self.run(self.kept(batch), **more)
             finally:
-                # The note on a recomputation's error names the module already, and needs no layer.
+                # An error of a recomputation gets a note that names the module. With a layer's name
+                # it would get a second one.
                 layer.name = None
 
     def kept(self, batch: Batch) -> Batch:

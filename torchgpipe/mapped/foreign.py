@@ -55,7 +55,8 @@ class Foreign(TorchFunctionMode):
         if (
             len({x.device for x in tensors}) > 1
             and not (func in TARGETS or name in APART)
-            # No copies in a checkpoint of PyTorch, which repeats its code in backward without them.
+            # A checkpoint of PyTorch's own repeats its code in backward, where this mode is not on:
+            # copies made here would be missing there. So such tensors raise PyTorch's error.
             and not is_in_checkpoint()
         ):
             changed = {id(x) for x in tensors_of(changed_argument(name, args, kwargs))}

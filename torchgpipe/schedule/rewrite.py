@@ -269,7 +269,7 @@ class _Order:
         self._needing: list[set[int]] = [set() for _ in all_]
         #: For each instruction, the next one of the same worker.
         self._next: list[int | None] = [n + 1 for n in range(len(all_))]
-        #: By the second instruction of each pair, the first one, which stands for both.
+        #: For the second instruction of each contracted pair, the first one: it stands for both.
         self._pair: dict[int, int] = {}
         numbers = []
         begin = 0

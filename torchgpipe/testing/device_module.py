@@ -25,7 +25,7 @@ _ops: Any = torch.ops.virtual_accelerator
 #: If this were false, ``torch.utils.checkpoint`` would not restore the device's generator.
 _initialized = True
 
-#: The default generators of the devices, by the name under which PyTorch looks for them.
+#: The default generator of each device. PyTorch looks for a variable of this name.
 default_generators: tuple[torch.Generator, ...] = ()
 
 
