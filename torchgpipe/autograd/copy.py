@@ -175,8 +175,8 @@ def moved(
     # A copy from or to the CPU blocks the host, which uses CPU memory without waiting for streams.
     non_blocking = "cpu" not in (get_device(prev_stream).type, device.type)
     # PyTorch makes a copy wait for the current stream of each of the two devices, and both streams
-    # wait for the copy. On one device the copy stream is current already. use_stream() makes that
-    # of the other device current, so that no compute stream waits.
+    # wait for the copy. One of the two copy streams is current already. use_stream() makes the
+    # other one current, too, so that no compute stream waits.
     with use_stream(other):
         return tuple([x if x is None else x.to(device, non_blocking=non_blocking) for x in tensors])
 
@@ -231,8 +231,8 @@ class Shared(torch.autograd.Function):
         total: Tensor | None = None
         for grad in grads:
             if grad is not None:
-                # Not by +=, which would change a gradient that a hook may hold.
-                # PyTorch can add a sparse tensor to a dense one, but no dense one to a sparse one.
+                # The sum is not computed by +=, since a hook may hold the gradient that it changes.
+                # A sparse gradient comes second: PyTorch adds no dense tensor to a sparse one.
                 pair = (total, grad) if total is None or not total.is_sparse else (grad, total)
                 total = grad if pair[0] is None else pair[0] + pair[1]
         return total, None

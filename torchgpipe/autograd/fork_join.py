@@ -31,8 +31,8 @@ __all__: list[str] = []
 # :func:`fork` makes ``a'`` as a view of ``a``, and the phony as a copy of no element of ``a'``. The
 # backward of both calls no Python, for which all threads of autograd would have to queue. An empty
 # view as the phony would keep the memory of ``a`` as long as the phony lives. The view ``a'`` is
-# made by ``expand_as``, whose backward hands on the gradient itself. That of ``view_as`` hands on a
-# view of the gradient, and autograd does not add another gradient to a view in place.
+# made by ``expand_as``, whose backward hands on the gradient itself. The backward of ``view_as``
+# hands on a view of the gradient, to which autograd does not add another gradient in place.
 
 
 _phonies: dict[tuple[torch.device, bool], Tensor] = {}
@@ -140,9 +140,6 @@ def keep_requires_grad(ctx: Any, outputs: tuple[Tensor, ...]) -> tuple[Tensor, .
 def needs_backward(tensors: Iterable[Tensor]) -> bool:
     """Whether autograd is recording, and a gradient will be asked of one of the tensors."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
-# The autograd functions of recomputation: Recompute starts one, and Unpack makes its inputs.
 
 
 class Recompute(torch.autograd.Function):

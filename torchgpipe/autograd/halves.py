@@ -131,15 +131,15 @@ class Graph:
         self.weights = {id(x): x for x in weights}
         #: For each node, its flags INPUT and WEIGHT.
         self.leads: dict[Node, int] = {}
-        #: All nodes, each with its edges (``next_functions``); before it come those they lead to.
+        #: Each node with its edges (``next_functions``), after the nodes that its edges lead to.
         self.nodes: list[tuple[Node, Any]] = []
         self._leaves: dict[Node, int] = {}
         if inputs is not None:
             self.leads[inputs] = INPUT
         for x in self.weights.values():
             if x.grad_fn is not None:
-                # This weight is no leaf: it was computed outside of the cell. The visit of the
-                # cell's nodes ends at its node.
+                # This weight is no leaf: it was computed outside of the cell. With a flag in
+                # self.leads, its node ends the visit below, as a leaf's node does.
                 self.leads[x.grad_fn] = WEIGHT
                 self._leaves[x.grad_fn] = id(x)
         for root in roots:
@@ -201,7 +201,7 @@ class Boundary:
         self.node = node
         #: The edges to weights alone, each with its index among the node's edges.
         self.edges = edges
-        #: The gradients that have arrived at the node.
+        #: The gradients that have arrived at the node, until :meth:`run` computes with them.
         self.grads: list[tuple[Tensor | None, ...]] = []
         # This hook of the node runs last. So it notes the gradients with which the node computes,
         # after other hooks may have changed them.
@@ -232,9 +232,9 @@ class Halves:
         self._graph: Graph | None = graph
         self._roots, self._grads, self._inputs = list(roots), list(grads), inputs
         self._forget, self._hooked = forget, hooked
-        #: The weights by their identities (``id``).
+        #: For the ``id()`` of each weight, the weight.
         self.weights = graph.weights
-        #: The gradients of weights that I, the first half, has computed, by the same identities.
+        #: For the ``id()`` of each weight whose gradient I, the first half, computes: the gradient.
         self._early: dict[int, Tensor | None] = {}
         self._boundaries: list[Boundary] = []
 
@@ -430,6 +430,7 @@ def _run(boundaries: Sequence[Boundary]) -> list[tuple[GradientEdge, Tensor]]:
         within = Within.apply([run], start)
     edges = [edge for boundary in boundaries for _, edge in boundary.edges]
     root = torch.autograd.graph.get_gradient_edge(within)
-    # backward() runs the boundaries in this thread, on the stream that the caller has made current.
+    # The node of `within` is on the CPU, so autograd makes no stream current for it: the boundaries
+    # run on the stream that the caller has made current.
     backward([root], [torch.ones((), device="cpu")], [start, *edges])
     return arrived

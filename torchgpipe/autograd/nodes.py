@@ -19,9 +19,6 @@ from torchgpipe.autograd.fork_join import Unpack, get_phony, pass_on
 __all__: list[str] = []
 
 
-# Hooks of nodes and tensors: those of users, and our own.
-
-
 _lock = threading.Lock()
 #: How many hooks :func:`note_gradients` has registered, which :func:`count_hooks` leaves out.
 _noted = 0
@@ -30,7 +27,7 @@ _noted = 0
 def count_hooks() -> int:
     """Count the hooks that others have registered so far, in the whole process."""
     with _lock:
-        # PyTorch numbers all hooks. Reading the next number is faster than asking nodes for hooks.
+        # PyTorch numbers hooks as they are registered, so the next number is their count so far.
         return int(_torch.count_handles()) - _noted
 
 
@@ -85,7 +82,7 @@ class without_hooks:
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self.tensors = tensors
-        #: The dicts of hooks that were emptied, each with its hooks.
+        #: The dicts of hooks that were emptied, each with the hooks to put back.
         self.emptied: list[tuple[dict[int, Any], dict[int, Any]]] = []
 
     def __enter__(self) -> without_hooks:
@@ -137,9 +134,6 @@ def number_from(first: int) -> None:
         leaf = torch.empty((), device="cpu", requires_grad=True)
         for _ in range(missing):
             leaf.view(())
-
-
-# Both ends of backward: what happens when it begins, when it is done, and when it fails.
 
 
 def between(
@@ -217,8 +211,8 @@ class Last(Done):
 
     @uncompiled
     def __call__(self) -> None:
-        # After this, autograd deletes an object of Done, without a __del__. A flag that __del__
-        # reads would not do: Python swallows a Ctrl-C that comes while any __del__ runs.
+        # Backward has not raised, and nothing has to be drained: Done has no __del__. A flag that
+        # __del__ reads would not do, since Python swallows a Ctrl-C that comes during a __del__.
         # mypy does not know that the class of an object may change.
         self.__class__ = Done  # type: ignore[assignment]
 
@@ -241,9 +235,6 @@ def drain_queue() -> None:
 def _record() -> tuple[Tensor, Tensor, Tensor]:
     input = torch.zeros((), requires_grad=True)
     return input.clone(), input, torch.ones(())
-
-
-# Where the graph of a cell begins, and its backward ends, if a schedule runs each cell on its own.
 
 
 MESSAGE = (

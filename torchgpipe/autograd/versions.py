@@ -47,7 +47,7 @@ def identities(tensors: Sequence[Tensor]) -> Identities:
     try:
         return [*map(_version, tensors)], [*map(Tensor.data_ptr, tensors)]
     except (RuntimeError, ValueError, NotImplementedError):
-        # One of the parameters is sparse or lazy, and has no address. So each is asked on its own.
+        # One of the tensors has no version or no address. So each is asked on its own.
         return [*map(version_of, tensors)], [*map(address_of, tensors)]
 
 
@@ -56,7 +56,8 @@ def counter_of(tensor: Tensor) -> Tensor:
     if tensor.is_inference():
         return _UNCOUNTED
     counter = tensor.detach()
-    # Sparse tensors and those of functorch refuse another .data. Then the counter keeps the memory.
+    # Sparse tensors and those of functorch refuse another .data. Then the counter keeps the memory
+    # of the tensor alive.
     with suppress(RuntimeError):
         counter.data = get_phony(tensor.device, requires_grad=False)
     return counter
