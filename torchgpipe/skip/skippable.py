@@ -106,8 +106,8 @@ def skippable(
         rule = "only a class of layers can be skippable"
         remedy = "write @skippable(...) above a class derived from nn.Module"
         verify(is_layer, rule, "class", cls, remedy, TypeError)
-        # The first decorator changes the class itself and derives none, since pickle, and
-        # super(Class, self) in its methods, find the class by its name.
+        # The first @skippable above a class changes the class itself. It derives no other class,
+        # since pickle, and super(Class, self) in methods, find the class by its name.
         if "skips_declared" not in vars(cls):
             return _declare(cls, declared, cls)
         first: Any = cls.skips_class  # type: ignore[attr-defined]
@@ -123,8 +123,8 @@ def _declare(cls: LayerClass, declared: Declared, first: LayerClass) -> LayerCla
     forward = cls.forward
     driven = getattr(cls, "skips_driven", None)
     if driven and forward is driven[0]:
-        # The class inherits forward from a skippable base class, whose drive() is around the
-        # generator. The drive() of this class needs the generator itself.
+        # The class inherits forward from a skippable base class: it is the drive() of that class,
+        # and returns no generator. This class's drive() needs the forward that returns one.
         forward = driven[1]
 
     @wraps(forward)
@@ -136,7 +136,7 @@ def _declare(cls: LayerClass, declared: Declared, first: LayerClass) -> LayerCla
     @wraps(load)
     def load_either(self: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
         # Keys of torchgpipe 0.0.7 begin with "module.", but so do the keys of a child that is named
-        # "module". So "module." is removed if the keys lead further into the layer without it.
+        # "module". So "module." is removed if the layer knows more names of the keys without it.
         old = [key for key in state if key.startswith(f"{prefix}module.")]
         keys = [key.removeprefix(prefix) for key in old]
         new = [key.removeprefix("module.") for key in keys]

@@ -183,7 +183,8 @@ class Parcels:
 
     def __init__(self) -> None:
         self._waiting: dict[Any, PackedSkip] = {}
-        #: The waiting skips that share memory with another part of the micro-batch.
+        #: The parts of the micro-batch that share memory with another part, so that it is an error
+        #: to change one in place.
         self._shared: set[Any] = set()
 
     def unpacked(self, value: Batch, skips: Iterable[Any]) -> Batch:
