@@ -79,9 +79,6 @@ def pinned(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
-# The pool: which streams each partition has.
-
-
 class PartitionStreams(NamedTuple):
     """The streams of one partition."""
 
@@ -101,7 +98,7 @@ class StreamPool:
     other without need.
     """
 
-    #: The most copy streams that a partition has for values, and the most for skips.
+    #: The most copy streams of each kind, for values and for skips, that a partition has.
     COPIES = 15
     #: How many different streams PyTorch gives out for a device (32 for CUDA; assumed for others).
     POOL = 32
@@ -164,7 +161,8 @@ class StreamPool:
         memory = self._hosts.get(device)
         if memory is None:
             memory = self._hosts[device] = HostMemory(out, back)
-        # Both are set in each call: neither may be the caller's current stream, which may change.
+        # Each call sets both streams: some() leaves out the caller's current stream, which may be
+        # another one in each call.
         memory.out, memory.back = out, back
         return memory
 
@@ -174,7 +172,8 @@ class StreamPool:
         if not has_streams(device):
             return [current]
         made = self._made.setdefault(device, [])
-        # The caller's current stream may be from this pool, and may change from step to step.
+        # The caller's current stream may be one of these, since PyTorch gives out its few streams
+        # again and again. It may be another one in each step.
         streams = [stream for stream in made if stream != current]
         while len(made) <= count or len(streams) < count:
             stream = new_stream(device)

@@ -15,9 +15,6 @@ from torchgpipe.show.span import Span, Stream, pieces
 __all__: list[str] = []
 
 
-# The time that a device takes, and the memory that tensors occupy on it.
-
-
 class Stopwatch:
     """Measure how long a device works on what is issued between a start and a stop.
 
@@ -130,7 +127,7 @@ class Mark:
     #: The bytes in use on the device before the work, and how many more after it.
     in_use: int | None = None
     kept: int | None = None
-    #: Whether ``end`` is final: hooks may be called again, and must not change it then.
+    #: Whether ``end`` is final, so that a hook of a node that is called later does not change it.
     is_over: bool = False
 
 
@@ -152,7 +149,7 @@ class Recorder:
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._devices = [x for x in dict.fromkeys(devices) if has_streams(x)]
         #: For each device, a stream without work, whose events tell when the host has issued work.
-        #: PyTorch has other streams for each priority, so it is none that computes or copies.
+        #: The streams of each priority are different ones, and no partition works on those of -1.
         self._timing = {x: torch.Stream(x, priority=-1) for x in self._devices}
         self._marks: list[Mark] = []
         #: The number of the step that is under way.
