@@ -56,7 +56,7 @@ class Body:
         order: Order | None = None,
     ) -> None:
         self.layers = layers
-        #: Calls the layers, with copies of weights where other devices have the same weights.
+        #: Calls the layers; if they share weights with another device, with copies of these.
         self.call: Callable[..., Any] = layers
         self.order = order
         self.lock = lock
@@ -91,8 +91,8 @@ class Body:
             RuntimeError: a layer changed a tensor in place that shares memory with another part.
         """
         # The value and the skips of a micro-batch may share memory. Then changing one in place
-        # changes the other, but not a copy of the other on another device. So changing one is an
-        # error on any device.
+        # changes the others, but not their copies on other devices. Results must not depend on
+        # devices, so the change is always an error.
         counters: list[Tensor] = []
         versions: list[int] = []
         if batch.shared:

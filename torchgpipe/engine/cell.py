@@ -54,7 +54,7 @@ class Cell:
         #: The parts of the input (value and skips) that are copied from another stream, each with
         #: the partition that it comes from.
         self.arriving = step.lanes.sources[j]
-        #: The parts of the output that go to another stream, each with the partition there.
+        #: The parts of the output that go to another stream, each with the partition it goes to.
         self.departing = step.lanes.targets[j]
         self._checkpoints: list[Checkpoint] = []
 
@@ -90,8 +90,8 @@ class Cell:
         checkpoint = None
         offloading = self.body.offloading
         if again:
-            # The checkpoint keeps this context manager until backward. If the context manager held
-            # the cell in place of its text, it would keep the whole step in memory.
+            # The checkpoint keeps the context manager until backward. So it gets the text of the
+            # note, str(self): with the cell it would keep the whole step in memory.
             within = noted(str(self), labels.of("R", self.j, self.i))
             checkpoint = self.body.checkpoint(run, step.context, self.stream, within)
             run = partial(checkpoint.forward, cell=numbers)

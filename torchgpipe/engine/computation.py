@@ -131,7 +131,7 @@ class ScheduledStep(Step):
         super().__init__(stages, plan.schedule.chunks, again, joins, after)
         #: Whether the caller is within autocast, which must be off in backward.
         self.casts = any(x.enabled for x in self.context.modes.autocast)
-        #: For each stage, a copy on its device of each weight that is on another device, by weight.
+        #: For each stage, its weights on other devices, each with a copy on the stage's device.
         self.copies = copies_of_weights(stages)
         for body, entries, copies in zip(self.bodies, stages.lent, self.copies):
             compute_with_copies(body, entries, partial(in_place_of, copies))
@@ -163,7 +163,7 @@ class ScheduledStep(Step):
         if strays:
             known = {*map(id, self.sums.weights[cell.j])}
             # Of an overlap (two computations at once) both cells run before this is called for
-            # either. Without this, a weight that both use would be added twice.
+            # either. Leaving out known weights keeps one that both use from being added twice.
             # guard: strays met once
             new = [x for x in strays if id(x) not in known]
             self.crew.verify(cell.j, new)
@@ -176,7 +176,7 @@ class ScheduledStep(Step):
             one = self.criterion.scale(torch.ones((), device=value.device, dtype=value.dtype))
             divisor = one if divisor is None else divisor * one
         zeros = self.sums.zeros(self.links, self.post, value.dtype)
-        # If no tensor has got a gradient, the caller's loss.backward() must work all the same.
+        # If no tensor has got a gradient, this zero lets the caller's loss.backward() work.
         zeros = zeros or [torch.zeros_like(value, requires_grad=True)]
         loss: Tensor = Outcome.apply(value, divisor, *zeros)
         return loss

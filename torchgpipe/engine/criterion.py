@@ -63,8 +63,8 @@ class Criterion:
         self.losses: list[tuple[Tensor, Any] | None] = [None] * m
         #: For each micro-batch, its output, detached from the graph; None if no outputs are kept.
         self.outputs: list[Batch | None] | None = [None] * m if outputs else None
-        #: The shapes in the output of the first micro-batch, for a warning of layers that compare
-        #: rows; empty, and no warning, if an FX graph computed the output.
+        #: The shapes in the output of the first micro-batch, from which a warning tells whether
+        #: layers compare rows with each other. With FX graphs it stays empty: there is no warning.
         self.shapes: Sequence[torch.Size] = ()
         #: Whether the loss of any micro-batch requires a gradient.
         self.depends = False
@@ -243,7 +243,7 @@ def _checked_weight(weight: Any) -> Any:
             "ScheduledLoss(..., outputs=True)"
         )
     if isinstance(weight, Tensor):
-        # Its number stays unchecked: to read it, the host would wait for the device.
+        # The number in a tensor stays unchecked: to read it, the host would wait for the device.
         return weight.detach()
     rule = "the weight of a loss must be finite and not negative"
     verify_number(weight + 0, rule, "weight", "return the number of what was summed up")
@@ -308,7 +308,7 @@ def arguments_of(
             )
     counts = targets.counts
     if division.is_ready and counts:
-        # Of an input that the caller has divided nobody knows the rows. The targets tell them.
+        # The caller has divided the input, so its number of rows is unknown. Targets tell it.
         rows = targets.rows
         if rows < m:
             raise ValueError(

@@ -38,8 +38,8 @@ class Draws:
     """The knowledge of whether layers draw on the CPU, which lasts from step to step."""
 
     def __init__(self) -> None:
-        #: Whether layers draw random numbers, by kind of step: whether autograd records, and which
-        #: modules are in train mode.
+        #: For each kind of step, whether layers draw random numbers. Two steps are of one kind if
+        #: autograd records in both or neither, and the same modules are in train mode.
         self._known: dict[Any, bool] = {}
         self.lock = threading.RLock()
 

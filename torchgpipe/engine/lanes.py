@@ -75,7 +75,7 @@ class Lanes:
             self._elsewhere(j, {VALUE: j - 1, **by_partition(skip_layout.popped[j])})
             for j in range(n)
         ]
-        #: For each partition, the parts that go to another stream, each with the partition there.
+        #: For each partition, the parts that go to another stream, each with its target partition.
         self.targets = [
             self._elsewhere(j, {VALUE: j + 1, **skip_layout.stashed[j]}) for j in range(n)
         ]
@@ -86,12 +86,12 @@ class Lanes:
                 # guard: copies after the caller
                 used = {compute, *values, *skips} - {self._outside[j]}
                 self._others.setdefault(self._outside[j], set()).update(used)
-        # The least number of lanes of a partition. Micro-batch i + pool may use the lane of i.
+        # The least number of lanes of a partition: micro-batches i and i + pool may use one lane.
         pool = min(len(streams.values) for streams in self._streams)
         #: By how many micro-batches a partition may be ahead of a neighbour (max run-ahead).
         self.lead = pool - 1
         #: For :class:`~torchgpipe.engine.step.Fence`: for each partition ``j`` and each ``k`` that
-        #: gets a part of its output, by how many micro-batches ``k`` may be ahead in backward.
+        #: gets a part of its output, a range: how far ``k`` may be ahead of ``j`` in backward.
         self.ahead = {
             # guard: a short lead
             j: {k: range(k - j + 1, self.lead + 1) for k in self.targets[j].values() if k < n}
@@ -105,7 +105,7 @@ class Lanes:
         ]
 
     def _elsewhere(self, j: int, parts: dict[Any, int]) -> dict[Any, int]:
-        # streams[k + 1] is that of partition k: the caller is before the first, and after the last.
+        # streams[k + 1] is the stream of partition k, or of the caller if k is -1 or n.
         streams = [self._outside[0], *self.compute, self._outside[-1]]
         return {part: k for part, k in parts.items() if streams[k + 1] != self.compute[j]}
 

@@ -82,7 +82,7 @@ class Links:
         made = {x: cycle(pool.computing(x, count)) for x, count in counts.items()}
         #: The stream on which each worker computes.
         self.compute = [next(made[device]) for device in plan.devices]
-        # How many streams of its pool each device computes on; a single one would be the caller's.
+        # How many streams of its pool each device computes on: none, if on the caller's stream.
         in_use = Counter({x: count for x, count in counts.items() if count > 1})
         #: The stream on which each stage computes.
         self.stage_streams = [self.compute[w] for w in self._placement]
@@ -252,11 +252,11 @@ def fetch(pool: StreamPool, targets: FlatInput, device: torch.device) -> list[tu
 #                 skips  ──→ the stages that pop them                  ──→ where the part came from
 #
 # Before the first stage is the caller: the micro-batches come from there, and the gradients of
-# their tensors go back to it. A stage may be in another process. Then
-# :mod:`torchgpipe.distributed.mail` sends what is in its inbox, and brings what it has sent.
+# their tensors go back to it. A stage may be in another process. What waits in its inbox is sent
+# there by :mod:`torchgpipe.distributed.mail`, which also puts what that stage sends into inboxes.
 
 
-#: For each part of a micro-batch, the gradients of its tensors: one for a tensor that is repeated.
+#: For each part of a micro-batch, a gradient for each tensor; one for a tensor that comes twice.
 Gradients: TypeAlias = dict[Any, Sequence[Tensor | None]]
 
 
@@ -274,16 +274,16 @@ class Post:
         self._links, self._layout = links, step.stages.skip_layout
         # Not the step, which refers to this post: such a cycle would keep the memory of both.
         self.numbers = step.numbers
-        #: The values that wait for a stage, by stage and micro-batch, with the events of copies.
+        #: For each stage and micro-batch, the value that waits there, with the event of its copy.
         self.values: dict[tuple[int, int], tuple[Batch, Any]] = {
             (0, i): (batch, None) for i, batch in enumerate(batches)
         }
         batches.clear()
         #: For each micro-batch, the skips that were stashed and not popped yet.
         self.parcels: defaultdict[int, Parcels] = defaultdict(Parcels)
-        #: The events of copies, by micro-batch and part; send() moves that of the value to values.
+        #: For each micro-batch and part, the event of its copy; send() moves a value's to `values`.
         self._events: dict[tuple[int, Any], Any] = {}
-        #: The gradients that wait for a stage, by stage and micro-batch, for each part.
+        #: For each stage and micro-batch, the gradients that wait there, for each part.
         self.grads: dict[tuple[int, int], dict[Any, Sent]] = {}
 
     def send(self, j: int, i: int, output: Batch) -> None:

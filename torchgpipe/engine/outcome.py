@@ -43,8 +43,8 @@ __all__: list[str] = []
 #   weights on stream 1 ── HandOver ── 0 ┼─ Outcome ── loss
 #                                value ──┘
 #
-# There is one :class:`HandOver` for each stream that has weights, whose output is a zero. It is
-# applied with that stream current, so autograd runs its backward there, where the sums are.
+# Each stream that has weights has one :class:`HandOver`, which returns a zero. It is applied with
+# that stream current. So autograd runs its backward on the stream that has computed the sums.
 
 
 #: The size in bytes from which a gradient is added to its sum as soon as it is computed.
@@ -60,12 +60,12 @@ class Sums:
     """
 
     def __init__(self) -> None:
-        #: The tensors that have got a gradient, by identity.
+        #: For the ``id()`` of each tensor that has got a gradient, the tensor.
         self.tensors: dict[int, Tensor] = {}
         self._sums: dict[int, Tensor] = {}
-        #: The tensors whose sum has memory of its own, which may be changed in place.
+        #: The ``id()`` of each tensor whose sum has its own memory, and may be changed in place.
         self._own: set[int] = set()
-        #: The tensors that get a hook to add gradients, from ready(), once they have a first sum.
+        #: The tensors to which ready() adds a hook that adds gradients, once they have a sum.
         self._waiting: dict[int, Tensor] = {}
         #: How to remove each hook that adds gradients: the dict of hooks that has it, and its key.
         self._hooks: list[tuple[dict[int, Any], int]] = []
@@ -76,7 +76,7 @@ class Sums:
         for tensor, grad in zip(tensors, grads):
             key = id(tensor)
             total = self._sums.get(key)
-            # Where a hook has added the gradient already, backward returns the sum as the gradient.
+            # If a hook has added the gradient already, backward returns the sum itself.
             # guard: sums instead of gradients
             if grad is None or grad is total:
                 continue
@@ -304,8 +304,8 @@ class StepSums:
             [x for x in in_place_of(of_stage, parameters_of(modules_of(module))) if x.requires_grad]
             for module, of_stage in zip(modules, copies)
         ]
-        #: For each stage, autograd's nodes of its weights, as far as cells have met them. A search
-        #: for weights of other modules passes over these nodes.
+        #: For each stage, autograd's nodes of its weights. A search for weights of other modules
+        #: leaves these nodes out, and adds each new one that it finds.
         self.nodes: list[set[Any]] = [{x.grad_fn for x in of_stage} for of_stage in self.weights]
         #: For each micro-batch, the tensors that came from the caller.
         self._inputs = [[*batch] for batch in batches]
@@ -319,7 +319,7 @@ class StepSums:
         """Begin a step; hooks of weights and inputs see nothing until the block ends."""
         within.enter_context(self._without_hooks)
         # Autograd adds to .grad on the stream where the node of the weight was made. Clearing the
-        # sets frees the nodes that cells have made, so HandOver makes new ones on its own streams.
+        # list frees the nodes that cells have made, so HandOver makes new ones on its own streams.
         within.callback(self.nodes.clear)
 
     def prepare(self, within: ExitStack) -> None:
@@ -362,7 +362,7 @@ class StepSums:
         for stream, some in [first, *zip(links.stage_streams, self.weights)]:
             for x in some:
                 if id(x) in reached and id(x) not in owner:
-                    # The gradient of a weight that is on another device is handed over there.
+                    # A weight on another device than its stage gets its gradient on its own device.
                     at = stream if x.device == stream.device else current_stream(x.device)
                     if at not in parts:
                         parts[at] = Sums(), []

@@ -59,10 +59,10 @@ class Recording:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        #: Returns the context manager in which a forward of the first micro-batch runs the layers,
-        #: for its mark. By it a trace sees where layers wait for a device.
+        #: For the mark of a forward of the first micro-batch, returns the context manager in which
+        #: the layers run. A trace sets it, to see where layers wait for a device.
         self.within: Callable[[Mark], AbstractContextManager[Any]] = nullcontext
-        #: The backward that is under way on the CPU; the next one that begins there ends it.
+        #: The backward that is under way on the CPU; it ends when that of another cell begins.
         self._running: Mark | None = None
 
     def looking(self, mark: Mark) -> AbstractContextManager[Any]:
@@ -71,7 +71,7 @@ class Recording:
 
     def begin_step(self) -> None:
         """Take note that another step begins."""
-        # The first forward of this step must not end a backward of the step before.
+        # The first backward of this step must not end the last one of the step before.
         self._running = None
         self.recorder.begin_step()
 

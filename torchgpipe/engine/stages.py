@@ -58,7 +58,7 @@ class Stages:
         self.skip_layout = skip_layout or inspect_skip_layout(self.partitions)
         self.pool = StreamPool()
         self.workers = Workers(devices)
-        #: The buffers that layers were seen to change in forward.
+        #: For each module, the buffers that forward was seen to change: recomputation needs copies.
         self.learned: Learned = WeakKeyDictionary()
         #: The spans of steps, while the model is traced.
         self.recording: Recording | None = None

@@ -59,7 +59,7 @@ class Fence:
 
     def before(self, i: int, j: int) -> list[Tensor]:
         """The phonies of the cells that backward shall come to after the cell ``(i, j)``."""
-        # The nearest cell before in j: under a device map, micro-batch i - 1 may have none there.
+        # Under a device map, micro-batch i - 1 may have no cell in j. Then an earlier one counts.
         phonies = self._first(i, range(1, i + 1), j)
         # A copy of the dict's items, since another thread may add a stage meanwhile.
         for k, ahead in [*self.ahead[j].items()]:
@@ -94,8 +94,8 @@ class StepWeights:
         outside: Mapping[torch.device, AbstractStream],
     ) -> None:
         self._lanes, self._outside = lanes, outside
-        #: Each weight that was brought to a device, with its alias for each device. The key is
-        #: another one if the weight was changed since, or needs a backward now.
+        #: Weights that were brought to a device, each with its alias for each device. A weight gets
+        #: another key, and new aliases, when its version changes or it needs a backward now.
         self._shared: dict[object, tuple[Tensor, dict[torch.device, Tensor]]] = {}
 
     def bring(

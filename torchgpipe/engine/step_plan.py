@@ -223,7 +223,7 @@ def chosen(choice: Choice, stages: int, counts: Sequence[int], m: int) -> Schedu
     verify_choice(choice)
     tries = _tries(choice, stages, counts, m)
     first = next(tries)
-    # If none has as many stages as the model, _checked() raises an error about the first one.
+    # If no schedule has as many stages as the model, _checked() raises an error about the first.
     return next((x for x in chain([first], tries) if len(x.placement) == stages), first)
 
 

@@ -146,7 +146,7 @@ class Round:
         self.gates = {name: threading.Lock() for task in tasks for name in task.needs}
         for gate in self.gates.values():
             gate.acquire()
-        #: Each worker, from when it will run no more tasks of this round: the caller waits for all.
+        #: Gets each worker when it will run no more tasks of this round. The caller waits for all.
         self.ended: SimpleQueue[Key] = SimpleQueue()
         self.errors: dict[Any, BaseException] = {}
         self.stopped = False
