@@ -211,8 +211,8 @@ class Last(Done):
 
     @uncompiled
     def __call__(self) -> None:
-        # Backward has not raised, and nothing has to be drained: Done has no __del__. A flag that
-        # __del__ reads would not do, since Python swallows a Ctrl-C that comes during a __del__.
+        # Backward did not raise: a Done, which has no __del__, drains nothing. A flag that __del__
+        # reads would not do, since Python swallows a Ctrl-C that comes during a __del__.
         # mypy does not know that the class of an object may change.
         self.__class__ = Done  # type: ignore[assignment]
 
@@ -265,7 +265,7 @@ def enter(*tensors: Tensor) -> tuple[Sequence[Tensor], list[GradientEdge]]:
     phony = get_phony(tensors[0].device, requires_grad=True)
     # dead_end, a node of PyTorch's, takes a third of the time of Enter. But its outputs get version
     # counters of their own: another stage with the same memory would not notice that this stage
-    # changes it in place. So dead_end is only for tensors that share their memory with none.
+    # changes it in place. So dead_end is only for tensors that share memory with no other.
     # guard: changes of what arrives
     unseen = all(map(is_alone, tensors))
     # A tensor that arrives is a leaf. Without detach(), the graph would keep it, to set its .grad.

@@ -34,8 +34,8 @@ class HostMemory:
 
     def __init__(self, out: AbstractStream, back: AbstractStream) -> None:
         self.out, self.back = out, back
-        #: The buffers that nobody uses, by size, each with an event after its last copy. Threads
-        #: take and give them at the right end. They need no lock, since this is a deque.
+        #: For each size, the buffers that nobody uses, each with an event after its last copy.
+        #: Threads take and give buffers at the right end of a deque, for which they need no lock.
         self._free: defaultdict[int, deque[tuple[Tensor, Event | None]]] = defaultdict(deque)
         #: The sizes in bytes of all buffers, in use or not.
         self.sizes: list[int] = []

@@ -149,12 +149,12 @@ class Recorder:
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._devices = [x for x in dict.fromkeys(devices) if has_streams(x)]
         #: For each device, a stream without work, whose events tell when the host has issued work.
-        #: The streams of each priority are different ones, and no partition works on those of -1.
+        #: Streams of two priorities are never the same, and partitions use none of priority -1.
         self._timing = {x: torch.Stream(x, priority=-1) for x in self._devices}
         self._marks: list[Mark] = []
         #: The number of the step that is under way.
         self.step = -1
-        #: The bytes of the host's pinned memory for each device, by the device's name.
+        #: For the name of each device, the bytes of pinned memory that the host has for it.
         self.host: dict[str, int] = {}
         #: The functions to call when a step begins.
         self.at_steps: list[Callable[[], None]] = []

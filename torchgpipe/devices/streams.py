@@ -99,7 +99,7 @@ def current_stream(device: torch.device) -> AbstractStream:
 
 def is_current(stream: AbstractStream) -> bool:
     """Whether this thread issues work for the device of a stream on that stream."""
-    # This is asked for each tensor that layers save. current_stream() takes several times as long.
+    # Called for each tensor that layers save: current_stream() would take several times as long.
     return not isinstance(stream, torch.Stream) or stream == _torch.get_stream(stream.device_index)
 
 

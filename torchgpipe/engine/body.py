@@ -56,7 +56,7 @@ class Body:
         order: Order | None = None,
     ) -> None:
         self.layers = layers
-        #: Calls the layers; if they share weights with another device, with copies of these.
+        #: Calls the layers, with copies in place of weights that they share with another device.
         self.call: Callable[..., Any] = layers
         self.order = order
         self.lock = lock
@@ -90,9 +90,9 @@ class Body:
         Raises:
             RuntimeError: a layer changed a tensor in place that shares memory with another part.
         """
-        # The value and the skips of a micro-batch may share memory. Then changing one in place
-        # changes the others, but not their copies on other devices. Results must not depend on
-        # devices, so the change is always an error.
+        # The value and the skips of a micro-batch may share memory. Then a layer that changes one
+        # of these in place changes the others, but not their copies on other devices. Results must
+        # not depend on devices, so the change is always an error.
         counters: list[Tensor] = []
         versions: list[int] = []
         if batch.shared:

@@ -147,7 +147,7 @@ class Criterion:
         if self._divisor is None:
             grad = torch.full_like(loss, 1 if weight is not None else self.shares[i])
         else:
-            # The scale comes before the cast below: 1 / divisor may be too small for float16.
+            # 1 / divisor may be too small for float16, so the scale is applied before the cast.
             grad = torch.full_like(loss, 1, dtype=self._divisor.dtype) / self._divisor
         return (grad if self.scale is None else self.scale(grad)).to(loss.dtype)
 
@@ -203,7 +203,7 @@ def _total(weights: Sequence[Any], loss: Tensor) -> Tensor:
     scalars = [
         x.to(device).reshape(()).to(dtype)
         if isinstance(x, Tensor) and x.device != CPU
-        # A kernel fills in the number. The host would wait for a copy from its own memory.
+        # A kernel fills in the number. For a copy of it to the device, the host would wait.
         else torch.full((), float(x), dtype=dtype, device=device)
         for x in weights
     ]
@@ -267,7 +267,7 @@ class explaining:
     ) -> None:
         if not self._targets or self._layer is None or not isinstance(error, TypeError):
             return
-        # Python raises "forward() missing ..." if a layer is called with too few arguments.
+        # The note is for the error "forward() missing ...", by a layer that gets too few arguments.
         name = getattr(type(self._layer).forward, "__qualname__", "")
         if str(error).startswith(f"{name}() missing"):
             add_note(

@@ -230,7 +230,7 @@ def fetch(pool: StreamPool, targets: FlatInput, device: torch.device) -> list[tu
     def fetched(x: Any) -> Any:
         if not isinstance(x, Tensor) or x.device == device:
             return x
-        # The last stream of each pool, so that links, which use the first ones, do not wait for it.
+        # Copied on the last stream of each pool: links use the first streams, and must not wait.
         here, there = (pool.some(where, pool.POOL - 1)[-1] for where in (x.device, device))
         hand_over([x], current_stream(x.device), here)
         with use_stream(there):
@@ -272,7 +272,7 @@ class Post:
 
     def __init__(self, step: Step, links: Links, batches: list[Batch]) -> None:
         self._links, self._layout = links, step.stages.skip_layout
-        # Not the step, which refers to this post: such a cycle would keep the memory of both.
+        # The step refers to its post. A post that held the step would keep both in memory.
         self.numbers = step.numbers
         #: For each stage and micro-batch, the value that waits there, with the event of its copy.
         self.values: dict[tuple[int, int], tuple[Batch, Any]] = {

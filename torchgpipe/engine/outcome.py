@@ -76,7 +76,7 @@ class Sums:
         for tensor, grad in zip(tensors, grads):
             key = id(tensor)
             total = self._sums.get(key)
-            # If a hook has added the gradient already, backward returns the sum itself.
+            # If a hook has added the gradient already, backward returns the sum, which is skipped.
             # guard: sums instead of gradients
             if grad is None or grad is total:
                 continue
@@ -355,7 +355,7 @@ class StepSums:
                 of_caller.add(inputs, grads)
         sources = [of_caller, *self.by_worker]
         reached = {*chain(*[source.reached() for source in sources])}
-        #: For each stream, the sums that are handed over there, and their tensors.
+        #: For each stream, the sums to hand over on it, and the tensors that they belong to.
         parts: dict[AbstractStream, tuple[Sums, list[Tensor]]] = {}
         owner: dict[int, Sums] = {}
         first = links.outside[0], self._inputs_with_grad

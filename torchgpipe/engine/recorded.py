@@ -89,7 +89,7 @@ class Recording:
             self._end_running(again)
             self.recorder.begin(again)
             try:
-                # Within try: an exception ends a recomputation when backward has all that it needs.
+                # When backward has all that it needs, an exception ends the recomputation.
                 return run(value, **more)
             finally:
                 self.recorder.end(again)

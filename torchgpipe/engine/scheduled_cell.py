@@ -130,13 +130,13 @@ class EagerCell(Cell):
 
     def __init__(self, body: Body, context: Context, *of_cell: Any) -> None:
         super().__init__(*of_cell)
-        # Not the step, which refers to its cells: such a cycle would keep a failed step in memory.
+        # The step refers to its cells. A cell that held the step would keep a failed step in memory.
         self._body, self._context = body, context
         #: Runs the layers on a micro-batch, and in the last stage the loss.
         self.run: Callable[..., Batch] = body.run
         if self.criterion is not None:
             self.run = partial(self.run, after=self.criterion.after(self.i))
-        #: For each part of the input and of the output, its tensors' edges in autograd's graph.
+        #: For each part of the input and the output, the edges of its tensors in autograd's graph.
         self._inputs: dict[Any, list[GradientEdge | None]] = {}
         self._outputs: dict[Any, list[GradientEdge | None]] = {}
         self._checkpoint: Checkpoint | None = None

@@ -291,7 +291,7 @@ class Workers:
                 with suppress(Empty):
                     working.remove(round.ended.get(timeout=0.1))
         finally:
-            # Also after a Ctrl-C, which may have come anywhere above.
+            # After a Ctrl-C, too, which may have come anywhere above, no further task may start.
             round.abandon()
             until = monotonic() + PATIENCE
             with suppress(Empty):

@@ -223,7 +223,7 @@ def compute(
         if looks:
             wrapper._traps.knows_state = True
             warn_of_changes(before, wrapper, loss, m)
-    # If the step was the first in this process to compile a layer, later steps need settings.
+    # If the step has compiled a layer, PyTorch's compiler needs other settings in later steps.
     prepare_if_compiled()
     return result
 

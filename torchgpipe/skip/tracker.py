@@ -78,9 +78,9 @@ class SkipLayout:
     """The skips that lead from one partition to another, as layers declare them."""
 
     def __init__(self, partitions: int, ends: dict[Skip, tuple[int, int]]) -> None:
-        #: For each partition, the skips that it stashes for others, each with its target.
+        #: For each partition, the skips that it stashes, each with the other one that pops it.
         self.stashed: list[dict[Skip, int]] = [{} for _ in range(partitions)]
-        #: For each partition, the skips that it pops from others, each with its source.
+        #: For each partition, the skips that it pops, each with the other one that stashes it.
         self.popped: list[dict[Skip, int]] = [{} for _ in range(partitions)]
         for skip, (source, target) in ends.items():
             if source != target:
