@@ -163,7 +163,7 @@ class ScheduledStep(Step):
         if strays:
             known = {*map(id, self.sums.weights[cell.j])}
             # Of an overlap (two computations at once) both cells run before this is called for
-            # either. So a weight that both use may be known: it must not be added twice.
+            # either. So a weight that both use may be known by now: it must not be added twice.
             # guard: strays met once
             new = [x for x in strays if id(x) not in known]
             self.crew.verify(cell.j, new)

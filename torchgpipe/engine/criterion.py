@@ -107,8 +107,8 @@ class Criterion:
     def take(self, i: int, loss: Tensor, weight: Any, output: Batch | None) -> None:
         """Take note of the loss of micro-batch ``i``, and of the output of the layers."""
         weight = self._weights[i] if self._weights else weight
-        # The scalar that F.mse_loss() returns holds the memory of a number for each element of its
-        # input, and some other losses do so, too. A clone has the memory of one number.
+        # The scalar that F.mse_loss() returns keeps memory for a number per element of its input,
+        # and some other losses do so, too. A clone keeps the memory of one number.
         spacious = loss.untyped_storage().nbytes() > loss.nbytes
         self.losses[i] = loss.detach().clone() if spacious else loss.detach(), weight
         self.depends |= loss.requires_grad
@@ -203,7 +203,7 @@ def _total(weights: Sequence[Any], loss: Tensor) -> Tensor:
     scalars = [
         x.to(device).reshape(()).to(dtype)
         if isinstance(x, Tensor) and x.device != CPU
-        # A kernel fills in the number. For a copy of it to the device, the host would wait.
+        # A kernel fills in the number. If it were copied to the device, the host would wait.
         else torch.full((), float(x), dtype=dtype, device=device)
         for x in weights
     ]

@@ -272,7 +272,7 @@ class Post:
 
     def __init__(self, step: Step, links: Links, batches: list[Batch]) -> None:
         self._links, self._layout = links, step.stages.skip_layout
-        # The step refers to its post. A post that held the step would keep both in memory.
+        # A post that held the step would keep both in memory, since steps hold their post.
         self.numbers = step.numbers
         #: For each stage and micro-batch, the value that waits there, with the event of its copy.
         self.values: dict[tuple[int, int], tuple[Batch, Any]] = {

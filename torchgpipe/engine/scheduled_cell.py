@@ -130,7 +130,7 @@ class EagerCell(Cell):
 
     def __init__(self, body: Body, context: Context, *of_cell: Any) -> None:
         super().__init__(*of_cell)
-        # The step refers to its cells. A cell that held the step would keep a failed step in memory.
+        # A cell that held the step would keep a failed step in memory, since steps hold cells.
         self._body, self._context = body, context
         #: Runs the layers on a micro-batch, and in the last stage the loss.
         self.run: Callable[..., Batch] = body.run

@@ -389,7 +389,7 @@ def _undecorated(path: str, layer: nn.Module) -> Iterator[str]:
             "with @skippable"
         )
     elif getattr(layer.forward, "__func__", None) is nn.Sequential.forward:
-        # Only within nn.Sequential: another layer may itself run the generators of its children.
+        # Children of other layers are left out: those layers may run the generators themselves.
         for child, inner in layer._modules.items():
             if inner is not None:
                 yield from _undecorated(f"{path}.{child}", inner)

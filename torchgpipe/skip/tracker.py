@@ -78,9 +78,9 @@ class SkipLayout:
     """The skips that lead from one partition to another, as layers declare them."""
 
     def __init__(self, partitions: int, ends: dict[Skip, tuple[int, int]]) -> None:
-        #: For each partition, the skips that it stashes, each with the other one that pops it.
+        #: For each partition, the skips that it stashes, each with the partition that pops it.
         self.stashed: list[dict[Skip, int]] = [{} for _ in range(partitions)]
-        #: For each partition, the skips that it pops, each with the other one that stashes it.
+        #: For each partition, the skips that it pops, each with the partition that stashes it.
         self.popped: list[dict[Skip, int]] = [{} for _ in range(partitions)]
         for skip, (source, target) in ends.items():
             if source != target:
@@ -195,7 +195,7 @@ class Parcels:
         """
         popped = {}
         for skip in skips:
-            # Removed from _waiting, so that a skip is freed when the layer that pops it is done.
+            # Once taken out of _waiting, a skip is freed when the layer that pops it is done.
             # guard: letting go of a skip
             part = self._waiting.pop(skip, None)
             if part is None:
