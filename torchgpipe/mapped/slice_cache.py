@@ -63,8 +63,8 @@ class Past:
     def __init__(self, starts: Sequence[int], window: int | None) -> None:
         self._starts, self.window = starts, window
         self._buffer: Tensor | None = None
-        #: The tensor that the latest slice has seen. Its graph refers to a checkpoint, and the
-        #: checkpoint to this cache: a cycle through C++ that only let_go() breaks.
+        #: The latest output of seen(), whose graph the next one continues. The graph refers to a
+        #: checkpoint, and that to this cache: a cycle through C++ that only let_go() breaks.
         self._latest: Tensor | None = None
 
     def first(self, k: int) -> int:

@@ -63,7 +63,7 @@ def prove(
     with unchanged(model):
         (expected, shapes), (again, _) = gradient(whole, parameters), gradient(whole, parameters)
         if not expected.equal(again):
-            # Two equal calls differ, so layers draw: evaluation mode switches dropout off.
+            # Two equal calls differ, so layers draw random numbers: evaluation mode stops dropout.
             model.eval()
             expected, shapes = gradient(whole, parameters)
         early = changed_early(whole, sequence)
