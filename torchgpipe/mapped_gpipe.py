@@ -289,7 +289,7 @@ class MappedGPipe(Wrapper):
             # counters of its own, so that autograd does not take the rows of others for changed.
             mini_batch.map(partial(own_versions, {id(x) for x in mini_batch.whole}))
         output_device = self._output_device
-        # The host waits for a copy to the CPU, so it comes after all micro-batches were issued.
+        # The host waits for copies to the CPU, so these come after all micro-batches were issued.
         late = output_device is not None and not has_streams(output_device)
         begin_mini_batch(self)
         step = MappedStep(
@@ -330,7 +330,7 @@ class MappedGPipe(Wrapper):
                     for i in range(step.m):
                         course(i)
                 if step.held is not None:
-                    # Each call has verified what the call before it left. This is for the last
+                    # Calls verify the attributes that the calls before left. This is for the last
                     # calls.
                     step.held.verify()
             finally:

@@ -147,7 +147,8 @@ class MappedBody(Body):
                 args, kwargs = first_arguments.pop()
                 return self.run(batch, call=lambda *_, **__: self.call(*args, **kwargs), **more)
             try:
-                # Here the inputs are leaves, which cannot be changed in place: kept() clones them.
+                # A recomputation's inputs are leaves, not to be changed in place: kept() clones
+                # them.
                 return self.run(self.kept(batch), **more)
             finally:
                 # An error of a recomputation gets a note that names the module. If ``layer.name``

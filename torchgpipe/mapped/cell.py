@@ -307,7 +307,7 @@ class CourseNumbers:
         #: The generators that are watched for draws; none if other courses draw from them, too.
         self._generators = self._all if is_only else []
         #: Whether code has drawn random numbers on another device than that of the course's cell.
-        #: With several threads, it would draw others.
+        #: With several threads, it might draw the numbers of another micro-batch.
         self.drawn_behind = False
         #: The state in which each generator was seen last: another state shows that code has drawn.
         self._known: dict[torch.device, Tensor] = {}

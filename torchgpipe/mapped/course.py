@@ -99,8 +99,8 @@ class CourseCells:
             return self.present
         latest = self._latest.get(device)
         if self._turns:
-            # Sending forks phonies, which the next micro-batch joins so that backward comes to the
-            # next one first. So arguments are sent before this micro-batch gives up its turn.
+            # Sending forks phonies. The next micro-batch joins them, so that backward comes to it
+            # first: send the arguments before this micro-batch gives up its turn.
             # guard: sending before others come
             leaving = [x for x in tensors_of(value) if x.device != device and has_streams(x.device)]
             for source in dict.fromkeys(x.device for x in leaving):

@@ -73,6 +73,7 @@ class Wholes(NamedTuple):
             path = f"{name}.{child}" if name else child
             if not _has_weights(inner):
                 # A module without weights, such as an activation, is a block only in a list.
+                # Elsewhere it computes where its inputs are.
                 if within and not is_list(inner):
                     yield path, inner
             elif self._is_divided(inner, within):
@@ -328,7 +329,7 @@ def _computed_as_a_whole(
     for child, inner in module.named_children():
         has_tensors = any(True for _ in inner.parameters()) or any(True for _ in inner.buffers())
         # A module without tensors computes where its inputs are. It is mapped only as an entry of a
-        # list, and only if the model has it under no other name.
+        # list, unless it has several names, as an activation that all layers share.
         if start + child not in device_map and (
             has_tensors or (is_list(module) and inner not in several)
         ):

@@ -139,8 +139,8 @@ class Glue(TorchFunctionMode):
             arguments = replaced((args, dict(kwargs)), aliases)
             result = self._moved(func, *arguments)
             if any(_torch.is_alias_of(x, y) for x in tensors_of(result) for y in aliases.values()):
-                # The result is a view, which the model may change in place. So the function is
-                # called again, for a view of the original tensor.
+                # The model may change this view in place, which autograd would record for the alias
+                # alone. So the function is called again, for a view of the original tensor.
                 return self._moved(func, args, kwargs)
         for device, cell in self._course.cells.later.items():
             cell.made([x for x in tensors_of(result) if x.device == device])

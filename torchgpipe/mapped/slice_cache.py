@@ -76,7 +76,7 @@ class Past:
         start, end = self._starts[k : k + 2]
         if self._buffer is None:
             self._buffer = added.new_empty(*added.shape[:-2], self._starts[-1], added.shape[-1])
-        # Each slice's ``.data`` has its own version. Else later slices' writes would fail backward.
+        # A ``.data`` has a version of its own: later slices' writes do not make backward fail.
         memory = self._buffer.data
         seen = memory[..., self.first(k) : end, :]
         output: Tensor

@@ -94,9 +94,8 @@ class Lasting:
         #: The thread that runs a step; None between steps.
         self.thread: int | None = None
         self.learned: Learned = weakref.WeakKeyDictionary()
-        #: The name of the mapped module that the latest micro-batch called last; None before the
-        #: first one. Code after this module is the tail, which a checkpoint recomputes with the
-        #: module.
+        #: The mapped module that the latest micro-batch called last, by name; None before the first
+        #: one. A checkpoint of this module also recomputes the code after it, the tail.
         self.last: str | None = None
         #: Takes the times of cells while somebody traces the model; None otherwise.
         self.recording: Recording | None = None
@@ -174,7 +173,7 @@ class MappedStep:
 
     def _new_stage(self, device: torch.device, visit: int) -> DeviceVisit:
         pools = self.lasting.pools
-        # Later visits use the pools after the first in turn: a device has a limited number of
+        # Pools after the first serve later visits in turn: a device has a limited number of
         # streams.
         pool = visit and 1 + (visit - 1) % (len(pools) - 1)
         # A later visit asks for two partitions: for one, a pool gives the caller's compute stream.
