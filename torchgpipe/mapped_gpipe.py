@@ -330,8 +330,7 @@ class MappedGPipe(Wrapper):
                     for i in range(step.m):
                         course(i)
                 if step.held is not None:
-                    # Calls verify the attributes that the calls before left. This is for the last
-                    # calls.
+                    # Calls verify what calls before them left. This is for the last calls.
                     step.held.verify()
             finally:
                 self._lasting.thread = None

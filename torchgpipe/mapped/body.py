@@ -115,7 +115,8 @@ class MappedBody(Body):
         #: How many micro-batches are computed under checkpointing: those with the lowest numbers.
         self.checkpointed = 0
         #: Whether outputs of the code after this module may be computed only when the caller reads
-        #: them. This runs each micro-batch once more, so mode "always" has to checkpoint them all.
+        #: them. That runs each micro-batch once more, so only mode "always", which checkpoints all,
+        #: allows it.
         self.omits = False
         #: Whether the module may use tensors of other devices that are not among its arguments.
         #: Then a torch-function mode, ``Foreign``, watches it.
@@ -147,7 +148,7 @@ class MappedBody(Body):
                 args, kwargs = first_arguments.pop()
                 return self.run(batch, call=lambda *_, **__: self.call(*args, **kwargs), **more)
             try:
-                # A recomputation's inputs are leaves, not to be changed in place: kept() clones
+                # Leaves, as a recomputation's inputs are, cannot change in place: kept() clones
                 # them.
                 return self.run(self.kept(batch), **more)
             finally:

@@ -51,8 +51,7 @@ class CallAlone(Interception):
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, mapped = self.mapped.module, self.mapped
-        # Not in __init__(): a deep copy of the module gets this object first, and its weights
-        # later.
+        # Not in __init__(): a deep copy of the module gets this object first, then its weights.
         (mapped.lent,) = places_of([(module, self.device_of(mapped, ()))])
         return self.outside(mapped, self.inner or module._call_impl, args, kwargs)
 

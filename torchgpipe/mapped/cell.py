@@ -52,7 +52,7 @@ class Cell:
 
     def __init__(self, step: MappedStep, i: int, stage: DeviceVisit) -> None:
         self.step, self.i, self.stage = step, i, stage
-        #: The compute stream of the device's visit before, whose tensors this cell takes over.
+        #: The compute stream of the device's previous visit, whose tensors this cell takes over.
         self.before = stage.compute
         #: Whether a mapped module was called here: if the course returns, it begins a new cell.
         self.entered = False

@@ -134,7 +134,8 @@ class handing_back:
     def __init__(self, value: Any, copy: Any) -> None:
         #: Each list, dict or object that was copied, and its copy.
         self._pairs: list[tuple[Any, Any]] = []
-        #: For the id() of each element of a copy: the element, its version, and the original.
+        #: For the id() of each element of a copy: the element, its version, and the original, which
+        #: end() puts back unless the element has changed.
         self._originals: dict[int, tuple[Any, int, Any]] = {}
         self._compare(value, copy)
 

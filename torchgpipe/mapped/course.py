@@ -303,7 +303,7 @@ class Course:
                 step.held.verify(body.layers.modules())
             batch = Batch(Arguments(*value)) if again else None
             if batch is not None and any(x.device != stage.device for x in batch):
-                # cell.arguments() leaves out objects of further classes that pytree knows. The
+                # cell.arguments() leaves out objects of classes that only pytree knows. The
                 # checkpoint takes their tensors, too, so these are copied here.
                 (here, _), _ = cell.arguments(((*batch,), {}), self.cells.at)
                 batch = batch.replace(here)

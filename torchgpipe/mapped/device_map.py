@@ -220,7 +220,7 @@ def checked_map(device_map: Mapping[str, Device], model: nn.Module) -> dict[str,
         f"{path}.{name}" if path else name
         for path, module, key in owned(model, checked)
         if key is None
-        # A non-persistent buffer, such as of positions, needs no name: placed() finds a device.
+        # A non-persistent buffer, as a table of positions, needs no name: placed() finds a device.
         for name in [*module._parameters, *{*module._buffers} - module._non_persistent_buffers_set]
     ]
     if homeless:

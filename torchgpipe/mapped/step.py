@@ -99,7 +99,7 @@ class Lasting:
         self.last: str | None = None
         #: Takes the times of cells while somebody traces the model; None otherwise.
         self.recording: Recording | None = None
-        #: Whether a step has recorded gradients: after the first one, attributes are not checked.
+        #: Whether a step has recorded gradients: only the first such step checks what modules hold.
         self.trained = False
         #: Which modules have used tensors of other devices that were not among their arguments.
         self.met: Met = {}
@@ -173,10 +173,10 @@ class MappedStep:
 
     def _new_stage(self, device: torch.device, visit: int) -> DeviceVisit:
         pools = self.lasting.pools
-        # Pools after the first serve later visits in turn: a device has a limited number of
-        # streams.
+        # Pools after the first serve later visits in turn: a device has few streams in all.
         pool = visit and 1 + (visit - 1) % (len(pools) - 1)
-        # A later visit asks for two partitions: for one, a pool gives the caller's compute stream.
+        # For one partition, a pool gives the caller's compute stream: so a later visit asks for
+        # two.
         streams = pools[pool].get(device, 2 if visit else 1, skips=False)[0]
         compute = streams.compute if visit else self._outside.get(device, streams.compute)
         number = len(self._stages)
