@@ -115,8 +115,7 @@ class MappedBody(Body):
         #: How many micro-batches are computed under checkpointing: those with the lowest numbers.
         self.checkpointed = 0
         #: Whether outputs of the code after this module may be computed only when the caller reads
-        #: them. That runs each micro-batch once more, so only mode "always", which checkpoints all,
-        #: allows it.
+        #: them. Each micro-batch runs once more for that: only mode "always" checkpoints them all.
         self.omits = False
         #: Whether the module may use tensors of other devices that are not among its arguments.
         #: Then a torch-function mode, ``Foreign``, watches it.

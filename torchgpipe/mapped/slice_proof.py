@@ -133,9 +133,8 @@ def furthest(sliced: Tensor, whole: Tensor, sizes: Sequence[int]) -> float:
         whole: the same of the whole sequence.
         sizes: how many numbers there are of each.
     """
-    # Each error is relative to its own gradient's norm. Relative to the norm of all gradients, the
-    # lack of a small one, as that of keys, would not show. LEAST is for gradients that are all
-    # rounding.
+    # Each error is relative to its own gradient's norm. With the norm of all, the lack of a small
+    # gradient, as that of keys, would not show. LEAST is for gradients that are all rounding.
     least = LEAST * whole.norm().clamp(min=1e-30)
     pairs = zip(sliced.split([*sizes]), whole.split([*sizes]))
     errors = [(x - y).norm() / y.norm().clamp(min=least) for x, y in pairs]

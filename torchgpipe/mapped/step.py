@@ -175,8 +175,7 @@ class MappedStep:
         pools = self.lasting.pools
         # Pools after the first serve later visits in turn: a device has few streams in all.
         pool = visit and 1 + (visit - 1) % (len(pools) - 1)
-        # For one partition, a pool gives the caller's compute stream: so a later visit asks for
-        # two.
+        # For one partition, a pool gives the caller's compute stream: a later visit asks for two.
         streams = pools[pool].get(device, 2 if visit else 1, skips=False)[0]
         compute = streams.compute if visit else self._outside.get(device, streams.compute)
         number = len(self._stages)

@@ -164,8 +164,7 @@ class Threads:
                 course(i, None)
         # guard: numbers of the CPU in threads
         drawn = content(numbers) != content(get_state(CPU))
-        # A buffer that forward replaces is of one micro-batch, but other threads would find it,
-        # too.
+        # A buffer that forward replaces is of one micro-batch: other threads would find it, too.
         replaced = count > 1 and _differing(buffers, _buffers(model))
         equal = step.is_divisible and not drawn and not replaced
         self._equal[model.training] = equal and all(map(has_streams, step.devices))
