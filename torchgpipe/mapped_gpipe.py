@@ -164,7 +164,8 @@ class MappedGPipe(Wrapper):
             for mapped in mapped_modules(self.module, self._map)
         ]
         self._mapped = {call.mapped.module for call in self._calls}
-        #: The modules that contain mapped ones, with their names: none of them may be compiled.
+        #: The modules around mapped ones, with their names. None may be compiled: compiled code
+        #: would not call mapped modules through the wrapper.
         self._around = [
             (name, module)
             for name, module in self.module.named_modules()
@@ -242,7 +243,7 @@ class MappedGPipe(Wrapper):
         for call in self._calls:
             let_go(call, is_spread=len(places) > 1)
         self._calls = []
-        # Nothing brings adapters to their weights' device when the plain model merges them later.
+        # The plain model merges adapters without bringing them to their weights' device: do so now.
         bring_adapters_home(self.module)
         if device is not None:
             for module in self.module.modules():
@@ -284,11 +285,11 @@ class MappedGPipe(Wrapper):
             mini_batch.map(Near(devices[0]).all_of)
         if m > 1:
             callers_tensors = CallersTensors(mini_batch.flat) if torch.is_grad_enabled() else None
-            # A model may change its rows of an input in place. Each micro-batch has versions of its
-            # own, so that the rows of others do not count as changed.
+            # A model may change its rows of an input in place. Each micro-batch gets version
+            # counters of its own, so that autograd does not take the rows of others for changed.
             mini_batch.map(partial(own_versions, {id(x) for x in mini_batch.whole}))
         output_device = self._output_device
-        # The host waits for a copy to the CPU, so it comes after all micro-batches were issued.
+        # The host waits for copies to the CPU, so these come after all micro-batches were issued.
         late = output_device is not None and not has_streams(output_device)
         begin_mini_batch(self)
         step = MappedStep(
@@ -300,8 +301,8 @@ class MappedGPipe(Wrapper):
         run = partial(self._run, step, mini_batch.batches, order)
         mini_batch.compute(partial(holding, step.numbers.locks, run))
         omitted = step.omitted
-        # Omitted outputs refer to the graph. If the model came back to a device, the graph refers
-        # to the step. If the step referred to the outputs, this would be a reference cycle.
+        # Deleting ``step.omitted`` prevents a reference cycle: omitted outputs refer to the graph,
+        # and the graph refers to the step if the model came back to a device.
         # guard: letting go of what is omitted
         del step.omitted
         omitted.take(mini_batch.batches, joins=not mini_batch.division.is_ready)
@@ -314,26 +315,27 @@ class MappedGPipe(Wrapper):
 
     def _run(self, step: MappedStep, batches: list[Batch], order: Order) -> None:
         def course(i: int, turns: Turns | None = None) -> None:
-            # The order of output rows is checked in steps of one thread, as the first step is.
+            # The first step, which has one thread, shows whether output rows can be joined. So
+            # steps of several threads need not look at the order of rows.
             known, number = order if turns is None and i < 2 else None, self._slicing.number(i)
             batches[i] = self._course(step, number, batches[i].take(), turns, known)
 
         with step.numbers:
             self._lasting.thread = get_ident()
             try:
-                # A trace advises on threads, so it finds out whether several compute the same.
+                # A trace reports what run() finds out: whether several threads compute the same.
                 if self.threads > 1 or self._lasting.recording is not None:
                     self._workers.run(step, self.module, self.threads, course)
                 else:
                     for i in range(step.m):
                         course(i)
                 if step.held is not None:
-                    # After a module's last call, too, nothing may change what the module holds.
+                    # Calls verify what calls before them left. This is for the last calls.
                     step.held.verify()
             finally:
                 self._lasting.thread = None
                 step.have_caller_wait()
-                # If the model came back to a device, the graph keeps the step: release these two.
+                # Free these, since the graph keeps the step if the model came back to a device.
                 step.fence = step.held = None
         outputs = iter(step.back_to_caller([x for batch in batches for x in batch]))
         batches[:] = [batch.replace([next(outputs) for _ in batch]) for batch in batches]

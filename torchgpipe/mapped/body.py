@@ -27,7 +27,7 @@ from torchgpipe.values.structure import Structure
 __all__: list[str] = []
 
 
-#: What stands for the course while a mapped module runs, so that it calls other modules directly.
+#: ``current.course`` while a mapped module runs: calls of mapped modules within it are plain calls.
 INSIDE: Any = object()
 
 
@@ -35,8 +35,8 @@ class Current(threading.local):
     """The course of the micro-batch that a thread runs, or ``INSIDE``; None outside of a step."""
 
     course: Any = None
-    #: How often each module was called that the map has on several devices under several names. A
-    #: call is computed on the device of the next name.
+    #: How often each module was called that has several names in the map, on several devices. Its
+    #: calls are computed on the devices of these names in turn.
     counts: Counter[Mapped] | None = None
 
 
@@ -109,20 +109,20 @@ class MappedBody(Body):
     ) -> None:
         super().__init__(module, lock, state, False)
         self.call, self.name = inner, name
-        # The model may read an input that the module changes in place, so the module gets no clone
-        # of it from run(). Instead, kept() makes the clones that the recomputation needs.
+        # run() must not clone an input that the module changes in place: the model may read the
+        # changes. Instead, kept() makes the clones that the recomputation needs.
         self.changes_input, self.in_place = self.in_place, False
-        #: How many micro-batches, from the first, are computed under checkpointing.
+        #: How many micro-batches are computed under checkpointing: those with the lowest numbers.
         self.checkpointed = 0
-        #: Whether outputs may be computed only when the caller reads them. That recomputes every
-        #: micro-batch once more, for which only mode "always" keeps what is needed.
+        #: Whether outputs of the code after this module may be computed only when the caller reads
+        #: them. Each micro-batch runs once more for that: only mode "always" checkpoints them all.
         self.omits = False
-        #: Whether the module may use tensors of other devices that are not among its arguments, so
-        #: that a mode has to watch it.
+        #: Whether the module may use tensors of other devices that are not among its arguments.
+        #: Then a torch-function mode, ``Foreign``, watches it.
         self.foreign = False
-        #: Whether another stage calls the module, too: later visits have their own autocast caches.
+        #: Whether another stage calls the module, too: later visits then use no autocast cache.
         self.shared = False
-        #: The module's layers with buffers, which two stages must not change at the same time.
+        #: Layers with buffers, which calls may change: stages call such a layer in turn.
         self.buffered: Sequence[nn.Module] | None = None
 
     def run_alone(self, arguments: tuple[Any, Any]) -> Any:
@@ -147,18 +147,19 @@ class MappedBody(Body):
                 args, kwargs = first_arguments.pop()
                 return self.run(batch, call=lambda *_, **__: self.call(*args, **kwargs), **more)
             try:
-                # Here the inputs are leaves, which cannot be changed in place: kept() clones them.
+                # Leaves, as a recomputation's inputs are, cannot change in place: kept() clones
+                # them.
                 return self.run(self.kept(batch), **more)
             finally:
-                # An error of a recomputation gets a note that names the module. With a layer's name
-                # it would get a second one.
+                # An error of a recomputation gets a note that names the module. If ``layer.name``
+                # were set, the note would name it twice.
                 layer.name = None
 
     def kept(self, batch: Batch) -> Batch:
         """Keep the arguments for a later run: as clones, if this run may change them in place."""
         others = batch.others
         if any(isinstance(x, list | dict) for x in others.values()):
-            # Flattening copies lists and dicts, but not those of a class that pytree does not know.
+            # Flattening has copied lists and dicts, but none whose class pytree does not know.
             others = {k: copy(x) if isinstance(x, list | dict) else x for k, x in others.items()}
             batch = batch.copy()
             batch.structures = {VALUE: Structure(batch.structures[VALUE].spec, others)}

@@ -51,7 +51,7 @@ class CallAlone(Interception):
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, mapped = self.mapped.module, self.mapped
-        # Found here, and not in __init__(): a deep copy gets this object before it gets weights.
+        # Not in __init__(): a deep copy of the module gets this object first, then its weights.
         (mapped.lent,) = places_of([(module, self.device_of(mapped, ()))])
         return self.outside(mapped, self.inner or module._call_impl, args, kwargs)
 
@@ -73,7 +73,7 @@ class CallAlone(Interception):
         """Compute the module with its arguments copied to its device."""
         arguments, tensors = (args, kwargs), tensors_of((args, kwargs))
         copies, near = list[Any](), partial(_near, self.device_of(mapped, tensors))
-        # One copy of each tensor: the module may change it in place, or compare two by identity.
+        # Each tensor gets one copy: the module may change it, or compare arguments by identity.
         here = near(tensors)
         args, kwargs = map_arguments(lambda x: here[id(x)], arguments, copies)
         if mapped.lent:
@@ -162,7 +162,8 @@ class Call(CallAlone):
 
     def __init__(self, mapped: Mapped, inner: Callable[..., Any] | None, lasting: Lasting) -> None:
         super().__init__(mapped, inner, lasting)
-        #: The devices where the map has the module's tensors, or copies; empty without tensors.
+        #: The devices of the module's tensors and their copies, by the map; empty without tensors.
+        #: If the tensors are on none of these devices, somebody has moved the module.
         self._homes = devices_of(mapped.module)
         if self._homes:
             self._homes |= {x.device for x in (mapped, *mapped.names)}
@@ -181,7 +182,7 @@ class Call(CallAlone):
         if course is INSIDE:
             return inner(*args, **kwargs)
         if course is None:
-            # Allowed in backward: a checkpoint of PyTorch calls modules in autograd's threads.
+            # Backward is an exception: a checkpoint of PyTorch calls modules in autograd's threads.
             if self._lasting.thread is not None and _torch.graph_task() == -1:
                 raise RuntimeError(
                     "within a step, the modules of a device map must be called in the thread that "
@@ -198,7 +199,7 @@ def intercept(mapped: Mapped, lasting: Lasting, *, is_spread: bool) -> Call:
     module: nn.Module = mapped.module
     inner: Any = module._compiled_call_impl
     if isinstance(inner, CallAlone):
-        # ``inner`` is another wrapper's call: the new call replaces it, and runs what it has run.
+        # ``inner`` is another wrapper's call: the new call replaces it, and runs what that one ran.
         inner = inner.inner
     call = Call(mapped, inner, lasting)
     lasting.has_names |= bool(mapped.names)

@@ -52,21 +52,21 @@ class Cell:
 
     def __init__(self, step: MappedStep, i: int, stage: DeviceVisit) -> None:
         self.step, self.i, self.stage = step, i, stage
-        #: The compute stream of the visit before this one; in a device's first visit, its own.
+        #: The compute stream of the device's previous visit, whose tensors this cell takes over.
         self.before = stage.compute
-        #: Whether a mapped module was called in this cell.
+        #: Whether a mapped module was called here: if the course returns, it begins a new cell.
         self.entered = False
         #: The copy stream (lane) on which tensors arrive and leave.
         self.lane = stage.lanes[i % len(stage.lanes)]
         self.checkpoints: list[Checkpoint] = []
         #: The offloadings of the modules called so far, which move saved tensors to the host.
         self._leaving: list[Offloading] = []
-        #: In a later visit, by identity: the tensors of this visit, which need not be taken over.
+        #: In a later visit, the tensors made in it, by id(): only others need to be taken over.
         self._made: dict[int, weakref.ref[Tensor]] = {}
         #: Copies of tensors that came from other devices, and clones of tensors that leave.
         self._come, self._left = Copies(), Copies()
-        #: Whether a tensor that needs a gradient came from another device. The fence has joined
-        #: phonies to it, which order this cell's backward: tensors that leave need no join.
+        #: Whether receive() has joined phonies of the fence to a tensor that needs a gradient.
+        #: These order the cell's backward, so _fenced() joins none to tensors that leave.
         self._held = False
 
     @property
@@ -102,7 +102,7 @@ class Cell:
         copies: list[Any] = []
         missing: list[Tensor] = []
         arguments = map_arguments(partial(self.known, missing), value, copies, objects)
-        # Rare: most arguments are on this device already, or were copied for an earlier module.
+        # Most calls skip this: arguments are on this device, or were copied for an earlier module.
         if missing:
             copies.clear()
             fetched = self.fetch(tensors_of(value), source)
@@ -256,7 +256,7 @@ class Copies:
         # guard: copies of what has changed
         if version != tensor._version:
             return None
-        # A copy that was made without grad mode passes no gradient back.
+        # With grad mode on, a copy made without it is not valid, since it passes no gradient back.
         # guard: copies without grad
         if tensor.requires_grad and not copy.requires_grad and torch.is_grad_enabled():
             return None
@@ -306,8 +306,8 @@ class CourseNumbers:
         self._all = [*dict.fromkeys(map(generator_of, devices))]
         #: The generators that are watched for draws; none if other courses draw from them, too.
         self._generators = self._all if is_only else []
-        #: Whether code has drawn on another device than the course was on. Several threads would
-        #: not draw the same then.
+        #: Whether code has drawn random numbers on another device than that of the course's cell.
+        #: With several threads, it might draw the numbers of another micro-batch.
         self.drawn_behind = False
         #: The state in which each generator was seen last: another state shows that code has drawn.
         self._known: dict[torch.device, Tensor] = {}

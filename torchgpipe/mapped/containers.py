@@ -69,7 +69,7 @@ def map_arguments(
     args = map_tensors(function, args, copies, objects)
     named = map_tensors(function, kwargs, copies, objects)
     if named is not kwargs:
-        # Not to be handed back: Python makes the dict of keywords anew for each call.
+        # The caller never sees this dict, so its copy is none of those to hand changes back from.
         copies.pop()
     return args, named
 
@@ -96,7 +96,6 @@ def map_tensors(
     copied: Any = None
     if kind in CONTAINERS:
         for key, x in value.items() if kind is dict else enumerate(value):
-            # As in _collect(), types are compared before isinstance(), which takes longer.
             inner_kind = type(x)
             if inner_kind is Tensor:
                 y = function(x)
@@ -135,7 +134,8 @@ class handing_back:
     def __init__(self, value: Any, copy: Any) -> None:
         #: Each list, dict or object that was copied, and its copy.
         self._pairs: list[tuple[Any, Any]] = []
-        #: By the identity of an element of a copy: the element, its version, and its original.
+        #: For the id() of each element of a copy: the element, its version, and the original, which
+        #: end() puts back unless the element has changed.
         self._originals: dict[int, tuple[Any, int, Any]] = {}
         self._compare(value, copy)
 
@@ -178,8 +178,8 @@ DEPTH, COUNT = 6, 1000
 _SEQUENCES = (list, deque, set)
 _DICTS = (dict, OrderedDict, defaultdict)
 
-#: Packages whose objects are not searched. They have attributes, but a module of Python, for one,
-#: has all its globals there, and the call of a mapped module refers to the wrapper's state.
+#: Packages whose objects are not searched, since their attributes lead far away: those of a Python
+#: module are all its globals, and a mapped module's call refers to the wrapper's state.
 _OTHERS = ("builtins", "torch", "torchgpipe", "threading", "logging")
 
 
@@ -219,7 +219,7 @@ def fill(container: Any, elements: list[Any]) -> None:
 def _elements(container: Any) -> list[Any]:
     if isinstance(container, dict):
         return [*container, *container.values()]
-    # Sorted by id(), since same() compares in order, and a set may have another one after fill().
+    # Sorted by id(), since same() compares in order, and fill() may leave a set in another order.
     return sorted(container, key=id) if isinstance(container, set) else [*container]
 
 
@@ -238,7 +238,7 @@ def attributes_of(x: Any) -> dict[str, Any] | None:
     kind = type(x)
     if kind.__module__.split(".")[0] in _OTHERS or isinstance(x, Tensor | nn.Module):
         return None
-    # Attributes are replaced in ``__dict__``, which would bypass the ``__setattr__`` of a class.
+    # Objects whose class has ``__setattr__`` are not plain: fill() of a ``__dict__`` bypasses it.
     owners = [owner for owner in kind.__mro__[:-1] if owner is not SimpleNamespace]
     has_setattr = any("__setattr__" in vars(owner) for owner in owners)
     attributes: dict[str, Any] | None = None if has_setattr else getattr(x, "__dict__", None)

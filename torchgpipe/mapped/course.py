@@ -87,11 +87,9 @@ class CourseCells:
             turns.come(i, (step.devices[0], 0))
         self.present: Cell | None = None
         self._all: list[Cell] = []
-        #: The devices that the micro-batch has visited, in order.
-        self._way: list[torch.device] = []
-        #: The latest cell on each device.
+        self._visited: list[torch.device] = []
         self._latest: dict[torch.device, Cell] = {}
-        #: The latest cell on each device that the micro-batch has visited more than once.
+        #: The latest cell on each device visited again: Glue hands tensors over to its stream.
         self.later: dict[torch.device, Cell] = {}
         self.numbers = CourseNumbers(step.numbers, i, step.devices, is_only=turns is None)
 
@@ -101,8 +99,8 @@ class CourseCells:
             return self.present
         latest = self._latest.get(device)
         if self._turns:
-            # Arguments leave their devices before this micro-batch gives up its turn: the next one
-            # joins the phonies that sending forks, so that backward takes the next one first.
+            # Sending forks phonies. The next micro-batch joins them, so that backward comes to it
+            # first: send the arguments before this micro-batch gives up its turn.
             # guard: sending before others come
             leaving = [x for x in tensors_of(value) if x.device != device and has_streams(x.device)]
             for source in dict.fromkeys(x.device for x in leaving):
@@ -116,7 +114,7 @@ class CourseCells:
         cell = self._begin(device) if latest is None or latest.entered else latest
         cell.entered = True
         self.present = cell
-        self._way.append(device)
+        self._visited.append(device)
         self.numbers.go_to(device)
         return cell
 
@@ -124,7 +122,8 @@ class CourseCells:
         """The cell for code between modules that computes on a device."""
         latest = self._latest.get(device)
         if latest is not None and latest.entered and latest is not self.present:
-            # On the stream of the cell that was left, the code would hold up the next micro-batch.
+            # A new cell has a stream of its own. On that of the cell that was left, the code would
+            # hold up the next micro-batch.
             # guard: code that comes back
             self._begin(device)
         return self.at(device)
@@ -169,7 +168,7 @@ class CourseCells:
         movable = [x for x in tensors if x.device in devices and (x.dim() or has_streams(x.device))]
         sources = {x.device for x in movable}
         if target is None and sources:
-            target = next(x for x in reversed([*devices, *self._way]) if x in sources)
+            target = next(x for x in reversed([*devices, *self._visited]) if x in sources)
         if target not in devices or sources <= {target}:
             return {}
         assert target is not None
@@ -205,12 +204,13 @@ class Course:
         #: For notes on errors: the module called last, and whether its call runs or has raised.
         self._latest: Mapped | None = None
         self._noted = False
-        #: The label to put back at the end, and the saved-tensor hooks outside of the model's code.
+        #: As before the course: the label of the thread's work, which close() puts back, and the
+        #: saved-tensor hooks, by which _compute() recognizes a checkpoint of PyTorch.
         self._outer = labels.current.label
         self._hooks = current_hooks()
         #: The torch-function mode for code between mapped modules, which is off within them.
         self.glue: TorchFunctionMode | None = None
-        #: Writes down the code after the latest mapped module, which may be the model's last one.
+        #: Notes the functions called after a mapped module, to recompute them if it is the last.
         self.tail: Tail | None = None
 
     def calling(self, model: Callable[..., Any]) -> Callable[..., Any]:
@@ -290,8 +290,8 @@ class Course:
         step, stage = self.step, cell.stage
         again, within_checkpoint = self.i < body.checkpointed, is_in_checkpoint()
         if within_checkpoint:
-            # A checkpoint of PyTorch around this call repeats it in backward. Its hooks must see
-            # the same tensors saved both times, which a checkpoint of ours would hide from them.
+            # A checkpoint of PyTorch in the model repeats this call in backward, and must see the
+            # same tensors saved both times. A checkpoint of ours would hide them, so none is used.
             # guard: checkpoints around modules
             again = again and current_hooks() == self._hooks
         label = None if labels.observer is None else cell.label
@@ -303,14 +303,15 @@ class Course:
                 step.held.verify(body.layers.modules())
             batch = Batch(Arguments(*value)) if again else None
             if batch is not None and any(x.device != stage.device for x in batch):
-                # cell.arguments() has left out objects of classes that pytree knows: copy these.
+                # cell.arguments() leaves out objects of classes that only pytree knows. The
+                # checkpoint takes their tensors, too, so these are copied here.
                 (here, _), _ = cell.arguments(((*batch,), {}), self.cells.at)
                 batch = batch.replace(here)
                 value, copies = batch.value, [batch]
             run: Callable[..., Any] = (
                 partial(body.run_twice, first_arguments=[value]) if again else body.run_alone
             )
-            # Most calls have no other objects than tensors and plain values, and skip the search.
+            # Most calls have nothing but tensors and plain values, and need no search for mappings.
             if objects and (mappings := mappings_of(*value)):
                 run = partial(Exchanged(mappings, partial(self._items, cell), body.lock).call, run)
             if body.foreign:
@@ -345,7 +346,7 @@ class Course:
     ) -> Iterator[None]:
         """The stream of a call, and the contexts that few calls need."""
         # Autocast caches weights that were cast on one visit's stream, and may free them at any
-        # time. So a later visit that shares the module with another visit has its own cache.
+        # time. So a later visit that shares the module with another visit does without the cache.
         # guard: weights that were cast
         casts = own_casts() if stage.visit and shared else NOTHING
         undrawn = NOTHING

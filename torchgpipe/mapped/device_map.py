@@ -73,6 +73,7 @@ class Wholes(NamedTuple):
             path = f"{name}.{child}" if name else child
             if not _has_weights(inner):
                 # A module without weights, such as an activation, is a block only in a list.
+                # Elsewhere it computes where its inputs are.
                 if within and not is_list(inner):
                     yield path, inner
             elif self._is_divided(inner, within):
@@ -137,16 +138,14 @@ def _has_weights(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
-# Device maps: which modules of a model are computed on which device.
-#
 # A map names modules as :meth:`nn.Module.named_modules` does, and ``""`` is the model itself. A
 # module belongs to the longest name that leads to it::
 #
 #   {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "lm_head": 1}
 #
 # A *mapped module* is computed as a whole. It is a module that the map names. If the map also names
-# modules within that one, the rest of the modules within it are mapped modules instead. All code
-# between mapped modules runs where its tensors are.
+# modules within it, its other submodules are mapped in its place. All code between mapped modules
+# runs where its tensors are.
 
 
 class Mapped:
@@ -166,7 +165,7 @@ class Mapped:
     ) -> None:
         self.name, self.key, self.device, self.words = name, key, device, words
         self._module = weakref.ref(module)
-        #: Where the module's dicts hold tensors that other devices use, too, for ``Lent``; or None.
+        #: For ``Lent``: entries of the module's dicts whose tensors several devices use; or None.
         self.lent: list[TableEntry] | None = None
         #: If the map has the module on several devices: a ``Mapped`` for each name but the first.
         self.names: Sequence[Mapped] = ()
@@ -221,7 +220,7 @@ def checked_map(device_map: Mapping[str, Device], model: nn.Module) -> dict[str,
         f"{path}.{name}" if path else name
         for path, module, key in owned(model, checked)
         if key is None
-        # A non-persistent buffer, such as a table of positions, needs no name: see placed().
+        # A non-persistent buffer, as a table of positions, needs no name: placed() finds a device.
         for name in [*module._parameters, *{*module._buffers} - module._non_persistent_buffers_set]
     ]
     if homeless:
@@ -329,8 +328,8 @@ def _computed_as_a_whole(
         return
     for child, inner in module.named_children():
         has_tensors = any(True for _ in inner.parameters()) or any(True for _ in inner.buffers())
-        # A module without tensors is mapped only as an entry of a list that has no other name.
-        # Otherwise it needs no device of its own, since it computes where its inputs are.
+        # A module without tensors computes where its inputs are. It is mapped only as an entry of a
+        # list, unless it has several names, as an activation that all layers share.
         if start + child not in device_map and (
             has_tensors or (is_list(module) and inner not in several)
         ):

@@ -24,8 +24,6 @@ from torchgpipe.values.structure import ATOMS
 __all__: list[str] = []
 
 
-# Exchanged: mappings and plain objects by which modules pass values to later modules.
-#
 # Some models call all layers with one object, into which one layer writes keys and values that
 # later layers read. It must stay the same object, so no layer can get a copy with tensors of its
 # device. While a module is computed, copies replace the tensors of other devices in the object.
@@ -153,7 +151,7 @@ class HeldValues:
     """Attributes and buffers that mapped modules hold, from call to call of a step."""
 
     def __init__(self) -> None:
-        #: By module: the name of the mapped module that ran it last, and its attributes after that.
+        #: For each module: the name of the mapped module that ran it last, and its attributes then.
         self._left: dict[nn.Module, tuple[str, dict[str, list[Any]]]] = {}
 
     def note(self, name: str, module: nn.Module) -> None:

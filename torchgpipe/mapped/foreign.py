@@ -27,7 +27,7 @@ from torchgpipe.mapped.functions import APART, TARGETS, changed_argument
 
 __all__: list[str] = []
 
-#: Whether a module has used foreign tensors, by its name and by whether it recorded gradients.
+#: For a module's name, and whether gradients were recorded: whether it has used foreign tensors.
 Met: TypeAlias = dict[tuple[str, bool], bool]
 
 #: Copies tensors to the device of a module, and returns the copies by the originals' identities.
@@ -125,7 +125,7 @@ def elsewhere_in(module: nn.Module, device: torch.device) -> list[str]:
     attributes = []
     for name, inner in module.named_modules():
         for key, value in vars(inner).items():
-            # verify_calls() looks at parameters and buffers before each step.
+            # Parameters and buffers are left out: verify_calls() checks them before each step.
             if key not in ("_parameters", "_buffers", "_modules"):
                 devices = [x.device for x in (value, *within(value)) if isinstance(x, Tensor)]
                 if other := next((x for x in devices if x != device), None):

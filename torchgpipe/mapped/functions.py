@@ -72,7 +72,8 @@ def _as_tensor(move: Move, data: Any, /, *args: Any, **kwargs: Any) -> tuple[Any
     return data, *args
 
 
-#: For functions that copy a tensor to a device: functions that move it before, and give arguments.
+#: For each function that copies a tensor to a device: a function that has a ``Move`` copy it first,
+#: and returns the positional arguments of the call with the copy.
 TARGETS: dict[Any, Callable[..., tuple[Any, ...]]] = {
     Tensor.to: _to,
     Tensor.cuda: _cuda,

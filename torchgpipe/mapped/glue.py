@@ -131,7 +131,7 @@ class Glue(TorchFunctionMode):
             aliases |= cell.taken_over([x for x in tensors if x.device == device])
         if not aliases:
             result = self._moved(func, args, kwargs)
-        # Functions of torch.nn.functional hand ``inplace`` on as a keyword, so it is in kwargs.
+        # Functions of torch.nn.functional pass ``inplace`` to this mode as a keyword.
         # guard: functions that are told to change in place
         elif is_in_place(func.__name__) or kwargs.get("inplace"):
             result = self._changed(func, args, kwargs, aliases)
@@ -139,8 +139,8 @@ class Glue(TorchFunctionMode):
             arguments = replaced((args, dict(kwargs)), aliases)
             result = self._moved(func, *arguments)
             if any(_torch.is_alias_of(x, y) for x in tensors_of(result) for y in aliases.values()):
-                # The result is a view, which the model may change in place. So the function is
-                # called again, for a view of the original tensor.
+                # The model may change this view in place, which autograd would record for the alias
+                # alone. So the function is called again, for a view of the original tensor.
                 return self._moved(func, args, kwargs)
         for device, cell in self._course.cells.later.items():
             cell.made([x for x in tensors_of(result) if x.device == device])
@@ -160,8 +160,8 @@ class Glue(TorchFunctionMode):
         others, named = replaced((others, dict(kwargs)), aliases)
         if id(target) not in aliases or func.__name__ in SHAPES:
             return self._moved(func, (target, *others), named)
-        # Backward of a direct change could hand one gradient tensor both to the earlier visit and
-        # to the other arguments, on two streams. Here it goes to the clone alone.
+        # Backward of a direct change could hand one gradient tensor to two streams: the earlier
+        # visit's, and that of the other arguments. So a clone is changed, and copied to the target.
         # guard: changes of what an earlier visit has made
         clone = aliases[id(target)].clone()
         result = self._moved(func, (clone, *others), named)
@@ -177,11 +177,11 @@ class Glue(TorchFunctionMode):
         return self._course.cells.move(tensor, device)
 
 
-#: Functions that are about a tensor object, and not its values: nothing is brought together.
+#: Functions that are about a tensor object, and not its values: its device does not matter.
 ATTRIBUTES = frozenset({"__get__", "__set__", "register_hook", "retain_grad", "backward"})
 ATTRIBUTES |= {"register_post_accumulate_grad_hook", "requires_grad_", "record_stream"}
 
-#: Functions that change a shape, storage or graph in place, which copying values back cannot do.
+#: Functions that change a tensor's shape, storage or graph: no clone is changed in its place.
 SHAPES = frozenset({"detach_", "resize_", "resize_as_", "set_", "squeeze_", "unsqueeze_", "t_"})
 SHAPES |= {"transpose_", "swapaxes_", "swapdims_", "as_strided_", "share_memory_", "rename_"}
 

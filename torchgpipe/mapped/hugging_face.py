@@ -129,7 +129,7 @@ def release(model: nn.Module) -> None:
             if isinstance(module.forward, partial):
                 hooks.remove_hook_from_module(module)
             else:
-                # Other code has wrapped Accelerate's forward, which needs a hook that does nothing.
+                # Other code wraps Accelerate's forward, which needs a hook: this one does nothing.
                 module._hf_hook = hooks.ModelHook()
 
 

@@ -92,7 +92,7 @@ class Omitted:
     """The omitted outputs of a step."""
 
     def __init__(self) -> None:
-        #: By micro-batch: the indices of its omitted tensors, and a checkpoint to compute them.
+        #: For each micro-batch: indices of its omitted tensors, and a checkpoint to compute them.
         self._makers: dict[int, tuple[Sequence[int], Checkpoint]] = {}
         self._rows: list[list[Tensor]] = []
         self._places: list[int] = []
@@ -198,7 +198,7 @@ def joined_later(batches: Sequence[Batch]) -> set[int]:
     return {
         k
         for k, column in enumerate(zip(first, *others))
-        # Tensors of subclasses are joined at once: the meta device may not have them.
+        # Tensors of subclasses are joined at once: take() may fail to make meta tensors like them.
         if all(type(x) is Tensor and id(x) in ids for x, ids in zip(column, joinable))
     }
 
@@ -234,7 +234,7 @@ def on_reading(like: Any, values: Mapping[str, Any], make: Callable[[], Mapping[
     return output
 
 
-#: Attributes of an output that can be read while values are missing.
+#: Attributes whose use does not make an output compute its missing values.
 HARMLESS = {"__class__", "__init__", "__new__", "__init_subclass__", "__subclasshook__"}
 HARMLESS |= {"__class_getitem__", "__del__", "__getattribute__", "__setattr__", "__post_init__"}
 HARMLESS |= {"__contains__", "__len__", "__iter__", "__reversed__", "keys"}

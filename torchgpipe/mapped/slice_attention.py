@@ -119,7 +119,7 @@ def _has_kernel(
     if features % 8 or value.shape[-1] != features or not query.dtype == key.dtype == value.dtype:
         return False
     grouped = query.shape[1] != key.shape[1]
-    # PyTorch's function is for CUDA. The tests' virtual accelerator has one in its module.
+    # PyTorch's function is for CUDA. The module of the tests' virtual accelerator has its own.
     module = torch.get_device_module(query.device)
     ask = getattr(module, "can_use_flash_attention", cuda.can_use_flash_attention)
     return bool(ask(cuda.SDPAParams(query, key, value, None, dropout, False, grouped)))

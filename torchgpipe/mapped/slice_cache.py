@@ -63,8 +63,8 @@ class Past:
     def __init__(self, starts: Sequence[int], window: int | None) -> None:
         self._starts, self.window = starts, window
         self._buffer: Tensor | None = None
-        #: The tensor that the latest slice has seen. Its graph refers to a checkpoint, and the
-        #: checkpoint to this cache: a cycle through C++ that only let_go() breaks.
+        #: The latest output of seen(), whose graph the next one continues. The graph refers to a
+        #: checkpoint, and that to this cache: a cycle through C++ that only let_go() breaks.
         self._latest: Tensor | None = None
 
     def first(self, k: int) -> int:
@@ -76,7 +76,7 @@ class Past:
         start, end = self._starts[k : k + 2]
         if self._buffer is None:
             self._buffer = added.new_empty(*added.shape[:-2], self._starts[-1], added.shape[-1])
-        # Each slice's ``.data`` has its own version. Else later slices' writes would fail backward.
+        # A ``.data`` has a version of its own: later slices' writes do not make backward fail.
         memory = self._buffer.data
         seen = memory[..., self.first(k) : end, :]
         output: Tensor

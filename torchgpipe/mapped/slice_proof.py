@@ -63,7 +63,7 @@ def prove(
     with unchanged(model):
         (expected, shapes), (again, _) = gradient(whole, parameters), gradient(whole, parameters)
         if not expected.equal(again):
-            # Two equal calls differ, so layers draw: evaluation mode switches dropout off.
+            # Two equal calls differ, so layers draw random numbers: evaluation mode stops dropout.
             model.eval()
             expected, shapes = gradient(whole, parameters)
         early = changed_early(whole, sequence)
@@ -133,8 +133,8 @@ def furthest(sliced: Tensor, whole: Tensor, sizes: Sequence[int]) -> float:
         whole: the same of the whole sequence.
         sizes: how many numbers there are of each.
     """
-    # Each error is relative to its own gradient's norm. With the norm of all, nobody would see that
-    # a small gradient is missing, as of keys. LEAST is for gradients that are all rounding.
+    # Each error is relative to its own gradient's norm. With the norm of all, the lack of a small
+    # gradient, as that of keys, would not show. LEAST is for gradients that are all rounding.
     least = LEAST * whole.norm().clamp(min=1e-30)
     pairs = zip(sliced.split([*sizes]), whole.split([*sizes]))
     errors = [(x - y).norm() / y.norm().clamp(min=least) for x, y in pairs]

@@ -50,7 +50,6 @@ class SliceNumber(int):
     It is shown as ``i.k``, slice ``k`` of micro-batch ``i``, wherever a micro-batch has its number.
     """
 
-    #: The text ``i.k``.
     name: str
 
     def __str__(self) -> str:
@@ -166,7 +165,7 @@ class SlicedCall:
         #: How many tokens at the end of a row have no output. Fused heads of TRL that get labels
         #: which are not shifted leave out the last token, since the row ends before its label.
         self._left_out = int(bool(bound.get("fused_lm_head")) and bound.get("shift_labels") is None)
-        #: Of each micro-batch, the number of rows and the lengths of its slices.
+        #: For each micro-batch: the number of rows, and the lengths of its slices.
         self._sizes: list[Extent] = []
         self._layers: list[KeptLayers] = []
         calls: list[dict[str, Any]] = []
@@ -177,7 +176,6 @@ class SlicedCall:
             self._sizes.append((rows, lengths))
             self._layers.append(KeptLayers(model, lengths))
             calls += self._slices(part, lengths, self._layers[-1])
-        #: The arguments of all slices.
         self.kwargs = Chunks.of(calls)
 
     @property
@@ -220,7 +218,8 @@ class SlicedCall:
         if isinstance(mask, Tensor) and mask.shape == (rows, length):
             verify_padding(self._model.config, mask)
             if mask.all():
-                # Without a mask attention is faster, and experts' losses take a slice's own tokens.
+                # Attention is faster without a mask, and losses of experts would fail: a slice's
+                # mask begins with the sequence, and so is longer than the slice.
                 whole["attention_mask"] = None
         elif isinstance(mask, Tensor) and mask.dim() == 4:
             verify_mask(mask, lengths, layers.has_windows)

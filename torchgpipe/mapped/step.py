@@ -70,9 +70,8 @@ class DeviceVisit:
     visit: int
     compute: AbstractStream
     lanes: tuple[AbstractStream, ...]
-    #: For each setting of modules in this stage: what moves their saved tensors to the host.
+    #: For each offloading mode in this stage: what moves saved tensors of modules to the host.
     offloadings: dict[Offload, Offloading] = field(default_factory=dict)
-    #: The bodies of the modules that are called in this stage.
     bodies: dict[nn.Module, MappedBody] = field(default_factory=dict)
 
     def lead_of(self, target: DeviceVisit) -> range:
@@ -95,15 +94,16 @@ class Lasting:
         #: The thread that runs a step; None between steps.
         self.thread: int | None = None
         self.learned: Learned = weakref.WeakKeyDictionary()
-        #: The name of the last mapped module that a micro-batch has called; None before the first.
+        #: The mapped module that the latest micro-batch called last, by name; None before the first
+        #: one. A checkpoint of this module also recomputes the code after it, the tail.
         self.last: str | None = None
         #: Takes the times of cells while somebody traces the model; None otherwise.
         self.recording: Recording | None = None
-        #: Whether a step has recorded gradients: after the first one, attributes are not checked.
+        #: Whether a step has recorded gradients: only the first such step checks what modules hold.
         self.trained = False
-        #: By module: whether it has used tensors of other devices that were not its arguments.
+        #: Which modules have used tensors of other devices that were not among their arguments.
         self.met: Met = {}
-        #: Whether a module has mapped names on several devices: see :meth:`Mapped.called`.
+        #: Whether the map gives a module several devices, by several names: see Mapped.called().
         self.has_names = False
         #: The figures of the last step that was traced.
         self.figures: StepFigures | None = None
@@ -155,14 +155,15 @@ class MappedStep:
         self._comes_back = False
         #: Whether two stages have called the same layer with buffers, which rules threads out.
         self._depends = False
-        #: By layer with buffers: the stage that called it last, which the next stage waits for.
+        #: For each layer with buffers: the stage that called it last, for which the next one waits.
         self._last: dict[nn.Module, DeviceVisit] = {}
         self._weights: StepWeights | None = None
         self._contexts: list[Context] = []
         self._outside = {device: current_stream(device) for device in self.devices}
         self._streams = current_streams(self.devices)
         self._lock = threading.Lock()
-        #: Whether code has drawn on another device than its course was on, which rules threads out.
+        #: Whether code has drawn random numbers on another device than its course was on, which
+        #: rules threads out.
         self.drawn_behind = False
 
     def stage(self, device: torch.device, visit: int) -> DeviceVisit:
@@ -172,9 +173,9 @@ class MappedStep:
 
     def _new_stage(self, device: torch.device, visit: int) -> DeviceVisit:
         pools = self.lasting.pools
-        # Later visits share the other pools in turn: a device has a limited number of streams.
+        # Pools after the first serve later visits in turn: a device has few streams in all.
         pool = visit and 1 + (visit - 1) % (len(pools) - 1)
-        # For one partition, a pool gives the caller's compute stream, and for two its own ones.
+        # For one partition, a pool gives the caller's compute stream: a later visit asks for two.
         streams = pools[pool].get(device, 2 if visit else 1, skips=False)[0]
         compute = streams.compute if visit else self._outside.get(device, streams.compute)
         number = len(self._stages)
@@ -185,8 +186,8 @@ class MappedStep:
                 for body in earlier.bodies.values():
                     self._take_turns(earlier, body)
         self._stages[device, visit] = stage
-        # The caller may have changed gradients, whose memory may belong to the other streams. So
-        # the other streams wait for the caller's.
+        # The caller may have changed gradients whose memory belongs to other streams of this stage.
+        # So these streams wait for the caller's.
         caller = self._outside.get(device, streams.compute)
         others = {compute, *stage.lanes} - {caller}
         if has_streams(device):

@@ -90,7 +90,7 @@ class Tail:
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._count = 0
         self._calls: list[Noted] = []
-        #: The slots of the tensors that the code saves, filled until the end of the micro-batch.
+        #: The slots of tensors that the code saves: end() empties them, recomputation fills them.
         self._slots: list[Slot] = []
         #: How many calls backward needs again: up to the last one that saves a tensor.
         self._needed = 0
@@ -198,7 +198,7 @@ class Tail:
         maker = None
         if wanted:
             maker = copy.copy(checkpoint)
-            # Backward uses the places and values of ``checkpoint`` up, so the copy gets its own.
+            # Backward uses up ``places`` and ``values`` of ``checkpoint``: the copy gets its own.
             maker.places, maker.values = [], Values(checkpoint.values)
             maker.function = partial(_repeated, function, calls, wanted)
         if self._slots:
@@ -213,7 +213,7 @@ class Tail:
 
     def _is_unchanged(self) -> bool:
         return (
-            # A draw in code that is not noted would not be repeated, and later draws would differ.
+            # Random numbers of code that is not noted are not drawn again: later ones would differ.
             # guard: numbers of the tail
             not self._numbers.drawn
             # guard: changes within the tail

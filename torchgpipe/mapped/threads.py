@@ -22,8 +22,6 @@ from torchgpipe.values.structure import MISSING
 __all__: list[str] = []
 
 
-# Turns: the order in which courses of several threads come to the stages.
-#
 # A course is the way of one micro-batch through the model, which may make the host wait for a
 # device, as ``.item()`` does. One host thread then begins no other micro-batch, so each course may
 # have a thread. Stages still compute micro-batches in order: micro-batch i comes to a stage when
@@ -49,7 +47,7 @@ class Turns:
         #: The stages that each micro-batch has left for good.
         self._left: list[set[VisitKey]] = [set() for _ in range(m)]
         self._over = [False] * m
-        #: By device: the number of the micro-batch whose turn it is there, if there is one.
+        #: For each device on which a micro-batch has the turn: the number of the micro-batch.
         self._holders: dict[torch.device, int] = {}
         #: The stage that each micro-batch came to last, and may still compute.
         self._stages: list[VisitKey | None] = [None] * m
@@ -126,8 +124,6 @@ class Turns:
         self._changed.notify_all()
 
 
-# Threads: micro-batches of a step on their way at the same time, each course in a thread.
-#
 # Several threads help only models whose code waits for a device, so users ask for them. The first
 # step runs in the caller's thread alone. It shows whether several threads would compute the same.
 
@@ -137,7 +133,7 @@ class Threads:
 
     def __init__(self) -> None:
         self._workers = Workers([])
-        #: By training mode: whether several threads compute the same as one.
+        #: For training and evaluation mode: whether several threads compute the same as one.
         self._equal = {True: False, False: False}
 
     def are_equal(self, training: bool) -> bool:
