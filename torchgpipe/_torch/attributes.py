@@ -21,8 +21,8 @@ GLOBAL_HOOKS = (
 )
 
 aten = torch.ops.aten
-#: Operators that make a view of another shape. Where nobody changes the memory that is viewed,
-#: ``aten.reshape``, which may copy it, can replace them.
+#: Operators that make a view of another shape, and fail for some strides. Where nobody changes the
+#: memory, ``aten.reshape`` can replace them: it copies for such strides.
 VIEWS = {aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default}
 
 
@@ -93,9 +93,8 @@ def _uses_of_one() -> int:
     return uses
 
 
-# Selective checkpoints: in the first run (forward), PyTorch's mode asks the policy what to keep.
-#
-# If PyTorch lacks an attribute of the mode that is used here, the mode is left as it is.
+# Selective checkpoints: in the first run (forward), a dispatch mode of PyTorch's asks the policy
+# what to keep. If the mode lacks an attribute that is used here, it is left as it is.
 
 
 def keeps_results(mode: Any) -> bool:

@@ -20,9 +20,9 @@ class Repeated(threading.local):
 
 repeated = Repeated()
 
-#: The names of the function in which checkpoints with ``use_reentrant=False`` begin: from PyTorch
-#: 2.14 on, and before it. If PyTorch has neither, what such a checkpoint runs again in backward has
-#: neither the lent weights of its first run, nor the counts of its calls of modules.
+#: The function in which checkpoints with ``use_reentrant=False`` begin: its name from PyTorch 2.14
+#: on, and its name before. If PyTorch has neither, :class:`repeating` does nothing for such
+#: checkpoints: they call their functions again in backward without lent weights, for one.
 BEGINNINGS = (
     "_checkpoint_without_reentrant_generator_impl",
     "_checkpoint_without_reentrant_generator",

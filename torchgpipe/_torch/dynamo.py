@@ -123,8 +123,8 @@ def watch(layers: nn.Module, within_cell: Callable[[], bool]) -> None:
         return
     if not has("compile_callbacks"):
         return
-    # prepare() uses these names. They are looked up here, since the compiler holds a lock while it
-    # runs the callback, which calls prepare().
+    # prepare() uses these names. They are looked up here, and not by the callback that calls it:
+    # the compiler holds a lock then, and to look a name up may import, and wait for other threads.
     _ = _torch.set_lru_cache, _torch.ensure_guard
     mark_if_possible()
     _preparation.within_cell = within_cell
@@ -217,7 +217,8 @@ class _Context:
         return self._context.copy()
 
 
-#: Replaces the module contextvars in torch.autograd.graph: threads may enter its contexts at once.
+#: Replaces the module contextvars in torch.autograd.graph: copy_context() returns a _Context, which
+#: several threads may enter at once.
 _copied = SimpleNamespace(**{**vars(contextvars), "copy_context": _Context})
 
 

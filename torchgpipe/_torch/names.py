@@ -56,7 +56,8 @@ _HOOKS, _TREES = "hooks for saved tensors", "nested structures of tensors"
 _SELECTIVE = "selective checkpoints"
 _COMPILER, _VIRTUAL = "compiled layers", "virtual accelerators"
 
-#: The private names of PyTorch, each under the name that this package uses for it.
+#: The private names of PyTorch, each under the name that this package uses for it. Comments that
+#: begin with "Without NAME" say what happens if PyTorch lacks it.
 NAMES: dict[str, Name] = {
     # These four are several times as fast as the functions of torch.accelerator.
     "get_stream": Name(_C + "_accelerator_getStream", _STREAMS, torch.accelerator.current_stream),
@@ -109,32 +110,32 @@ NAMES: dict[str, Name] = {
         lambda: 0,
         question=True,
     ),
-    # If queries are fewer than keys, as in a slice, the last query must see all keys. The public
-    # function, scaled_dot_product_attention(), does so only if a mask (a tensor) says it.
+    # A slice of a sequence has fewer queries than keys, and its last query must see all keys. For
+    # that, the public function scaled_dot_product_attention() needs a mask (a tensor).
     "flash_attention": Name(
         "torch.ops:aten._scaled_dot_product_flash_attention", "attention of slices without masks"
     ),
     "queue_callback": Name(
         "torch.autograd:Variable._execution_engine.queue_callback", "callbacks after backward"
     ),
-    # This sums a gradient to the shape of its tensor, where torch.autograd.grad() refuses it.
+    # run_backward sums a gradient to its tensor's shape, where torch.autograd.grad() refuses it.
     "run_backward": Name(
         "torch.autograd:Variable._execution_engine.run_backward", "backward within a step"
     ),
-    # How many hooks there were so far in the process. Without count_handles, each count differs
-    # from the one before, as if there were new hooks, and those of each node are looked for.
+    # count_handles counts the hooks of the process so far. Only if the count has changed are nodes
+    # searched for hooks. Without count_handles, each count differs, and nodes are always searched.
     "count_handles": Name(
         "torch.utils.hooks:RemovableHandle.next_id",
         "hooks of nodes",
         count().__next__,
         question=True,
     ),
-    # It makes a node that raises if backward runs it. A node in Python takes three times as long.
+    # dead_end makes a node that raises in backward, in a third of the time of a node in Python.
     "dead_end": Name(_C + "_functions.DelayedError", "schedules"),
     # One call of add_each or multiply_each changes the gradients of all weights of a stage.
     "add_each": Name("torch:_foreach_add_", "sums of gradients"),
     "multiply_each": Name("torch:_foreach_mul_", "sums of gradients"),
-    # The node that backward is running, by which the planner knows which block a model is in.
+    # current_node is the node that backward is running: by it the planner finds the model's block.
     "current_node": Name(_C + "_current_autograd_node", "memory of the backward of blocks"),
     # Without next_node, a recomputation runs on after the last tensor that backward needs.
     "next_node": Name(_AUTOGRAD + "_get_sequence_nr", "the end of recomputation", lambda: -1),
@@ -160,7 +161,7 @@ NAMES: dict[str, Name] = {
     "OptimizedModule": Name("torch._dynamo.eval_frame:OptimizedModule", _COMPILER, ()),
     "compiler_config": Name("torch._dynamo:config", _COMPILER),
     "compile_callbacks": Name("torch._dynamo.callback:callback_handler", _COMPILER),
-    # Without compiled_codes, functions that were compiled before the first step are not noticed.
+    # Without compiled_codes, nothing is prepared for functions compiled before the first step.
     "compiled_codes": Name(
         "torch._dynamo.convert_frame:input_codes", _COMPILER, SimpleNamespace(seen=())
     ),

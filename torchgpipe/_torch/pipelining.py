@@ -35,11 +35,11 @@ MESSAGES = {
     "RECV_B": ("receive", "B"),
 }
 
-#: Actions by which FSDP shares weights out and adds gradients. :func:`lowered` leaves them out,
-#: since our stages do this themselves.
+#: Actions by which FSDP gathers weights, frees them, and reduces gradients. :func:`lowered` leaves
+#: these actions out, since our stages do all of this themselves.
 OTHERS = {"UNSHARD", "RESHARD", "REDUCE_GRAD"}
 #: Actions that wait for FSDP, or for messages that were sent (from PyTorch 2.15 on). They are left
-#: out, too, since our processes wait for all of this at the end of a step.
+#: out, too, since our processes wait for both at the end of a step.
 WAITS = {"WAIT_REDUCE_GRAD", "WAIT_SEND_F", "WAIT_SEND_B"}
 
 
@@ -97,7 +97,7 @@ def read(action: Any) -> tuple[str, list[tuple[int, str, int]]]:
 
 def reduce_gradients(module: Any) -> None:
     """Have FSDP2 reduce the gradients of a module that it has sharded, and let go of the rest."""
-    # PyTorch's stages call this method after the last micro-batch. It needs only their `submod`.
+    # perform_reduce_grad() is a method of PyTorch's stages that needs nothing of them but `submod`.
     stage: Any = SimpleNamespace(submod=module)
     PipelineStage.perform_reduce_grad(stage, 1)
 

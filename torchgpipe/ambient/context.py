@@ -245,8 +245,8 @@ class EnteredModes:
         self.settings = settings
 
     def __enter__(self) -> None:
-        # Most often this thread has the same modes, as one object, and `differs` is False. The grad
-        # mode does not count there: it is off in backward, and set below.
+        # If this thread has the same modes, `settings.modes` is the same object, and `differs` is
+        # False. The grad mode may be another even then: it is off in backward, and set below.
         self.differs = self.settings.modes is not self.modes
         self.guard: Any = None
         if self.differs:
@@ -307,7 +307,8 @@ class SavedSettings:
             self.hooks = current_hooks()
             self.values = saved()
             self.streams = current_streams(devices)
-            # A thread with the expected modes enters no others, and so keeps autocast's nesting.
+            # A thread with the expected modes enters no others. So the nesting of autocast stays as
+            # it is, and need not be put back.
             self.nesting = autocast_nesting() if self.modes is not expected else None
 
     def __enter__(self) -> None:
@@ -348,7 +349,8 @@ def leave_autocast() -> None:
 
 def _set_values(modes: Modes, before: Modes) -> None:
     """Set the modes that are plain values, where they may differ from ``before``."""
-    # Set even if `before` has the same value: to enter or leave inference mode changes it.
+    # multithreading is set even if `before` has the same value: entering or leaving inference mode
+    # changes it.
     torch.autograd.set_multithreading_enabled(modes.multithreading)
     if modes.threads != before.threads:
         # guard: threads of an operator

@@ -64,7 +64,7 @@ def set_state(device: torch.device, state: Tensor) -> None:
 
 def _generator(device: torch.device) -> torch.Generator | None:
     """The generator object of an accelerator, if its backend exposes it; its methods are faster."""
-    # torch.cuda and torch.xpu have no generators before they are initialised.
+    # Before torch.cuda and torch.xpu are initialised, their list of generators is empty.
     generators = getattr(torch.get_device_module(device), "default_generators", ())
     return generators[device.index] if device.index < len(generators) else None
 

@@ -45,7 +45,7 @@ class CurrentLabel(threading.local):
 current = registered(CurrentLabel())
 
 #: A function that is called with each new label, in the thread that has it, during an observation.
-#: It is the same for all threads, since autograd and workers have threads of their own.
+#: It is one for all threads, so that the threads of autograd and of workers call it, too.
 observer: Callable[[Label | None], None] | None = None
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()

@@ -68,8 +68,8 @@ class StepNumbers:
 
     def __enter__(self) -> None:
         self._before = _get(self._devices)
-        # The states call a further object. If they called methods of `self`, they and `self` would
-        # refer to each other, and only Python's garbage collector would free them.
+        # The states ask a _Beginnings. If they asked `self`, they and `self` would refer to each
+        # other, and only Python's garbage collector would free them.
         self._begin = _Beginnings(self._first_devices, self._before)
         self._first: list[dict[str, Tensor]] = [
             _States(partial(self._begin.of, i)) for i in range(self._m)
@@ -77,7 +77,7 @@ class StepNumbers:
         #: The present RNG states of each micro-batch by type of device, made when a cell asks.
         self.states: list[dict[str, Tensor]] = [_States(first.__getitem__) for first in self._first]
         #: The micro-batches that drew random numbers here, went to another process, and came back
-        #: with new states, which do not tell of that.
+        #: with new states. has_drawn() cannot see from the new states that they drew.
         self._drew: set[int] = set()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -218,7 +218,7 @@ class FirstNumbers:
 
     def __init__(self, device: torch.device, cell: CellNumbers | None = None) -> None:
         device = generator_of(device)
-        # `cell` has the state already, which takes the host a microsecond or more to read.
+        # `cell` has the state already. To read it anew takes the host a microsecond or more.
         self.before = {device: get_state(device) if cell is None else cell.state}
         if device != CPU:
             self.before[CPU] = get_state(CPU)
@@ -278,8 +278,8 @@ class RestoredNumbers(Swap):
         again = _get(first.after)
         _set(self.now)
         for device, drawn in again.items() if exception[0] is None else ():
-            # To end in the state `before` is right, too: another thread drew during the forward,
-            # and the cell has not drawn in either run.
+            # If another thread drew during the forward, and the cell has drawn in neither run, the
+            # recomputation ends in the state `before`, which is right, too.
             known = (first.before[device], first.after[device])
             if not any(content(drawn) == content(other) for other in known):
                 raise RuntimeError(

@@ -264,9 +264,9 @@ class Traps:
     def __init__(self, wrapper: str) -> None:
         self._wrapper = wrapper
         self._known: set[str] = set()
-        #: Whether there was a mini-batch since ``chunks`` was set. idle() looks at the first alone.
+        #: Whether there was a mini-batch since ``chunks`` was set; idle() looks at no later one.
         self.seen = False
-        #: Whether a step has shown which buffers layers change in forward.
+        #: Whether a step has looked for buffers that layers change in forward; later steps do not.
         self.knows_state = False
 
     def sequence_first(self, layers: Iterable[nn.Module], chunks: int) -> None:
@@ -374,7 +374,7 @@ class Traps:
         if not any([*shapes] == pairs for shapes in zip(*outputs)):
             return
         # If all micro-batches have equally many rows, a size of an output may equal their number by
-        # chance, and be that of a feature or a parameter.
+        # chance. So there is no warning if a feature or a parameter has this size, too.
         if not told and (
             any(rows[0] in x[1:] for x in inputs) or any(rows[0] in x.shape for x in parameters)
         ):

@@ -16,7 +16,8 @@ from torchgpipe.checks import verify, verify_number
 
 __all__ = ["Offload"]
 
-#: The modes that choose micro-batches to compute again, and keep what layers save for the others.
+#: The modes that choose which micro-batches are computed again. Of all others, what layers save is
+#: kept.
 CHECKPOINT_MODES = ("always", "except_last", "never")
 
 

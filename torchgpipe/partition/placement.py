@@ -48,8 +48,8 @@ def move(module: nn.Module, homes: Mapping[Tensor, torch.device], *, recurse: bo
     for inner in module.modules() if recurse else [module]:
         table: dict[str, Any] = inner._parameters
         for name, x in table.items():
-            # A packed weight is a parameter whose class has a ``to()`` of its own. Module._apply
-            # raises for such a class on a device for which it makes a new parameter.
+            # A packed weight is a parameter whose class has a ``to()`` of its own, which moves it
+            # here: for some devices Module._apply() calls nn.Parameter(), which refuses its class.
             if x is not None and type(x).to is not Tensor.to and x.device != homes.get(x, x.device):
                 table[name] = x.to(homes[x])
     known = {**homes, **{x.grad: home for x, home in homes.items() if x.grad is not None}}
@@ -331,8 +331,8 @@ class Lent:
             before = [(x, version_of(x), address_of(x)) for x in copies.values()]
             self._put([copies.get(id(x)) for x in tensors])
             try:
-                # PyTorch's checkpoints call functions again in backward. By repeating(), they do so
-                # through self.call, and so with the copies in place.
+                # PyTorch's checkpoints call functions again in backward. repeating() has them call
+                # the functions through self.call, and so with the copies in place.
                 with repeating(lambda: self.call):
                     output = inner(*args, **kwargs)
             finally:

@@ -22,7 +22,7 @@ class Sequential(nn.Sequential):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not args and kwargs.keys() == {"input"}:
-            # The argument of nn.Sequential.forward() has this name, which a caller may use.
+            # A caller may pass the argument of nn.Sequential.forward() by its name, `input`.
             args, kwargs = (kwargs["input"],), {}
         output = None
         for layer in self:

@@ -36,6 +36,7 @@ __all__: list[str] = []
 PLAIN = (Tensor, nn.Buffer)
 
 #: A buffer of at most this many bytes is small: each step copies it, even if no layer changes it.
+#: So it may be changed between a forward and its backward.
 SMALL = 1 << 16
 
 #: The statistics of norms. A norm in training mode changes them, but not their version.
@@ -56,8 +57,8 @@ class Common:
     ) -> None:
         self.keys, self.tensors, self.copies = keys, tensors, copies
         self.before = identities(tensors)
-        #: Statistics of norms in eval mode, with copies for recomputations: a norm in training mode
-        #: may share such a buffer, and changes it without a new version.
+        #: The statistics of norms in eval mode, with their copies. Recomputations always get these
+        #: copies: a norm in training mode may share the buffer, and changes it unnoticed.
         self.read = [pair for pair in zip(keys, copies) if pair[0][1] in UNCOUNTED]
         #: The indices in `keys` of buffers changed without a new version, as through ``.data``.
         self.uncounted: set[int] = set()
@@ -128,7 +129,7 @@ class Buffers:
 
     def not_lasting(self) -> set[int]:
         """The identities of buffers that are not the same tensors in a recomputation."""
-        # The norm of a statistic in `_unknown` is in eval mode, and so only reads the statistic.
+        # A statistic in `_unknown` belongs to a norm in eval mode, which does not change it.
         keys = self._changing + [key for key in self._unknown if key[1] not in UNCOUNTED]
         buffers = [module._buffers[name] for module, name in keys]
         return {id(x) for x in buffers if x is not None and not is_lazy(x)}
@@ -147,7 +148,7 @@ class Buffers:
             copies = _copied([x if self._is_copied(key, x) else None for key, x in pairs])
             self._common = Common([key for key, _ in pairs], [x for _, x in pairs], copies)
         else:
-            # Earlier cells, or another partition that shares a buffer, may have changed buffers.
+            # From here on, cells copy buffers that earlier cells or other partitions have changed.
             self._look(self._common)
         copies = _copied([module._buffers.get(name) for module, name in self._changing])
         return Copied([*zip(self._changing, copies)], self._common)
@@ -158,7 +159,7 @@ class Buffers:
             key in self._unknown
             or x.nbytes <= SMALL
             or name in UNCOUNTED
-            # OncePerMiniBatch updates buffers after the step. Recomputations need the old values.
+            # OncePerMiniBatch updates buffers after all forwards. Recomputations need old values.
             or isinstance(module, OncePerMiniBatch)
         )
 
@@ -220,7 +221,7 @@ def _copied(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         if x is None or id(x) in copies:
             continue
         if is_lazy(x):
-            # A lazy buffer has no values yet. Copied.put() copies what the first run gives it.
+            # A lazy buffer has no values yet. Copied.put() copies those that the first run sets.
             copies[id(x)] = x
         elif x.requires_grad:
             with torch.enable_grad():

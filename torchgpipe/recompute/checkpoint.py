@@ -125,7 +125,7 @@ class Checkpoint:
         #: The input and the RNG states of the first run, until the recomputation takes them.
         self.stored: tuple[StoredInput, FirstNumbers] | None = None
         self.lock = threading.RLock()
-        #: Whether layers have saved tensors on side streams, too; None on the CPU, without streams.
+        #: Whether layers save tensors on side streams, so unpack() has these wait; None on the CPU.
         self.has_side_streams = None if isinstance(stream, CPUStream) else False
 
     def forward(
@@ -166,8 +166,8 @@ class Checkpoint:
         for slot in self._compared(self.places):
             slot.close()
         if goes_on or self._has_dropped():
-            # Hooks that pack() calls may draw random numbers. So with hooks, the cell is not given
-            # the RNG state of now, and reads the state again at its end.
+            # Here the cell gets its last RNG state, so that it need not read the state at its end.
+            # With hooks it must: the hooks that pack() calls may draw random numbers.
             numbers.end_first_run(cell if stored.hooks is None else None)
             stored.pack()
             self.stored = stored, numbers
@@ -245,7 +245,7 @@ class Checkpoint:
             # unpack() comes before the forward's modes are entered, since autograd, too, calls the
             # caller's unpack hook in the modes of backward.
             again = stored.unpack()
-            # Deleting `stored` lets a layer free what it pops, which the stored input would hold.
+            # Deleting `stored` lets skips of the input be freed as soon as layers have popped them.
             del stored
             with self.context.entered(settings), own_casts() if within else nullcontext():
                 holding(numbers.locks, partial(run, numbers, again))
@@ -300,11 +300,11 @@ class Checkpoint:
             )
             # To drop an empty tensor would free no memory.
             or not tensor.numel()
-            # Recomputed, a jagged tensor has a new symbolic size (j2 for j1): no gradient fits.
+            # A recomputed jagged tensor would have a new symbolic size (j2), but its gradient j1.
             # guard: lengths of jagged tensors
             or tensor.is_nested
         ):
-            # Detached: a tensor and its graph would hold each other. A leaf may get a graph later.
+            # Detached: a tensor and its graph would hold each other. Even a leaf may get a graph.
             # guard: kept without its graph
             saved = self.kept.add(tensor.detach())
         else:

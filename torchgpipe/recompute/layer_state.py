@@ -54,7 +54,7 @@ class LayersState:
         self._parameters: list[Tensor] = []
         #: For each parameter and buffer: the dict of its module that holds it, and its name there.
         self._entries: list[tuple[dict[str, Any], str]] = []
-        #: The same dicts, without empty ones.
+        #: The dicts in `_entries`, each once.
         self._tables: list[dict[str, Any]] = []
         #: The modules' dicts of forward hooks and pre-hooks. Without hooks, only these are read.
         self._main_hook_tables: list[dict[int, Any]] = []
@@ -66,9 +66,9 @@ class LayersState:
         self.always_calls = False
         #: The shapes of dropped tensors, so that slots share one object for equal shapes.
         self.shapes: dict[torch.Size, torch.Size] = {}
-        #: By id, all parameters, and a detached alias of each buffer that no layer changes: it has
-        #: the old values after ``buffer.data = ...``, and no graph, even if the buffer gets one (a
-        #: tensor and its graph would hold each other).
+        #: What checkpoints keep, and do not recompute. For each parameter's id: the parameter. For
+        #: the id of each buffer that no layer changes: a detached alias, which has the old values
+        #: after ``buffer.data = ...``, and never a graph that would hold it.
         self.lasting: dict[int, Tensor] = {}
         others = exchanged(self._modules)
         keys: list[BufferKey] = []
@@ -177,8 +177,8 @@ class LayersState:
             module = owners.get(id(table))
             if module is None or type(then) is not nn.Parameter:
                 continue
-            # Two kinds of layer may change parameters: an embedding with max_norm scales rows down,
-            # which a recomputation does not repeat, and an RNN moves its weights side by side.
+            # Layers that compute the same again may change parameters: an embedding with max_norm
+            # scales rows before it reads them, and an RNN moves its weights into one tensor.
             limited = getattr(module, "max_norm", None) is not None
             is_other = then is not x or id(then) in changed
             if is_other and not limited and not isinstance(module, nn.RNNBase):

@@ -105,7 +105,7 @@ class Offloading:
         self._is_scheduled, self.window = window is not None, window or Window()
         #: The cell whose layers run, once cell() has made it.
         self._present: Offloaded | None = None
-        #: The cell that was made last, which the next fetches in backward; None under a schedule.
+        #: The cell made last, for the next cell to fetch in backward; None under a schedule.
         self._last: Offloaded | None = None
 
     def sends(self, i: int) -> bool:

@@ -217,7 +217,7 @@ def state_of(*models: Any) -> State:
         for key, x in layer._buffers.items()
         if x is not None and key not in layer._non_persistent_buffers_set
         if not (isinstance(layer, norms) and key in STATISTICS)
-        # nn.utils.spectral_norm puts its vectors into a user's layer: weight_u beside weight_orig.
+        # Vectors of nn.utils.spectral_norm in users' layers do not count: weight_u of weight_orig.
         if f"{key[:-2]}_orig" not in layer._parameters
     }
 

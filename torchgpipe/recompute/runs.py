@@ -102,7 +102,7 @@ class StoredInput:
     @uncompiled
     def look(self) -> None:
         """Take note of the layer that has just run, if it changed the input in place."""
-        # The property `unchanged` spelt out: each layer runs this, and a call takes time.
+        # The property `unchanged` spelt out: look() runs after each layer, and a call takes time.
         if self._changed_by is None and self._versions != [*map(version_of, self._tensors)]:
             self._changed_by = current.name, current.kind
 
@@ -167,7 +167,7 @@ class StoredInput:
         needing = [x for x, needs_grad in tensors if needs_grad]
         if not needing or len(self._batch.parts) == 1:
             # Leaves take less time than Unpack, but the graph holds them until all layers have run.
-            # That is no loss without skips: callers of the layers hold the value as long anyway.
+            # Without skips that is no loss: callers of the layers hold the input as long anyway.
             return self._batch.replace([x.detach().requires_grad_(need) for x, need in tensors])
         phony = get_phony(needing[0].device, requires_grad=True)
         with torch.enable_grad():

@@ -139,10 +139,10 @@ class Kept:
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
-        #: By a tensor's id: its version when a layer first saved it, and that layer's name.
+        #: For each tensor's id: its version when a layer first saved it, and that layer's name.
         self.versions: dict[int, int] = {}
         self.layers: dict[int, str | None] = {}
-        #: The ids of tensors that several layers have saved, so that no layer is the expected one.
+        #: The ids of tensors that several layers have saved: a recomputation accepts any layer.
         self._several = _NONE
 
     def add(self, tensor: Tensor) -> Tensor:

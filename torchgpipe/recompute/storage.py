@@ -24,7 +24,7 @@ from torchgpipe.values.structure import is_dense
 
 __all__: list[str] = []
 
-#: Storages of fewer bytes stay on the device: to copy them takes as long, and frees less.
+#: Storages of fewer bytes stay on the device: to copy them takes no less time, and frees less.
 LEAST = 1024
 
 
@@ -151,7 +151,7 @@ def storage_key(tensor: Tensor, device: torch.device) -> int:
         return 0
     try:
         storage = tensor.untyped_storage()
-        # A small view of a large storage leaves, since on the device it would hold all of that.
+        # A small view of a large storage leaves, since it would keep all of the storage there.
         # guard: small views of large storages
         return storage._cdata if storage.nbytes() >= LEAST else 0
     except (RuntimeError, NotImplementedError):
