@@ -168,7 +168,7 @@ class _Memory:
         # The tolerance for rounding errors is relative, since memory can be in any unit.
         free = self.limits[w] * (1 + 1e-12) - self.held[w] - growth
         if growth <= 0 or free >= self.least[w]:
-            return True  # The loop below would find the same, but takes longer.
+            return True  # The loop below would return True, too, but takes longer.
         last = {**self.begun.get(op.microbatch, {}), op.stage: op.kind}
         for i, cells in {**self.begun, op.microbatch: last}.items():
             peak, change = self._rest(w, i, cells)

@@ -168,7 +168,8 @@ def walk(
             done.update(parts)
             for op in parts:
                 for x in waiters.pop(op, ()):
-                    # Worker x waits for another computation if stuck() has let it go on without op.
+                    # stuck() may have let worker x go on without op. If x now waits for another
+                    # computation, it goes on waiting.
                     if x in waiting and waiting[x][1] == op:
                         del waiting[x]
                         awake.append(x)

@@ -157,9 +157,9 @@ class Rehearsal:
         self._stops: Known = {}
         #: The instructions, each after those that it needs.
         self.steps: list[WorkerInstruction] = [*walk(program, lambda waiting: None, skips)]
-        #: For each kind and stage, one instruction as an example: all others take the same time.
+        #: For each kind and stage, one instruction, since its time depends on kind and stage alone.
         self._kinds: dict[tuple[tuple[str, int], ...], Instruction] = {}
-        #: For each two stages, one edge as an example: copies along all others take the same time.
+        #: For each two stages, one edge, since the time of a copy depends on the two stages alone.
         self._ways: dict[tuple[int, int], Edge] = {}
         index: dict[Op, int] = {}
         kinds: dict[tuple[tuple[str, int], ...], int] = {}
