@@ -123,7 +123,7 @@ DTYPES = (torch.float32, torch.float64)
 #: values among its attributes.
 Flags: TypeAlias = tuple[Any, ...]
 
-#: The settings that all processes must share, by the names that an error message has for them.
+#: The names, in error messages, of the settings that all processes must share.
 SETTINGS = ("method", "chunks", "checkpoint", "whether backward runs")
 
 PLAIN = {bool, int, float, str, type(None)}
@@ -208,7 +208,7 @@ class Agreement:
         Raises:
             ValueError: another process calls something else.
         """
-        # Within a torch.func transform no message arrives, so each process checks this by itself.
+        # Within a torch.func transform no message arrives, so each process checks by itself.
         verify_no_transform()
         with shared_failures(self._peers):
             exchange = self._told([name, *SETTINGS[1:]], [0] * 8)

@@ -64,7 +64,7 @@ class Peers:
         #: The id of the process that made the pipeline. A forked child, which has no connections,
         #: has another id, so its steps raise an error.
         self.process = os.getpid()
-        #: A name of the group that is the same in all its processes, for keys in the store.
+        #: A name of the group, the same in all processes, for keys in torch.distributed's store.
         ranks = dist.get_process_group_ranks(self.group)
         self.name = f"torchgpipe {getattr(self.group, 'group_name', None)} {ranks}"
         #: The failure after which the processes are no longer connected; empty if there is none.
@@ -257,7 +257,7 @@ class Routes:
         self.stages = [j for j, process in enumerate(placement) if process == rank]
         #: For each stage, the skips that travel from it to the next one.
         self.carried: list[list[Any]] = [[] for _ in placement]
-        #: The stage that stashes each skip.
+        #: For each skip, the stage that stashes it.
         self.sources: dict[Any, int] = {}
         #: For the value and each skip, a number that names it in messages. Its key cannot do that,
         #: since the key of a skip may be another object in each process.

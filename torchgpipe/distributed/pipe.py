@@ -347,7 +347,7 @@ class Pipe(Wrapper):
 
     def _run(self, input: Any, terms: Any) -> Any:
         recorded = torch.is_grad_enabled()
-        # Within a torch.func transform no message arrives, so each process checks this by itself.
+        # Within a torch.func transform no message arrives, so each process checks by itself.
         verify_no_transform()
         targets, first = terms[0] if terms else (), next(self._layers[0].children(), None)
         with shared_failures(self._peers), explaining(targets, first if self.is_first else None):
