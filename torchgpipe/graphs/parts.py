@@ -145,7 +145,7 @@ def _is_certain(effects: Effects, node: Node, certain: Collection[Node]) -> bool
     return source in certain and bool(memory) and memory <= effects.memory[source]
 
 
-#: The arguments of a part, by their roles, such as ``state`` and ``saved``.
+#: For each role, such as ``state`` and ``saved``, the arguments of a part that have this role.
 ByRole = Mapping[str, Sequence[Any]]
 Maker = Callable[[Joint, Slice], SliceFunction]
 #: Maps the name of an argument to its role, and to its index among the arguments of that role.

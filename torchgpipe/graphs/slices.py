@@ -64,7 +64,7 @@ def _mask_of(node: Node) -> int | None:
 
 aten = torch.ops.aten
 
-#: Operators that return their argument.
+#: Operators that return their argument as it is.
 SAME = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 #: Operators that return their argument, if it has the shape already.
 RESHAPES = {aten.view.default, aten.expand.default, aten.reshape.default}
