@@ -142,8 +142,7 @@ class DeferredBatchNorm(Base):
             norm.chunks = number
         return module
 
-    # torch.compile would make a graph for each micro-batch, by its number, and for each number of
-    # rows.
+    # torch.compile would make a graph for each micro-batch of a mini-batch and each number of rows.
     @uncompiled
     def forward(self, input: Tensor) -> Tensor:
         mean = self.running_mean
@@ -152,7 +151,7 @@ class DeferredBatchNorm(Base):
             return super().forward(input)
         self._check_input_dim(input)
         with uncounted():
-            # At momentum 1, batch_norm() overwrites both tensors by the micro-batch's statistics.
+            # At momentum 1, batch_norm() overwrites both tensors with the micro-batch's statistics.
             mean, variance = torch.zeros_like(mean), torch.ones_like(mean)
         output = F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
         if is_recomputing():
@@ -261,8 +260,8 @@ def _obstacle(norm: nn.Module) -> str | None:
     if isinstance(norm, LazyModuleMixin):
         return "whose size nobody knows yet); run the model once before"
     if is_parametrized(norm):
-        # remove_parametrizations() gives a layer the first base of its class, which would be
-        # DeferredBatchNorm.
+        # remove_parametrizations() gives a layer the first base of its class. That would be
+        # DeferredBatchNorm, and not the layer's own class.
         return (
             "whose class belongs to a parametrisation); convert it first, and parametrise it then"
         )

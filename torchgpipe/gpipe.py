@@ -206,7 +206,7 @@ class GPipe(Wrapper):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        # Here and not in load_state_dict(), which a parent does not call for its submodules.
+        # Renamed here, not in load_state_dict(), which a parent does not call for its submodules.
         rename(state_dict, prefix, self._prefixes)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
