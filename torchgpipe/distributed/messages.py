@@ -151,7 +151,8 @@ class Forms:
             rows: the rows of each micro-batch.
         """
         if shapes not in self._seen and len(self._seen) == MOST:
-            # All processes see the same ``shapes``, so all forget their forms in the same step.
+            # All processes see the same ``shapes``, so both ends of a message forget its form in
+            # one step.
             self._seen.clear()
             self._known.clear()
         self._seen.add(shapes)

@@ -174,7 +174,7 @@ class NoLeaves(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        # By default autograd would turn a gradient of None into zeros.
+        # By default autograd would turn None, the gradient of an unused result, into zeros.
         ctx.set_materialize_grads(False)
         return tuple([x.detach() for x in tensors])
 
