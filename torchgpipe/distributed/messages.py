@@ -151,8 +151,7 @@ class Forms:
             rows: the rows of each micro-batch.
         """
         if shapes not in self._seen and len(self._seen) == MOST:
-            # All processes see the same ``shapes``, so both ends of a message forget its form at
-            # once.
+            # Both ends of a message see the same ``shapes``, so they forget its form in one step.
             self._seen.clear()
             self._known.clear()
         self._seen.add(shapes)
