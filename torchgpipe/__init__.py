@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torchgpipe.tracing import trace
     from torchgpipe.values.marks import Chunk, Chunks, NoChunk, PerMicroBatch
 
-#: The ten names that are used most come first.
+#: Not sorted: the ten names that are used most come first.
 __all__ = [
     "GPipe",
     "MappedGPipe",

@@ -91,7 +91,7 @@ class DeferredBatchNorm(Base):
 
     #: The number of runs that are one mini-batch outside of a wrapper.
     chunks = 1
-    #: Whether a wrapper runs a step, at whose end it updates the running statistics.
+    #: Whether a wrapper runs a step now, at whose end it updates the running statistics.
     _collects = False
     #: The moments of the micro-batches of this mini-batch so far.
     _moments: Moments | None = None
@@ -142,7 +142,7 @@ class DeferredBatchNorm(Base):
             norm.chunks = number
         return module
 
-    # torch.compile would make one graph for each run of a cell, and for each number of rows.
+    # torch.compile would make a graph for each micro-batch of a mini-batch and each number of rows.
     @uncompiled
     def forward(self, input: Tensor) -> Tensor:
         mean = self.running_mean
@@ -151,7 +151,7 @@ class DeferredBatchNorm(Base):
             return super().forward(input)
         self._check_input_dim(input)
         with uncounted():
-            # With a momentum of 1, batch_norm() replaces these by the values of this micro-batch.
+            # At momentum 1, batch_norm() overwrites both tensors with the micro-batch's statistics.
             mean, variance = torch.zeros_like(mean), torch.ones_like(mean)
         output = F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
         if is_recomputing():
@@ -186,7 +186,8 @@ class DeferredBatchNorm(Base):
             return
         size, mean, squares = self._moments
         for tensor in (mean, squares):
-            # The moments were made on the partition's compute stream. The current one reads them.
+            # The moments were made on the compute stream of the partition. Their memory must not be
+            # used again before the current stream has read them.
             # guard: recording moments
             record_stream(tensor, current_stream(tensor.device))
         momentum = self.momentum
@@ -205,7 +206,7 @@ class DeferredBatchNorm(Base):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        # State dicts of torchgpipe 0.0.7 have these two keys, too.
+        # State dicts of torchgpipe 0.0.7 have two further keys, which would count as unexpected.
         for name in ("sum", "sum_squares"):
             state_dict.pop(prefix + name, None)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
@@ -259,8 +260,8 @@ def _obstacle(norm: nn.Module) -> str | None:
     if isinstance(norm, LazyModuleMixin):
         return "whose size nobody knows yet); run the model once before"
     if is_parametrized(norm):
-        # remove_parametrizations() would make the layer's first base class, DeferredBatchNorm, its
-        # class.
+        # remove_parametrizations() gives a layer the first base of its class. That would be
+        # DeferredBatchNorm, and not the layer's own class.
         return (
             "whose class belongs to a parametrisation); convert it first, and parametrise it then"
         )

@@ -32,7 +32,7 @@ def shown(value: Any) -> str:
         text = repr(value)
     except Exception:
         return type(value).__name__
-    # The text of a list with a tensor in it has several lines.
+    # A list is short, but its text has several lines if a tensor is in it.
     return text if len(text) <= WIDTH and "\n" not in text else f"{type(value).__name__}: too long"
 
 
@@ -67,7 +67,8 @@ def checked_flag(value: Any, name: str) -> bool:
     Raises:
         TypeError: it is neither of them, nor 0, 1 or a truth value of NumPy.
     """
-    # NumPy is not imported here, so its truth values are known by their class name, old or new.
+    # NumPy is not imported here, so its truth values are known by the name of their class:
+    # ``bool``, or ``bool_`` before NumPy 2.
     known = isinstance(value, int) or type(value).__name__ in ("bool", "bool_")
     remedy = f"pass {name}=True or {name}=False"
     rule = f"{name} is a choice of two"

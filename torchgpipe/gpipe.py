@@ -96,7 +96,7 @@ class GPipe(Wrapper):
     def _prepare(self) -> None:
         super()._prepare()
         self._stages = Stages(self._layers, self._devices)
-        # Not self._plain = ..., which would register the layers a second time.
+        # ``self._plain = ...`` would register the module, which has the layers a second time.
         self.__dict__["_plain"] = nn.Sequential()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -114,8 +114,8 @@ class GPipe(Wrapper):
     @property
     def balance(self) -> list[int]:
         """The number of layers in each partition. To change it, wrap ``model.module`` anew."""
-        # A plain list, which torch.load() takes with weights_only=True, too. A copy, since users
-        # may change it.
+        # A plain list, since torch.load(weights_only=True) must read it if users save it. A copy,
+        # since users may change it.
         return [*self._balance]
 
     @balance.setter
@@ -206,7 +206,7 @@ class GPipe(Wrapper):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        # Here and not in load_state_dict(), which a parent does not call for its submodules.
+        # Renamed here, not in load_state_dict(), which a parent does not call for its submodules.
         rename(state_dict, prefix, self._prefixes)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
@@ -214,8 +214,9 @@ class GPipe(Wrapper):
         """Load a state dict with the keys of the plain module, or of a wrapper with any balance."""
         versions = getattr(state_dict, "_metadata", None)
         if versions is not None:
-            # The attribute _metadata, which mypy does not know, holds the versions of layers by the
-            # same keys. When a parent loads the wrapper, this is not called, and they stay.
+            # _metadata, which mypy does not know, has a version for each key of a layer. These keys
+            # are renamed, too. If a parent module loads the wrapper, this method is not called, and
+            # layers whose keys differ find no version.
             state_dict = OrderedDict(state_dict)
             prefixes = self._prefixes
             state_dict._metadata = {  # type: ignore[attr-defined]

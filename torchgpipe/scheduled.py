@@ -97,7 +97,7 @@ class ScheduledLoss(MadeAnew):
     ) -> None:
         super().__init__()
         self.model = model
-        # Before the loss, whose check reads weight_of.
+        # Set before the loss: ``self.loss = ...`` checks the loss together with weight_of.
         self.__dict__["weight_of"] = weight_of
         self.loss = loss
         self.outputs = outputs
@@ -249,8 +249,8 @@ class ScheduledLoss(MadeAnew):
 
     def _crew_of(self, model: GPipe) -> Crew:
         crew = self.__dict__["_crew"]
-        # A crew serves as long as the stages, the loss and the settings are the same objects. In a
-        # child process the model makes new stages.
+        # A crew serves as long as the stages, the loss and the settings are the same objects. The
+        # stages are others in a forked process, which needs a crew of its own.
         stages = stages_of(model)
         basis = stages, self.loss, self.stages, self.backend, self.recompute
         if crew is None or not all(a is b for a, b in zip(crew.basis, basis)):

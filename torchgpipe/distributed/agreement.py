@@ -66,8 +66,8 @@ class StepInputs(NamedTuple):
             ([(tuple(x.shape), x.dtype, x.requires_grad) for x in batch], batch.others)
             for batch in (batches if self.division.is_varied else [*batches[:1], *batches[-1:]])
         ]
-        # Messages depend on both modes: in inference mode nothing requires a gradient, even where
-        # grad mode is enabled.
+        # Grad mode alone does not tell whether tensors in messages require gradients: in inference
+        # mode none does.
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         return repr((len(batches), self.rows, modes, casts, inputs))
 
@@ -123,7 +123,7 @@ DTYPES = (torch.float32, torch.float64)
 #: values among its attributes.
 Flags: TypeAlias = tuple[Any, ...]
 
-#: The settings that all processes must share, by the names that an error message has for them.
+#: The names, in error messages, of the settings that all processes must share.
 SETTINGS = ("method", "chunks", "checkpoint", "whether backward runs")
 
 PLAIN = {bool, int, float, str, type(None)}
@@ -155,10 +155,10 @@ class Agreement:
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        #: The training flags of all layers in the present step.
+        #: The :data:`Flags` of each layer of this process, in the present step.
         self._flags: Any = None
-        #: The flags in the last step, if no process drew random numbers in it; otherwise None. RNG
-        #: states travel with micro-batches unless a step has these flags again in all processes.
+        #: What ``_flags`` was in the step before, if no process drew random numbers in that step;
+        #: otherwise None. While every process keeps its flags, RNG states need not travel.
         self._quiet: Any = None
 
     @contextmanager
@@ -208,7 +208,7 @@ class Agreement:
         Raises:
             ValueError: another process calls something else.
         """
-        # Each process checks by itself, since no message arrives within a torch.func transform.
+        # Within a torch.func transform no message arrives, so each process checks by itself.
         verify_no_transform()
         with shared_failures(self._peers):
             exchange = self._told([name, *SETTINGS[1:]], [0] * 8)
@@ -302,8 +302,8 @@ class Agreement:
         numbers, last = mail.numbers, mail.routes.placement[-1]
         drew, any_drew = numbers.has_drawn(0), numbers.drawn
         code = -1 if value is None else DTYPES.index(value.dtype)
-        # A loss on an accelerator is broadcast below, since the host would have to wait to read it.
-        # Here 1.0 stands in its place.
+        # The exchange takes numbers from the host, which would have to wait for a loss on an
+        # accelerator. Such a loss is broadcast below, and 1.0 stands in its place in the exchange.
         here = self._peers.device == CPU
         pair = [float(x) if here and x is not None else 1.0 for x in (value, divisor)]
         assert mail.after is not None
@@ -330,8 +330,9 @@ class Agreement:
         by_rank = mail.after.heard()
         self._quiet = None if any(x[1] for x in by_rank) else self._flags
         if self._quiet is None:
-            # If RNG states travelled with the micro-batches, the process of the last stage has the
-            # states after the first micro-batch. Otherwise they come from a process that drew.
+            # If RNG states travel with micro-batches, the last stage's process has those after the
+            # first micro-batch. Otherwise a process that drew for it has them. If none drew for it,
+            # all processes continue with states of stage 0's process.
             drawers = [k for k, x in enumerate(by_rank) if x[0]]
             states = numbers.all_of(0) if drawers else numbers.after()
             states = {kind: x.clone() for kind, x in states.items()}

@@ -108,9 +108,9 @@ def _first_failure(peers: Peers, error: BaseException) -> tuple[bool, str]:
         _close(peers)
         return False, first_text.decode()
     except Exception:
-        # The process that had the store is lost, most often rank 0. Other processes may have ended
-        # because of that, and closed their connections. So of all closed ones, the error names only
-        # the lowest rank.
+        # The process that had torch.distributed's store is lost, most often rank 0. Others may have
+        # ended because of that, and closed their connections, too. So the error names only the
+        # lowest rank among those with closed connections.
         closed = _close(peers)
         return True, _lost(closed[:1], peers) if lost else text
 
@@ -129,7 +129,7 @@ def _close(peers: Peers) -> list[int]:
             if _is_closed(error):
                 closed.add(rank)
     if peers.device.type != "cpu":
-        # Messages on accelerators would wait for the other processes, so they are aborted.
+        # Messages on an accelerator would wait for the other processes, and abort() ends them.
         with suppress(Exception):
             group: Any = peers.group
             group.abort()

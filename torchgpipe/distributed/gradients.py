@@ -152,7 +152,7 @@ class Tied:
                         holders.setdefault(x, set()).add(process)
                         if process == routes.rank:
                             places[x] = table, name
-        #: The weights that only other processes have, by id, for :meth:`verify_here`.
+        #: For the id of each weight that only other processes have, a weak reference to the weight.
         self._elsewhere = {
             id(x): weakref.ref(x) for x, ranks in holders.items() if routes.rank not in ranks
         }
@@ -269,7 +269,7 @@ def unsharded(modules: Sequence[Any]) -> Iterator[None]:
     finally:
         for module in modules:
             if _is_finalized_by_hand(module):
-                # After a failed step FSDP raises, since finalize_backward() was not called.
+                # FSDP raises if a failed step has not come to reduce(), which ends the backward.
                 with suppress(RuntimeError):
                     module.set_manual_backward_finalization(False)
             for layer in module.modules():

@@ -46,12 +46,12 @@ class Mail(Post):
         self._connections = Connections(peers)
         #: What the processes tell each other after the step; None before :meth:`expect_the_end`.
         self.after: Exchange | None = None
-        #: Messages that are being received, by kind (F or B), stage and micro-batch: the tensors,
-        #: and the works (of torch.distributed) to wait for before they are read.
+        #: For each message that is being received (its kind F or B, stage and micro-batch): the
+        #: tensors, and the works (of torch.distributed) to wait for before the tensors are read.
         self._coming: dict[tuple[str, int, int], tuple[list[Tensor], list[Any]]] = {}
-        #: RNG states that are being received, by stage and micro-batch.
+        #: For each stage and micro-batch, the RNG states that are being received.
         self._states: dict[tuple[int, int], dict[str, Tensor]] = {}
-        #: The works of messages that are being sent, by kind, stage and micro-batch.
+        #: For each message that is being sent (its kind, stage and micro-batch), the works.
         self._going: dict[tuple[str, int, int], list[Any]] = {}
 
     def end(self) -> None:
@@ -127,8 +127,8 @@ class Mail(Post):
                         torch.zeros(meta.shape, dtype=meta.dtype, device=self._device)
                         if grad is None
                         # A custom backward may keep its gradient, and fill it again for the next
-                        # micro-batch. After detach() two tensors share the memory, so that
-                        # ``Connections.send`` clones it.
+                        # micro-batch. ``Connections.send`` clones what shares memory with another
+                        # tensor, as the result of detach() does.
                         else grad.detach()
                     )
         return grads

@@ -30,7 +30,7 @@ from torchgpipe.values.structure import ATOMS, Structure, equal
 
 __all__: list[str] = []
 
-#: The number of kinds of steps whose forms are remembered.
+#: The most ``shapes`` (see :meth:`Forms.begin`) whose forms are remembered at a time.
 MOST = 100
 
 
@@ -50,7 +50,7 @@ class Packed(NamedTuple):
     #: For each tensor of the part, its index in ``metas``, which has each distinct tensor once.
     places: tuple[int, ...]
     metas: tuple[Meta, ...]
-    #: Whether the part shares memory with another one in the sending process.
+    #: Whether the part shares memory with other tensors of the sending process.
     is_shared: bool
 
     def is_like(self, other: Packed) -> bool:
@@ -137,8 +137,8 @@ class Forms:
 
     def __init__(self, routes: Routes) -> None:
         self._routes = routes
-        #: Forms by the ``shapes`` of a step (see :meth:`begin`), the stage that receives, and the
-        #: rows of the micro-batch.
+        #: The forms, each for ``shapes`` of a step (see :meth:`begin`), the stage that receives,
+        #: and the rows of the micro-batch.
         self._known: dict[tuple[Any, int, int], Form] = {}
         #: The ``shapes`` of all steps whose forms are known.
         self._seen: set[Any] = set()
@@ -151,7 +151,7 @@ class Forms:
             rows: the rows of each micro-batch.
         """
         if shapes not in self._seen and len(self._seen) == MOST:
-            # All processes see the same ``shapes``, so all forget their forms in the same step.
+            # Both ends of a message see the same ``shapes``, so they forget its form in one step.
             self._seen.clear()
             self._known.clear()
         self._seen.add(shapes)
@@ -178,7 +178,7 @@ class Forms:
         known = self.get(j, i)
         if known is None:
             data = _pickled(form.renamed(self._routes.names), j - 1)
-            # Remembers what the receiver will read, since a layer may change objects in ``form``.
+            # A copy of the form is remembered, since a layer may change objects in ``form`` itself.
             self.read(j, i, data)
             return data
         for announced, sent in zip(known.parts, form.parts):

@@ -62,17 +62,17 @@ class Peers:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.device = device
         #: The id of the process that made the pipeline. A forked child, which has no connections,
-        #: is known by another id.
+        #: has another id, so its steps raise an error.
         self.process = os.getpid()
-        #: A name of the group that is the same in all its processes, for keys in the store.
+        #: A name of the group, the same in all processes, for keys in torch.distributed's store.
         ranks = dist.get_process_group_ranks(self.group)
         self.name = f"torchgpipe {getattr(self.group, 'group_name', None)} {ranks}"
         #: The failure after which the processes are no longer connected; empty if there is none.
         self.failure = ""
-        #: An error that all processes raise, so that none waits for another one.
+        #: An error that all processes raise by themselves, so that none of them tells the others.
         self.known: Exception | None = None
         config = dist.get_backend_config(self.group)
-        # "gloo" alone is the backend of all devices, the CPU included.
+        # If "gloo" stands alone, it is the backend of all devices, the CPU included.
         if "cpu:" not in config and config != "gloo":
             raise RuntimeError(
                 "the processes of a pipeline exchange small tensors on the CPU, too, so that no "
@@ -186,12 +186,12 @@ class Connections:
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> list[Any]:
         """Begin to send a tensor to a process; return what waits until it has left."""
-        # Other tensors may have this memory, and a layer may write to it before it is sent.
+        # A layer may write to another tensor that shares the memory, before the message has left.
         # guard: clone of what goes to a process
         if not is_alone(tensor):
             tensor = tensor.clone(memory_format=torch.contiguous_format)
-        # dist.isend() would call this method, too, after 20 functions in Python that look up the
-        # group and the rank, and take as long as the message itself.
+        # dist.isend() calls the group's send(), too, but first 20 functions in Python that look up
+        # the group and the rank, and take as long as the message itself.
         return [self._group.send([_real(tensor.detach())], rank, tag)]
 
     def receive(self, tensor: Tensor, rank: int, tag: int) -> Any:
@@ -257,7 +257,7 @@ class Routes:
         self.stages = [j for j, process in enumerate(placement) if process == rank]
         #: For each stage, the skips that travel from it to the next one.
         self.carried: list[list[Any]] = [[] for _ in placement]
-        #: The stage that stashes each skip.
+        #: For each skip, the stage that stashes it.
         self.sources: dict[Any, int] = {}
         #: For the value and each skip, a number that names it in messages. Its key cannot do that,
         #: since the key of a skip may be another object in each process.
@@ -270,7 +270,7 @@ class Routes:
                 while placement[k] != placement[target]:
                     self.carried[k].append(skip)
                     k += 1
-        #: The keys of the value and of skips, by the numbers in ``names``.
+        #: For each number in ``names``, the key of the value or skip that it stands for.
         self.parts = {name: key for key, name in self.names.items()}
 
     @property

@@ -196,7 +196,7 @@ class Pipe(Wrapper):
         stages = Stages(layers, [self._device] * len(layers), self._layout)
         self._crew = Crew(stages, verify=self._tied.verify_here)
         self._forms = Forms(self._routes)
-        #: Makes the actions of a step, once for each set of arguments.
+        #: Makes Actions, once for each number of micro-batches, grad mode and checkpoint mode.
         self._actions = cache(
             partial(Actions, self._schedule, self._layout, self._routes, self._peers)
         )
@@ -347,7 +347,7 @@ class Pipe(Wrapper):
 
     def _run(self, input: Any, terms: Any) -> Any:
         recorded = torch.is_grad_enabled()
-        # Each process checks by itself, since no message arrives within a torch.func transform.
+        # Within a torch.func transform no message arrives, so each process checks by itself.
         verify_no_transform()
         targets, first = terms[0] if terms else (), next(self._layers[0].children(), None)
         with shared_failures(self._peers), explaining(targets, first if self.is_first else None):
@@ -365,7 +365,7 @@ class Pipe(Wrapper):
                 flags, trainable = flags_of(modules), trainable_in(modules)
             except Exception as raised:
                 error = raised
-            # Compared as words, since a policy is a function, another object in each process.
+            # Checkpoint modes are compared as words: a policy is another object in each process.
             modes = words_of(self.checkpoint, len(self.balance))
             settings = ("forward" if terms is None else "step", self.chunks, modes, recorded)
             agree = self._agreement.begin(inputs, shapes, settings, flags, trainable, error)
@@ -374,7 +374,7 @@ class Pipe(Wrapper):
                 # guard: buffers of a step that is refused
                 agree()
             if self._replicas is not None and torch.is_grad_enabled():
-                # If replicas differ, this pipeline ends, so its processes must all be in the step.
+                # agree() makes sure that all processes of this pipeline raise if replicas differ.
                 agree()
                 verify_same(trainable, self._replicas)
             return self._compute(agree, inputs, terms)
@@ -432,7 +432,7 @@ class Pipe(Wrapper):
         self._tied.add_up(sums)
         if self._replicas is not None:
             average(chain(*step.sums.weights), sums, self._replicas)
-        # ``zeros`` is empty where no tensor of this process requires a gradient.
+        # Empty if no tensor here got a gradient; the backward of the zeros hands gradients over.
         if zeros := step.sums.zeros(step.links, step.post, loss.value.dtype):
             factor = torch.ones_like(loss.value) if loss.divisor is None else 1 / loss.divisor
             grads = tuple([factor.to(x.device) for x in zeros])

@@ -59,13 +59,13 @@ class GraphCell(Cell):
         #: The part that R or W will compute, with its arguments. F (for R) or I (for W) collects
         #: the arguments already, so that all other tensors are freed.
         self._late: tuple[Part, list[Any]] | None = None
-        #: The arguments of the backward, by role; until it begins, those of role ``saved`` alone.
+        #: For each role, the backward's arguments; before the backward, those of ``saved`` alone.
         self._arguments: dict[str, Sequence[Any]] = {}
         #: Tensors that backward needs unchanged, each with its version (a counter of autograd), by
         #: which backward notices a change in place, and raises.
         self._shared: list[tuple[Tensor, int]] = []
-        #: For the value and each skip of the input, the indices of its tensors. By them backward
-        #: returns the gradients of the value and of each skip.
+        #: For the value and each skip of the input, the indices of its tensors among those of the
+        #: input. With these, backward sorts the gradients by the value and the skips.
         self._places: Mapping[Any, Sequence[int]] = {}
         #: The RNG states from before the forward, for recomputation.
         self._first: FirstNumbers | None = None
@@ -267,8 +267,8 @@ class PartCall:
 
     def compute_beside(self, other: PartCall, streams: Interleaving) -> None:
         """Run the part and another one interleaved, if one of them communicates."""
-        # A part that draws random numbers is computed alone, with the RNG state of its own cell.
-        # Interleaved parts would both draw from one state.
+        # Interleaved parts would both draw from one RNG state. So if either draws, nothing is done
+        # here, and each part is computed later by itself, with the RNG state of its own cell.
         # guard: random numbers of an overlap
         if self.part.is_random or other.part.is_random:
             return

@@ -23,7 +23,7 @@ class Gate:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        #: The number of nested ``with gate`` blocks of each thread that computes, by thread id.
+        #: For the id of each thread that computes, the number of its nested ``with gate`` blocks.
         self._computing: dict[int, int] = {}
         self.tracer: int | None = None
         self._depth = 0

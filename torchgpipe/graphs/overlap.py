@@ -114,7 +114,7 @@ def _tensors(values: Any) -> list[Tensor]:
 #
 # Each part is cut after each of its messages, and the pieces of the two parts take turns. A message
 # is sent as soon as its tensors are computed, and received right before its first use: arithmetic
-# of the other part runs in between. If one part has fewer pieces, the longest are cut in two.
+# of the other part runs in between. If one part has fewer pieces, its longest are cut in two.
 #
 # Sources: DualPipe (DeepSeek-V3, arXiv 2412.19437) for forward beside backward; Purandare and
 # Fan, Graph-based pipeline parallelism (PyTorch), for the interleaving of graphs.

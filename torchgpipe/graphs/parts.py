@@ -145,7 +145,7 @@ def _is_certain(effects: Effects, node: Node, certain: Collection[Node]) -> bool
     return source in certain and bool(memory) and memory <= effects.memory[source]
 
 
-#: The arguments of a part, by their roles, such as ``state`` and ``saved``.
+#: For each role, such as ``state`` and ``saved``, the arguments of a part that have this role.
 ByRole = Mapping[str, Sequence[Any]]
 Maker = Callable[[Joint, Slice], SliceFunction]
 #: Maps the name of an argument to its role, and to its index among the arguments of that role.
@@ -345,8 +345,8 @@ def slice_compiler(backend: str | Callable[..., Any]) -> Callable[[Joint, Slice]
     def make(joint: Joint, part: Slice) -> SliceFunction:
         if not part.nodes:
             return function_of(joint, part)
-        # Without fullgraph=True, with which PyTorch counts compiled frames of all threads together,
-        # and fails if the count is wrong. A graph of operators has no graph break anyway.
+        # fullgraph=True is left out: PyTorch would count compiled frames of all threads together,
+        # and fail if the count is wrong. A graph of operators has no graph break anyway.
         module = GraphModule(joint.module, graph_of(part))
         function = torch.compile(module, backend=backend, dynamic=False)
         effects = Effects(joint.module.graph.nodes)
@@ -366,8 +366,8 @@ def slice_compiler(backend: str | Callable[..., Any]) -> Callable[[Joint, Slice]
                 values[k] = values[k].data
             arguments = tuple(values)
             values.clear()
-            # The first call compiles, so no other thread may compute meanwhile. A later call may
-            # compile again, after a change of a global setting, while other threads compute.
+            # The first call compiles, so no other thread may compute meanwhile. A later call runs
+            # beside other threads, though it compiles again if a global setting has changed.
             with nullcontext() if is_compiled else gate.tracing():
                 results: Sequence[Any] = function(*arguments)
             is_compiled = True

@@ -25,7 +25,7 @@ from torchgpipe.values.structure import MISSING, leaves_of
 
 __all__: list[str] = []
 
-#: The attributes that nn.Module sets itself. Lists and dicts in other attributes are a layer's own.
+#: The attributes that nn.Module sets itself. Containers in all others are a layer's own state.
 OWN = {*nn.Module().__dict__}
 
 CONTAINERS = (list, tuple, dict)
@@ -232,7 +232,7 @@ READING = {
     *("__len__", "size", "numel", "nelement", "dim", "ndimension", "stride"),
     *("to", "type_as", "view_as", "expand_as", "reshape_as"),
 }
-#: Attributes of tensors that tell their shape, dtype or device, whose reads are refused, too.
+#: Attributes of tensors whose reads are refused like calls of the functions in ``READING``.
 ASKING = [Tensor.shape, Tensor.ndim, Tensor.dtype, Tensor.device, Tensor.requires_grad]
 
 REASON = "it uses a tensor that is not among its parameters, buffers and attributes"
@@ -265,7 +265,7 @@ class ReadingNothing(TorchFunctionMode):
         leave_checkpoints(error[1], self._handled)
         super().__exit__(*error)
         self._operators.__exit__(*error)
-        # A KeyboardInterrupt goes on, and is not replaced by an UntraceableError.
+        # Only an Exception is replaced: a KeyboardInterrupt must reach the caller.
         if self._fault and (error[0] is None or issubclass(error[0], Exception)):
             # Raised again, since layers may have caught the error that ``_refuse`` raised.
             raise UntraceableError(self._fault)

@@ -64,7 +64,7 @@ def _mask_of(node: Node) -> int | None:
 
 aten = torch.ops.aten
 
-#: Operators that return their argument.
+#: Operators that return their argument as it is.
 SAME = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 #: Operators that return their argument, if it has the shape already.
 RESHAPES = {aten.view.default, aten.expand.default, aten.reshape.default}
@@ -277,7 +277,7 @@ def halves(joint: Joint) -> tuple[Slice, Slice]:
         for node in nodes:
             if is_void(node) and first.issuperset(x for x in node.all_input_nodes if x in region):
                 first |= effects.needed([node], region)
-    # I takes the tuples that it computes apart, so that W keeps only the items that it needs.
+    # I unpacks each tuple that it computes, so that only the items that W needs are kept for W.
     # guard: results of an operator that both halves need
     first |= {x for node in first for x in node.users if is_item(x) and x in region}
     if any(

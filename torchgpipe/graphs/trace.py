@@ -132,9 +132,9 @@ def trace(
             wanted = [x for x in [*inputs, *[state[k] for k in chosen]] if x.requires_grad]
             grad_of: dict[int, Tensor | None] = {}
             if ends and wanted:
-                # Layers must still have their fake tensors in backward, since PyTorch's checkpoints
-                # run them again. Backward must run in this thread, since the tracer records no
-                # other thread.
+                # Backward runs within places.put(), since PyTorch's checkpoints run layers again in
+                # it, which then need fake tensors. It runs in this thread, the only one that the
+                # tracer records.
                 with torch.autograd.set_multithreading_enabled(False), without_autocast():
                     grads = torch.autograd.grad(ends, wanted, tangents, allow_unused=True)
                 grad_of = dict(zip(map(id, wanted), grads))
@@ -150,9 +150,9 @@ def trace(
     ]
     keep_guard()
     with (
-        # Casts of fake weights must not stay in autocast's cache.
+        # Casts of fake weights must not stay in autocast's cache, which outlives the trace.
         own_casts(),
-        # What PyTorch's checkpoints write into FX's metadata must not outlive the trace.
+        # PyTorch's checkpoints write into FX's global metadata, which is restored after the trace.
         # guard: notes of checkpoints in a trace
         preserve_node_meta(),
         places.restored(),
@@ -174,7 +174,7 @@ class NoLeaves(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        # By default autograd would turn a gradient of None into zeros.
+        # By default autograd would turn None, the gradient of an unused result, into zeros.
         ctx.set_materialize_grads(False)
         return tuple([x.detach() for x in tensors])
 
@@ -263,8 +263,8 @@ def _verify(joint: Joint) -> None:
         if effects.written_by(node) & effects.memory[saved]:
             raise UntraceableError("its backward changes what its forward has made")
         for x in effects.memory[saved] & effects.reads(node):
-            # A write after ``saved`` was computed counts. Memory of a buffer or parameter is the
-            # same in each micro-batch, so there any write counts: the next forward repeats it.
+            # A write after ``saved`` was computed is refused. To a buffer or parameter any write
+            # is, since the forward of the next micro-batch writes to the same memory.
             lasts = any(x in effects.memory[tensor] for tensor in joint.state)
             writers = effects.writers.get(x, ())
             if any(lasts or effects.position[y] > effects.position[saved] for y in writers):

@@ -38,7 +38,7 @@ class Traced:
         self.lasting = [
             k for k in parts.state_of_backward if not isinstance(tensors[k], nn.Parameter)
         ]
-        #: The parts of the backward, by flags that tell for each output whether it has a gradient.
+        #: For flags that tell whether each output has a gradient, the parts of the backward.
         self._known: dict[tuple[bool, ...], BackwardParts] = {tuple(form.needs_grad): parts}
 
     def with_grads(self, grads: Sequence[Tensor | None]) -> BackwardParts:
@@ -95,7 +95,7 @@ def current_settings() -> Settings:
     )
 
 
-#: The number of kinds of micro-batches, in each state, that become graphs.
+#: The most kinds of micro-batches that become graphs in each state of the layers.
 KINDS = 32
 
 
@@ -146,7 +146,7 @@ class StageState:
             if all(a.equals(b) for a, b in zip(entry.structures, structures)):
                 return entry
         if len(self._entries) > 8 * KINDS:
-            # Kinds that were never traced make room, since their sizes may not come again.
+            # Entries of kinds that were never traced are dropped: they may never come again.
             self._entries = {
                 key: tried
                 for key, some in self._entries.items()

@@ -32,9 +32,9 @@ __all__: list[str] = [
 
 # Schedules with stages in a row or in loops: fill-drain, 1F1B, interleaved and breadth-first.
 #
-# Letters in the docstrings: P workers, M micro-batches, v stages per worker. F, B, I and W are
-# the times that all stages of a worker take together for one micro-batch, and one activation is
-# the memory that they keep for it. The bubble is the time that the busiest worker waits.
+# Letters in the docstrings: P workers, M micro-batches, v stages per worker. F, B, I and W are the
+# times that all stages of a worker take together for one micro-batch. One activation is the memory
+# that these stages keep for one micro-batch. The bubble is the time that the busiest worker waits.
 
 
 __all__ += ["loop", "one_by_one"]
@@ -320,7 +320,7 @@ def _repeated(
             for (j, kind, distance), first, step in zip(legs, begin, steps)
         }
         inputs = [op for op in times if op.kind == "I"]
-        # Each W takes one of the units that F and I leave free, as early as possible.
+        # F and I take four of the six units. Each W takes one of the others, as early as possible.
         left = {*range(6)} - {time % 6 for time in times.values()}
         choices: list[dict[Op, int]] = [
             {
@@ -362,7 +362,7 @@ def wave(workers: int, chunks: int, waves: int = 1) -> Schedule:
         return -op.stage, op.kind == "B", op.microbatch
 
     def earliest(op: Op) -> tuple[bool, int, int]:
-        # The time of F, if F takes one unit, and a micro-batch begins every 3 * waves units.
+        # When F would start if each F took one unit, and a micro-batch began every 3 * waves.
         return op.kind == "B", op.stage + 3 * waves * op.microbatch, op.microbatch
 
     capacity = 2 * waves * (3 * workers // 2)

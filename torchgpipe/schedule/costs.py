@@ -67,7 +67,7 @@ def numbers(name: str, value: Any, count: int) -> list[float]:
         ValueError: A number is missing, negative or not finite.
     """
     entries = [*value] if has_entries(value) else [value] * count
-    # Most entries are floats. These are checked without a call: a search tries thousands of costs.
+    # A search checks thousands of costs, most of them floats, which need no call of is_number().
     valid = all(
         0 <= x < inf if type(x) is float else is_number(x) and x >= 0 and finite(x) for x in entries
     )

@@ -75,7 +75,7 @@ def greedy(
     near = by_stage(skips)
     sources = {op: needs(op, ops, near.get(op.stage, ())) for op in ops}
     missing = {op: len(needed) for op, needed in sources.items()}
-    #: For each computation, when the last of its inputs that are computed so far arrives.
+    #: For each computation, the time when the last of its inputs arrives that are computed so far.
     arrived: dict[Op, float] = dict.fromkeys(ops, 0)
     targets: dict[Op, list[Op]] = {op: [] for op in ops}
     for op in ops:
@@ -84,11 +84,11 @@ def greedy(
 
     lines: list[list[Op]] = [[] for _ in range(workers)]
     free: list[float] = [0] * workers
-    #: By worker, computations whose inputs are on their way, each after the time the last arrives.
+    #: For each worker, a heap of computations that wait for inputs: (arrival of the last, op).
     coming: list[list[tuple[float, Op]]] = [[] for _ in range(workers)]
-    #: By worker, the computations that can start, each after its priority.
+    #: For each worker, the computations that can start, the most urgent first: (priority, op).
     ready: list[list[tuple[Any, Op]]] = [[] for _ in range(workers)]
-    #: Times, each with a worker that may find something to do then.
+    #: A heap of (time, worker): when each worker looks for a computation that can start.
     wakeups = [(0.0, w) for w in range(workers)]
     for op in ops:
         if not missing[op]:
@@ -154,7 +154,8 @@ class _Memory:
         """Return the index of the first computation after which all begun micro-batches can end."""
         refused: set[tuple[int, str]] = set()
         for k, op in enumerate(ops):
-            # Of one stage and kind, _allows() refuses all micro-batches not begun yet, or none.
+            # _allows() answers the same for all micro-batches that have not begun. So for these, it
+            # is asked once for each stage and kind.
             alike = op.microbatch not in self.begun
             if not (alike and op[:2] in refused) and self._allows(op):
                 return k
@@ -164,10 +165,10 @@ class _Memory:
 
     def _allows(self, op: Op) -> bool:
         w, growth = self.placement[op.stage], self._growth(op)
-        # A relative tolerance, since memory can be in any unit.
+        # The tolerance for rounding errors is relative, since memory can be in any unit.
         free = self.limits[w] * (1 + 1e-12) - self.held[w] - growth
         if growth <= 0 or free >= self.least[w]:
-            return True  # The loop below would find the same, but takes longer.
+            return True  # The loop below would return True, too, but takes longer.
         last = {**self.begun.get(op.microbatch, {}), op.stage: op.kind}
         for i, cells in {**self.begun, op.microbatch: last}.items():
             peak, change = self._rest(w, i, cells)

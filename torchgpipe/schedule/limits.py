@@ -25,10 +25,10 @@ from torchgpipe.schedule.simulator import Report
 
 __all__ = ["Bounds", "bounds", "capacities"]
 
-#: By kind and stage, the head of a computation (the least time from the beginning of a step to its
-#: start), or the tail (the least time from its end to the end of the step).
+#: For each kind and stage, the head of a computation (the least time from the beginning of a step
+#: to its start), or the tail (the least time from its end to the end of the step).
 Chains: TypeAlias = dict[tuple[str, int], float]
-#: The computations of one kind and stage, for all micro-batches: head, sum of their times, tail.
+#: All computations of one kind and stage: their head, the sum of their times, and their tail.
 Job: TypeAlias = tuple[float, float, float]
 
 
@@ -79,7 +79,8 @@ def bounds(
     """
     placement = checked_placement(placement)
     workers = len(set(placement))
-    Schedule(placement, chunks, ((),) * workers, checked_skips(skips))  # Raises if they do not fit.
+    # Schedule() raises if placement, chunks and skips do not fit each other.
+    Schedule(placement, chunks, ((),) * workers, checked_skips(skips))
     table = Table(costs, placement, skips)
     limits = capacities(capacity, workers)
     edges = _edges(table, skips)

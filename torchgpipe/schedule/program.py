@@ -106,7 +106,7 @@ def needs(op: Op, ops: Container[tuple[int, str, int]], skips: Skips = ()) -> li
             sources += [(k, "F", i) for k, target in skips if target == j]
         elif kind in "BI":
             sources += [(k, half, i) for source, k in skips if source == j for half in "BI"]
-        # A skip to the next stage, and the value that goes there, make the same edge: one counts.
+        # The value and skips, or their gradients, may come from one computation, which counts once.
         sources = list(dict.fromkeys(sources))
     return [Op(*x) for x in sources if x in ops]
 
@@ -140,8 +140,8 @@ def walk(
     Yields:
         The worker, its next instruction, and the edges that lead to this instruction.
     """
-    # In edges, Op objects are those of the program, and no equal ones. This saves memory, since a
-    # search keeps many edges.
+    # Edges refer to the Op objects of the program, not to the equal ones that needs() makes. This
+    # saves memory, since a search keeps many edges.
     ops = {op: op for op in operations_of(program)}
     near = by_stage(skips)
     done: set[Op] = set()
@@ -168,7 +168,8 @@ def walk(
             done.update(parts)
             for op in parts:
                 for x in waiters.pop(op, ()):
-                    # If stuck() has let worker x go on without op, x may wait for another one now.
+                    # stuck() may have let worker x go on without op. If x now waits for another
+                    # computation, it goes on waiting.
                     if x in waiting and waiting[x][1] == op:
                         del waiting[x]
                         awake.append(x)

@@ -265,11 +265,11 @@ class _Order:
     def __init__(self, program: Program, skips: Skips) -> None:
         all_ = [*chain(*program)]
         number = {op: n for n, x in enumerate(all_) for op in operations(x)}
-        #: For each instruction, the instructions that need it.
+        #: For each instruction, the numbers of the instructions that need it.
         self._needing: list[set[int]] = [set() for _ in all_]
-        #: For each instruction, the next one of the same worker.
+        #: For each instruction, the number of the next one of the same worker.
         self._next: list[int | None] = [n + 1 for n in range(len(all_))]
-        #: For the second instruction of each contracted pair, the first one: it stands for both.
+        #: For the second instruction of each pair, the first one, which stands for both of them.
         self._pair: dict[int, int] = {}
         numbers = []
         begin = 0
@@ -277,10 +277,11 @@ class _Order:
             numbers.append(iter(range(begin, begin := begin + len(line))))
             if line:
                 self._next[begin - 1] = None
-        #: When each instruction ends, and when each worker is free, if all take one unit of time.
+        #: When each instruction ends, and when each worker is free, if every instruction takes one
+        #: unit of time. At first, the order is that of these ends.
         end, free = [0] * len(all_), [0] * len(program)
-        # If all workers wait, the first one goes on. The new program has this deadlock, too, and
-        # validate() finds it there.
+        # In a deadlock, the waiting worker with the smallest number goes on. The rewritten program
+        # has the same deadlock, and validate() finds it.
         for w, _, edges in walk(program, lambda waiting: min(waiting), skips):
             n = next(numbers[w])
             needed = [number[op] for op, _ in edges]

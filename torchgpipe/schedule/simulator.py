@@ -140,7 +140,7 @@ def _excesses(schedule: Schedule, capacity: Each, costs: Costs) -> Iterator[str]
 # takes several times as long as to add up their times. So a :class:`Rehearsal` finds that once.
 
 
-#: What :func:`walk` yields: a worker, one of its instructions, and the edges that lead to that.
+#: One item of :func:`walk`: a worker, its instruction, and the edges to that instruction.
 WorkerInstruction = tuple[int, Instruction, list[Edge]]
 
 
@@ -157,15 +157,15 @@ class Rehearsal:
         self._stops: Known = {}
         #: The instructions, each after those that it needs.
         self.steps: list[WorkerInstruction] = [*walk(program, lambda waiting: None, skips)]
-        #: One instruction of each kind and stage, since all of these take the same time.
+        #: For each kind and stage, one instruction, since its time depends on kind and stage alone.
         self._kinds: dict[tuple[tuple[str, int], ...], Instruction] = {}
-        #: One edge between each two stages, since all copies along these take the same time.
+        #: For each two stages, one edge, since the time of a copy depends on the two stages alone.
         self._ways: dict[tuple[int, int], Edge] = {}
         index: dict[Op, int] = {}
         kinds: dict[tuple[tuple[str, int], ...], int] = {}
         ways: dict[tuple[int, int], int] = {}
-        #: For each step: its worker, the index of its kind in `_kinds`, and its waits. There is a
-        #: wait for each edge from another worker: the step it comes from, and its index in `_ways`.
+        #: For each step: its worker, the index of its kind in `_kinds`, and the edges from other
+        #: workers. An edge is the step that it comes from, and the index of its stages in `_ways`.
         self._waits: list[tuple[int, int, tuple[tuple[int, int], ...]]] = []
         #: For each cell, the step of its backward (B or I).
         self._backward: dict[tuple[int, int], int] = {}

@@ -96,7 +96,7 @@ class Stop(NamedTuple):
 
 #: The stop of an instruction without copies.
 NOTHING = Stop((), (), ())
-#: The stops that were found before, by a worker's number and the prefetch distances of all stages.
+#: For a worker and the prefetch distances of all stages, the stops that were found before.
 Known = dict[tuple[int, tuple[int, ...]], list[Stop]]
 
 
@@ -116,7 +116,7 @@ def stops(
     """
     by_worker = []
     for k, line in enumerate(lines):
-        # Distances of other workers' stages do not matter. As 0, they make no further keys.
+        # Distances of other workers' stages do not change these stops, so in the key they are 0.
         distances = tuple([x if w == k else 0 for x, w in zip(prefetch, placement)])
         if (k, distances) not in known:
             known[k, distances] = _stops(line, distances)
@@ -132,7 +132,7 @@ def _stops(line: Sequence[Instruction], prefetch: Sequence[int]) -> list[Stop]:
     return [Stop(*at[k]) if k in at else NOTHING for k in range(len(line))]
 
 
-#: The start and the end of the copies of cells, by stage and micro-batch.
+#: For each cell (its stage and micro-batch), the start and the end of its copy.
 CopyTimes = dict[tuple[int, int], tuple[float, float]]
 
 
@@ -155,7 +155,7 @@ class Tracks:
         #: For each worker, the copies out that begin after its present instruction.
         self._begin: list[Sequence[Trip]] = [()] * len(lines)
         self._times = {"out": out, "back": back}
-        #: By direction and worker, the time at which the last copy ends.
+        #: For each direction and worker, the time at which the last copy ends.
         self._free: dict[str, list[float]] = {way: [0] * len(lines) for way in self._times}
         #: For each worker, the time at which the copies out of its previous instruction end.
         self._left: list[float] = [0] * len(lines)
