@@ -196,7 +196,7 @@ class Weighing:
                     return [usual if off[usual] <= 4 * off[best] else best]
                 with recorded(model, reduce=losses_in):
                     twice = [*run(call, model, pairs[:1]), *run(call, model, pairs[:1])]
-                # If the same rows give unequal losses, by random numbers, none is an error.
+                # If random numbers change the loss of the same rows, a difference proves no error.
                 if strict and all((x - target).abs() <= near for (x, _), _ in twice):
                     weighed = float(self._weighed(usual, losses, pairs, names))
                     raise ValueError(

@@ -206,7 +206,8 @@ def prediction_of(
 #: The least bytes of a tensor that is made weightless. Smaller tensors have values.
 LARGE = 2**18
 
-#: Operators that make a tensor of a given size, and that copy one: their result stays unwritten.
+#: Operators that make a tensor of a given size, and operators that copy one. The tensor that they
+#: return is allocated, and never written to.
 FACTORIES = {"rand", "randn", "randint", "zeros", "ones", "full"}
 COPIES = {"clone", "_to_copy"}
 #: Operators that change a tensor's layout in place: these run. All other operators in place would
