@@ -303,7 +303,7 @@ class Pipelined(SpreadTrainer):
         counts = [x.count_in(kwargs) for x in self._prepared]
         most = max(counts, default=0)
         parts = self._prepared[counts.index(most)].divided(args, kwargs) if most else []
-        # None: no proof of how the model's loss weighs rows, where that loss is not used.
+        # ``strict`` is None, without a proof of the loss, where the model's own loss is not used.
         unused = spread is not self._spread or getattr(self, "compute_loss_func", None) is not None
         strict = None if unused else not self._accepts
         call = ModelCall(args, kwargs, parts, self.label_names, self.args.device, strict)
