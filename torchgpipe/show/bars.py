@@ -45,7 +45,7 @@ _LIGHT = """.page { fill: white } .words { fill: black } .waits { fill: #e8e8e8 
 .on-bar { fill: black } rect.bar { stroke: white; stroke-width: 0.5 }"""
 _DARK = """.page { fill: #16181d } .words { fill: #e8e8e8 } .waits { fill: #33363d }
 rect.bar { stroke: #16181d }"""
-#: Pixels: the width of a digit, and the most for a row's bars, unless the user gives a scale.
+#: Pixels: the width of a digit, and the greatest width of a picture's bars without a given scale.
 _DIGIT, _WIDEST = 7, 2400
 
 

@@ -19,7 +19,7 @@ __all__: list[str] = [
 ]
 
 
-#: How many names of layers a row shows: the first ones, and the last one.
+#: The most names of layers that a row shows. Of more it shows the first two and the last one.
 NAMES = 4
 
 
@@ -146,7 +146,7 @@ class Description:
             ("host", False, [_size(row.host) for row in self.rows]),
             ("planned", False, [_size(row.planned) for row in self.rows]),
         ]
-        # A column without any figure is left out.
+        # A column that is empty in all rows is left out, such as measured times before any step.
         known = [column for column in columns if any(x is not None for x in column[2])]
         cells = [[title, *[x or "" for x in texts]] for title, _, texts in known]
         left = {k for k, (_, is_left, _) in enumerate(known) if is_left}
@@ -165,7 +165,7 @@ class Description:
         settings = {"chunks": self.chunks, "slices": self.slices, "rank": self.rank}
         settings |= {"schedule": self.schedule}
         text = ", ".join(
-            # A schedule of instructions has a line for each worker, and begins on a new one.
+            # A schedule of instructions has a line for each worker, so it begins on a new line.
             f"{name}:\n{x}" if "\n" in str(x) else f"{name}: {x}"
             for name, x in settings.items()
             if x is not None
@@ -205,7 +205,7 @@ def shortened(names: Sequence[str]) -> str:
 
 def _counted(tensors: Iterable[Tensor]) -> tuple[int, int]:
     """The number of elements of parameters, and the bytes of all tensors, each counted once."""
-    # A lazy layer has made none of its tensors yet.
+    # A lazy layer's tensors have no size before its first forward.
     made = [x for x in {id(x): x for x in tensors}.values() if not is_lazy(x)]
     count = sum(x.numel() for x in made if isinstance(x, nn.Parameter))
     return count, sum(x.nbytes for x in made)

@@ -276,7 +276,7 @@ def _events(spans: Sequence[Span]) -> list[dict[str, Any]]:
     for stream in streams:
         name_ = {"name": f"stream {stream.number}"}
         events.append({"ph": "M", "name": "thread_name", **ids(stream), "args": name_})
-    # When each stream ends its spans so far: a span that starts later has waited for another one.
+    # The end of each stream's last span so far: a span that starts later has waited for another.
     ends: dict[Stream, float] = {}
     for index, span in enumerate(spans):
         events.append(
@@ -293,8 +293,8 @@ def _events(spans: Sequence[Span]) -> list[dict[str, Any]]:
         if span.after >= 0 and span.start > ends.get(span.stream, 0.0):
             cause = spans[span.after]
             arrow = {"name": "wait", "cat": "wait", "id": index}
-            # A viewer takes an arrow for one of the span that lasts when it starts. So the arrow
-            # starts a nanosecond before its cause ends.
+            # A viewer draws an arrow from the span that runs when the arrow starts. When ``cause``
+            # ends it runs no more, so the arrow starts a nanosecond before.
             end = _micro(cause.end) - 0.001
             events.append({"ph": "s", **arrow, **ids(cause.stream), "ts": end})
             here = {**ids(span.stream), "ts": _micro(span.start)}

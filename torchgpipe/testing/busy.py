@@ -66,7 +66,7 @@ class Busy(nn.Module):
 def busy(input: Tensor, weight: Tensor, costs: tuple[float, float, float], name: str) -> Tensor:
     """Compute a busy layer, which lasts for the time of F, and in backward for those of I and W."""
     forward, inputs, weights = costs
-    # Autograd runs the node that was made last first: in backward I comes before W.
+    # Backward runs the node first that was made last: so the node of W is made before that of I.
     weight = Spend.apply(weight, 0.0, "", weights, "W" + name)
     output: Tensor = Spend.apply(input, forward, "F" + name, inputs, "I" + name) * weight
     return output

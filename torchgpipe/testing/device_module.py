@@ -13,8 +13,8 @@ __all__: list[str] = []
 
 # The module ``torch.virtual``: functions that PyTorch looks for in the module of a device type.
 #
-# Users call :mod:`torch.accelerator`, of which nothing is repeated here but what PyTorch calls in
-# this module.
+# Users call :mod:`torch.accelerator`. Of its functions, only those that PyTorch itself calls in
+# this module are here, too.
 
 
 #: A device, its name, its index, or None for the current device.
@@ -159,8 +159,8 @@ def _index(device: DeviceLike) -> int:
 
 # Kernels for the cells of LSTM and GRU, which PyTorch computes by fused operators on accelerators.
 #
-# In the formulas below a gate is σ or tanh of ``input_gates + hidden_gates``, biases included. All
-# gates have shape ``(N, 4 H)`` in an LSTM and ``(N, 3 H)`` in a GRU, and states ``(N, H)``.
+# In the formulas below a gate is σ or tanh of its columns of ``input_gates + hidden_gates``, with
+# biases. Both tensors are ``(N, 4 H)`` in an LSTM and ``(N, 3 H)`` in a GRU, and states ``(N, H)``.
 
 
 #: The registrations of kernels. They last as long as this list refers to them.

@@ -108,7 +108,7 @@ class Hardware:
             verify_number(value, rule, name, remedy, above=0)
         share = predicted / measured
         efficiency = {kind: _times(self.efficiency.get(kind, 1.0), share) for kind in KINDS}
-        # The times of launches and of the host have no efficiency: they get longer by this share.
+        # The times of launches and of the host have no efficiency, so they are divided instead.
         times = {name: getattr(self, name) / share for name in TIMES}
         return replace(self, efficiency=efficiency, baseline=baseline, **times)
 
@@ -200,8 +200,8 @@ NAMED = {
 NAMED["a100-80gb"] = replace(
     NAMED["a100-40gb"], memory=int(79.1 * GIB), bandwidth=2.039e12, name="a100-80gb"
 )
-# NVIDIA H200 Tensor Core GPU data sheet (2024). Such GPUs are known to reach these efficiencies.
-# The host's times are of the machine on which the steps in benchmarks/RESULTS.md were measured.
+# NVIDIA H200 Tensor Core GPU data sheet (2024). The efficiencies are what others have published for
+# such GPUs. The host's times are those that fit the steps of one machine in benchmarks/RESULTS.md.
 NAMED["h200-140gb"] = replace(
     NAMED["h100-80gb"],
     memory=int(139.0 * GIB),
@@ -250,7 +250,7 @@ _OWN = {
 }
 
 
-#: The value of ``costs`` by which each operator takes the time that the CPU takes for it.
+#: The value of ``costs`` with which each operator takes the time that the CPU needs for it.
 MEASURED = "measured"
 
 
@@ -327,8 +327,8 @@ def _reaches_a_device(op: str) -> bool:
     if name.removeprefix("aten::") in _OWN:
         return name == "aten::copy"
     known = set(_torch.all_operators())
-    # PyTorch may call any form of an operator, such as that in place. So it is enough if one form
-    # has a kernel for devices.
+    # PyTorch may call any form of an operator, such as the one in place. So it is enough if one
+    # form has a kernel for devices.
     overloads = [
         f"{schema.name}.{schema.overload_name}".rstrip(".")
         for form in (name, f"{name}_")

@@ -128,15 +128,15 @@ def _links() -> list[str]:
     lib, maps = Path(torch.__file__).parent / "lib", Path("/proc/self/maps")
     standard = ["-undefined", "dynamic_lookup"]
     if sys.platform != "darwin":
-        # Links to the libstdc++ that PyTorch has loaded. A compiler that finds only a static one
-        # puts it into our library, where it would print numbers by the tables of PyTorch's.
+        # Link to the libstdc++ that PyTorch has loaded. A compiler that finds only a static one
+        # puts it into our library. With two copies in one process, printing a number may crash.
         loaded = maps.read_text() if maps.exists() else ""
         standard = re.findall(r"/.*/libstdc\+\+\.so\S*$", loaded, re.MULTILINE)[:1]
     return [f"-L{lib}", "-ltorch", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{lib}", *standard]
 
 
 def _digest(command: list[str]) -> str:
-    # Machines of several kinds may share a home folder, and so the cache.
+    # Machines of several kinds may share a home folder, and so the cache: each has its own digest.
     parts = [*command, torch.version.git_version, sys.platform, platform.machine()]
     digest = hashlib.sha256(" ".join(parts).encode())
     for file in sorted(SOURCES.iterdir()):

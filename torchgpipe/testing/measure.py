@@ -35,7 +35,7 @@ SIDES = (256, 512, 1024, 2048, 4096, 8192)
 LENGTHS = (512, 1024, 2048, 4096)
 #: The channels of the images that are convolved.
 CHANNELS = (32, 64, 128, 256, 512)
-#: How many numbers are added.
+#: The numbers of elements of the tensors that are added.
 NUMBERS = tuple(2**k for k in range(18, 29, 2))
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

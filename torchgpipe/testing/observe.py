@@ -184,7 +184,7 @@ class Observation:
         return Place(device, title, place["bytes"], op, work.layer, place["detail"])
 
     def _access(self, access: dict[str, Any]) -> Access:
-        # An operator that began before this observation has no stack here.
+        # An operator that began before this observation has no stack, and is shown without.
         stack = self._stacks.get(access["stack"], ())
         stream = Stream(access["device"], access["stream"])
         work = self._naming.work(*access["labels"])

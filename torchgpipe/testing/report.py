@@ -189,11 +189,11 @@ def critical_path(spans: list[Span]) -> list[int]:
     return path[::-1]
 
 
-# What a piece of work belongs to, by labels, which are numbers in the library.
+# The cell and the layer that a piece of work belongs to, by labels. The library has their numbers.
 #
-# The library knows two labels of a piece of work: that of the thread that issued it, and that of
-# the autograd node that ran, which is the label of the node's forward. If the thread has a label,
-# as under a schedule, the work belongs to that. Otherwise it is the backward of the forward's cell.
+# It keeps two labels for each piece of work: one of the thread that issued the work, and one of the
+# autograd node that ran, under which the node's forward was computed. If the thread has a label, as
+# under a schedule, it tells the cell. Otherwise the work is the backward of the node's cell.
 
 
 _ops: Any = torch.ops.virtual_accelerator
@@ -232,7 +232,7 @@ class Naming:
     def __init__(self) -> None:
         self._cells = Numbers()
         self._layers = Numbers()
-        # Called by its address: dispatch modes of the caller would see a call of an operator.
+        # A call by address: dispatch modes of the caller would see the call of an operator.
         self._put = ctypes.PYFUNCTYPE(None, ctypes.c_int64)(_ops.label_address())
 
     def put(self, label: Label | None) -> None:
@@ -245,7 +245,7 @@ class Naming:
 
     def _label(self, number: int) -> Label | None:
         cell = self._cells.named.get(number >> _BITS)
-        # None: no label, or one by the numbers of an earlier observation, which a thread put late.
+        # None for an unknown number: no label, or a late thread's, of an earlier observation.
         layer = self._layers.named.get(number & (1 << _BITS) - 1)
         return None if cell is None or layer is None else Label(*cell, *layer)
 

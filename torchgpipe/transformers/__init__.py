@@ -15,7 +15,7 @@ needs Transformers (in a clone of torchgpipe: ``pip install '.[transformers]'``;
 TRL, too).
 """
 
-# Tried before the modules below need it, so that the error can say what to install.
+# Transformers is imported before the modules below need it, so that the error says what to install.
 try:
     import transformers  # noqa: F401
 except ImportError as error:

@@ -31,8 +31,8 @@ __all__: list[str] = []
 # The second forward computes what needs all rows: similarities, matching, and the loss.
 
 
-#: By the name of a child, for each of its calls in a forward: whether the outputs for
-#: micro-batches, joined, are the output for all rows, so that they are kept for the second forward.
+#: For each child's name, and each call of the child in a forward: whether the outputs for all
+#: micro-batches, joined, are the output for all rows. Such outputs are kept for the second forward.
 ByRows = Mapping[str, list[bool]]
 
 #: The keyword argument that brings the kept outputs of children into the second forward.
@@ -43,8 +43,8 @@ class Calls(threading.local):
     """The calls of children in the forward that a thread runs."""
 
     def __init__(self) -> None:
-        #: By the name of a child, call by call: the output that ``record`` keeps, or that
-        #: ``repeat`` returns. For None ``repeat`` calls the child.
+        #: For each child's name, and each call of the child: the output that ``record`` keeps, or
+        #: that ``repeat`` returns. Where it is None, ``repeat`` calls the child.
         self.outputs: dict[str, list[Any]] = {}
 
     def record(self, name: str, child: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -159,8 +159,8 @@ def repeated(pipe: MappedGPipe, args: Any, kwargs: dict[str, Any], outputs: Any)
 
     mode, training = pipe.checkpoint, pipe.training
     handle = pipe.module.register_forward_pre_hook(begin, with_kwargs=True)
-    # In backward a checkpoint would call the children themselves, and in training the wrapper warns
-    # of one micro-batch on several devices.
+    # A checkpoint would compute the children in backward, and not return their kept outputs. In
+    # training mode the wrapper would warn of one micro-batch on several devices.
     pipe.checkpoint, pipe.training = "never", False
     try:
         with called(pipe.module, calls.repeat):

@@ -24,9 +24,9 @@ __all__: list[str] = []
 
 # A mini-batch whose tensors all have its rows is cut into micro-batches like any other input. A row
 # of several packed sequences cannot be cut, nor can a tensor with a row for each patch of each
-# image. Where there are such, the data collator makes each micro-batch of some examples, and these
-# are joined to the mini-batch. It carries them under KEY through the data loader's workers and
-# through Accelerate, until the Trainer collects the mini-batches of a step.
+# image. Where there are such, the data collator makes each micro-batch of some examples, and joins
+# them to the mini-batch. This mini-batch carries its micro-batches under KEY through the workers of
+# the data loader and through Accelerate, until the Trainer collects the mini-batches of a step.
 
 
 #: The key of the micro-batches within a mini-batch.
@@ -54,7 +54,7 @@ class Collator:
         self._is_one_row = False
 
     def __getattr__(self, name: str) -> Any:
-        # While a copy has no ``collate`` yet, reading ``self.collate`` would recurse for ever.
+        # A copy begins without ``collate``. To read ``self.collate`` then would recurse for ever.
         if name == "collate" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.collate, name)
@@ -66,7 +66,7 @@ class Collator:
             return self._in_parts(examples)
         passed, numbers = examples, random_state()
         if self._is_cut is None:
-            # A collator may change its examples, and the first mini-batch may be collated twice.
+            # The first mini-batch may be collated twice, and a collator may change its examples.
             with suppress(Exception):
                 passed = copy.deepcopy(examples)
         output = self.collate(passed)
@@ -106,12 +106,12 @@ class Collator:
             return self._in_one(examples, whole, f"raised {type(error).__name__}: {error}")
         batch = as_one_batch(parts, self._is_one_row)
         if whole and has_other_order(batch, whole):
-            # TRL collates pairs so: all chosen answers, then all rejected ones. So the mini-batch
-            # stays whole here, and the arguments of the model's call are cut by rows.
+            # TRL collates pairs so: all chosen answers, then all rejected ones. Joined parts would
+            # have another order. So the mini-batch stays whole, and the model's arguments are cut.
             self._is_cut = True
             return whole
         if whole and self._is_one_row and shapes_in(batch) != shapes_in(whole):
-            # Joined parts must be as long as the row. Cumulated lengths, for one, may be longer.
+            # Joined parts must be as long as the row. Cumulated lengths are no row, and may grow.
             keys = [key for key, x in shapes_in(whole).items() if x[:1] == (1,)]
             if any(shapes_in(batch)[key] != shapes_in(whole)[key] for key in keys):
                 return self._in_one(examples, whole, "makes other rows of them")

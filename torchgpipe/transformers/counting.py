@@ -29,7 +29,7 @@ from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
 
-#: PEFT's names of adapters whose virtual tokens are in a cache, and not in front of the labels.
+#: PEFT's names of adapters whose virtual tokens are in the key-value cache, not before the labels.
 CACHED = "PREFIX_TUNING", "CARTRIDGE"
 
 
@@ -137,7 +137,7 @@ def labels_of(
     labels = [x.int() if x.dtype == torch.bool else x for x in labels]
     if not isinstance(mask, Tensor):
         return labels
-    # Where labels are images, a row counts by its masked patches, and not by the numbers in images.
+    # Where labels are images, a row counts by its masked patches, and not by its pixels.
     return [mask, *(x for x in labels if not x.is_floating_point())]
 
 
@@ -185,7 +185,7 @@ def told(counts: Tensor, items: Tensor | float) -> list[Tensor]:
     """
     if isinstance(items, Tensor):
         counts = counts.to(items.device)
-    # Told at least one label, since a micro-batch without any divides its loss by the number, too.
+    # A micro-batch without labels is told the number for one label: 0 / 0 would make its loss NaN.
     return [*(counts.clamp(min=1) * items / counts.sum().clamp(min=1))]
 
 

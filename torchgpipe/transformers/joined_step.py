@@ -15,8 +15,8 @@ __all__: list[str] = []
 
 
 # Trainer computes the mini-batches of an optimizer step one by one: forward, loss, backward. Each
-# call of the model would fill and drain the pipeline, and one with a single row cannot be cut. Here
-# the calls of all mini-batches become one call, whatever code of the Trainer calls the model::
+# call of the model would fill and drain the pipeline, and a single row cannot be cut. Here the
+# calls of all mini-batches become one call, whatever code of the Trainer calls the model::
 #
 #   training_step 0 ── compute_loss ── model(…) ┐                     ┌→ loss 0
 #                                               └ training_step 1 … ┐ │

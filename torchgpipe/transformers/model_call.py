@@ -67,7 +67,7 @@ class ModelCall:
             sizes = self.division.sizes
         model, weighing = pipe.module, weighing_of(pipe)
         if self._strict is not None and self.division.m > 1:
-            # No proof by one row of packed sequences: together, its parts may change each other.
+            # Parts of one packed row prove nothing: each may change the outputs of the others.
             first = [] if self._is_one_row else self._micro_batches[:2]
             pair = [as_one_batch(first, False), *first] if first else []
             if pair or not self._micro_batches:
@@ -272,7 +272,7 @@ def is_stacked(name: str, value: Any, m: int, rows: int) -> bool:
     """
     if not isinstance(value, Tensor) or value.shape != (m,) or not value.is_floating_point():
         return False
-    # If each micro-batch has one row, an output by rows has this shape, too: the name decides.
+    # If each micro-batch has one row, a number for each row has this shape, too: the name decides.
     return m != rows or name.endswith("loss")
 
 

@@ -42,7 +42,7 @@ ONCE = "once"
 
 #: Relative differences, by dtype: losses are equal up to the first, and differ above the second.
 CLOSE = {torch.float64: (1e-9, 1e-7), torch.float32: (1e-5, 1e-4)}
-#: The same two limits in half precision or under autocast, and the least ones on accelerators.
+#: The same two limits: HALF in half precision or under autocast, OTHERS else on accelerators.
 HALF = 4e-3, 3e-2
 OTHERS = 1e-4, 1e-3
 
@@ -56,9 +56,9 @@ class Weighing:
 
     def __init__(self, pipe: MappedGPipe) -> None:
         self._pipe = ref(pipe)
-        #: By the names of a call's arguments: the ways that fit the last proof. The first is used.
+        #: For each set of a call's argument names: ways that fit its last proof. The first is used.
         self._ways: dict[frozenset[str], list[str]] = {}
-        #: Which outputs of children are kept for a loss that is computed once.
+        #: If the way is ONCE: the calls of the model's children whose outputs each step keeps.
         self.by_rows: ByRows = {}
 
     @property
@@ -125,7 +125,7 @@ class Weighing:
         fitting = self._compared(pairs, names, usual_way(model, kwargs), strict)
         lists = [x for x in kwargs.values() if type(x) is list]
         if before is None and is_of_library(model) and not lists:
-            # ``differing`` has made numbers of labels differ: the first way that fits is right.
+            # ``differing`` made rows that tell ways apart: the first that fits needs no more proof.
             del fitting[1:]
         if fitting:
             self._ways[key] = fitting
@@ -196,7 +196,7 @@ class Weighing:
                     return [usual if off[usual] <= 4 * off[best] else best]
                 with recorded(model, reduce=losses_in):
                     twice = [*run(call, model, pairs[:1]), *run(call, model, pairs[:1])]
-                # If two runs give other losses, by random numbers, the difference proves no error.
+                # If random numbers change the loss of the same rows, a difference proves no error.
                 if strict and all((x - target).abs() <= near for (x, _), _ in twice):
                     weighed = float(self._weighed(usual, losses, pairs, names))
                     raise ValueError(
@@ -314,7 +314,7 @@ def closeness(model: nn.Module) -> tuple[float, float]:
     limits = CLOSE[torch.float64 if kinds == {torch.float64} else torch.float32]
     # An accelerator's kernels depend on shapes, and some round their inputs: so limits are wider.
     on_cpu = all(x.device.type == "cpu" for x in model.parameters())
-    return limits if on_cpu else max(limits, OTHERS)
+    return limits if on_cpu else OTHERS
 
 
 def is_of_library(model: nn.Module) -> bool:
@@ -333,10 +333,10 @@ def differing(model: nn.Module, kwargs: dict[str, Any], names: Sequence[str]) ->
             continue
         odd = torch.arange(len(x), device=x.device) % 2
         knows = "loss_function" in used or "CrossEntropyLoss" in used
-        # Models with start_n_top index outputs by an answer's position, which must be in the row.
+        # Models with start_n_top index outputs by an answer's position, so it must stay in the row.
         takes = hasattr(base_of(model).config, "start_n_top") if knows else True
         if x.dim() == 2 and (knows or bool((x == IGNORED).any())):
-            # Two or eight labels stay, few enough to see whether the first one of a row counts.
+            # Even rows keep two labels, odd rows eight: few, to see if the first of a row counts.
             most = (2 + 6 * odd).unsqueeze(1)
             changed[name] = x.masked_fill((x != IGNORED).cumsum(1) > most, IGNORED)
         ids = kwargs.get("input_ids")

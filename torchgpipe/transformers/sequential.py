@@ -116,7 +116,7 @@ def _shell(base: Any, layers: list[nn.Module], *kept: str, number: int = 0) -> A
     shell, config = _copied(base), copy.deepcopy(base.config)
     for name, x in vars(base.config).items():
         if isinstance(x, list) and len(x) == base.config.num_hidden_layers:
-            # A list with an entry for each layer, such as attention types, keeps this layer's.
+            # A list with an entry for each layer, as attention types are, keeps this layer's entry.
             vars(config)[name] = x[number : number + 1]
     vars(config)["num_hidden_layers"] = len(layers)
     shell.config = config

@@ -22,7 +22,7 @@ from torchgpipe.transformers.stand_in import PipelinedModel
 __all__: list[str] = []
 
 
-#: Attributes of Trainers with a model that the trained one is compared with; it is spread, too.
+#: Attributes of Trainers that hold a model to compare the trained one with: it is spread, too.
 REFERENCES = "ref_model", "teacher_model"
 
 
@@ -63,7 +63,7 @@ class SpreadTrainer:
     #: Whether a step runs, in which ``self.model`` is the stand-in.
     _is_in_step = False
     _model: nn.Module | None = None
-    #: What makes the model's wrapper in the first call of the model, and has it then.
+    #: The model, and its wrapper, which the model's first call makes.
     _spread: Spread
     #: What stands for the model in a step: its calls go through the wrapper.
     _stand_in: PipelinedModel
@@ -97,7 +97,7 @@ class SpreadTrainer:
         self._adopt()
 
     def __init_subclass__(cls) -> None:
-        # Where subclasses override methods that get the model, those need its stand-in, too.
+        # Where subclasses override methods that get the model, these methods get its stand-in, too.
         for name in {"training_step", "compute_loss", "prediction_step"} & vars(cls).keys():
             setattr(cls, name, in_step(vars(cls)[name]))
 

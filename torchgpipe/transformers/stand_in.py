@@ -11,7 +11,7 @@ from torch import nn
 __all__: list[str] = []
 
 
-#: Methods that call the model, or return a part to be called: first it is brought to its devices.
+#: Methods that call the model, or return a part to be called: the model comes to its devices first.
 PLACING = "generate", "get_input_embeddings", "get_output_embeddings"
 
 

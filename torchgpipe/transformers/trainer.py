@@ -127,15 +127,15 @@ class Pipelined(SpreadTrainer):
             remedy = "joined=1 computes each mini-batch alone"
             joined = checked_count(joined, "joined", "mini-batches in one call", remedy)
         self._most = joined
-        #: Whether a loss that differs from the mini-batch's is accepted, and not an error.
+        #: Whether micro-batches may make another loss than the mini-batch, which is else an error.
         self._accepts = accept_loss
-        #: The mini-batches of the optimizer step that are to come.
+        #: The mini-batches of the optimizer step for which ``training_step`` is still to be called.
         self._batches: list[Any] = []
-        #: The losses that one call has computed ahead for the first of these mini-batches.
+        #: The losses of the first mini-batches in ``_batches``, if a call has computed them ahead.
         self._losses: list[Tensor] = []
         #: Mini-batches that cannot be cut, with their micro-batches, by id() of the mini-batch.
         self._collated: dict[int, Collated] = {}
-        #: The same mini-batches and micro-batches, once they are on the device of the inputs.
+        #: The mini-batches of ``_collated``, and their micro-batches, on the device of the inputs.
         self._prepared: list[Prepared] = []
         self._joined_step: JoinedStep | None = None
         self._figures: Idleness | None = None
@@ -145,7 +145,7 @@ class Pipelined(SpreadTrainer):
 
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         above: Any = super()
-        # By default Accelerate slices mini-batches by rows if their dataset has no length.
+        # By default Accelerate slices the mini-batches of an IterableDataset by rows.
         is_sliced = isinstance(dataset, IterableDataset) and (
             self.accelerator.dispatch_batches is not False
         )
@@ -195,7 +195,7 @@ class Pipelined(SpreadTrainer):
         above: Any = super()
         whole = above._prepare_inputs(inputs)
         if (collated := self._collated.get(id(inputs))) is not None:
-            # The micro-batches of a mini-batch that was changed are out of date: it is not divided.
+            # If a mini-batch was changed, its micro-batches are out of date, and it is not divided.
             parts = collated.parts if collated.is_unchanged() else []
             cut = [above._prepare_inputs(part) for part in parts] if len(parts) > 1 else [{**whole}]
             self._prepared.append(Prepared({**whole}, cut))
@@ -299,11 +299,11 @@ class Pipelined(SpreadTrainer):
         self, spread: Spread, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call a model, or a part of it, through the pipeline."""
-        # Mini-batches may share a tensor: the call is for the one that has most of its arguments.
+        # Mini-batches may share tensors. The call is for the mini-batch with most of its arguments.
         counts = [x.count_in(kwargs) for x in self._prepared]
         most = max(counts, default=0)
         parts = self._prepared[counts.index(most)].divided(args, kwargs) if most else []
-        # No proof where a model's own loss is unused: in a reference, or with a compute_loss_func.
+        # ``strict`` is None, without a proof of the loss, where the model's own loss is not used.
         unused = spread is not self._spread or getattr(self, "compute_loss_func", None) is not None
         strict = None if unused else not self._accepts
         call = ModelCall(args, kwargs, parts, self.label_names, self.args.device, strict)

@@ -226,9 +226,9 @@ class FlatInput:
         aliases: dict[int, Tensor] = {}
 
         def alias(x: Any) -> Any:
-            # With narrow(), whose derivative is a new tensor, autograd adds the gradients of all
-            # micro-batches on the caller's stream and in its memory, as it does for rows. Without
-            # narrow() it would add them on the stream of the gradient that comes first.
+            # All micro-batches get one view of a whole tensor. The derivative of narrow() is a new
+            # tensor, so autograd adds their gradients on the caller's stream and in its memory, as
+            # it does for rows. Without narrow() it would use the stream of the first gradient.
             if not (isinstance(x, Tensor) and x.requires_grad and is_dense(x)):
                 return x
             if id(x) not in aliases:
@@ -244,14 +244,15 @@ class FlatInput:
                 whole = leaf.value if isinstance(leaf, NoChunk) else leaf
                 return [map_leaves(alias, whole)] * division.m
             tensor, dim = (leaf.value, leaf.dim) if isinstance(leaf, Chunk) else (leaf, 0)
-            # narrow() and not split(): what split() returns, autograd forbids to change in place.
+            # narrow() and not split(), whose results autograd forbids layers to change in place.
             rows = [tensor.narrow(dim, start, size) for start, size in spans]
-            # Parts that need no gradient are detached, since torch.compile would compile anew for
-            # the views of each other tensor.
+            # Parts that need no gradient are detached: for views torch.compile would compile layers
+            # again when mini-batches change their size. Forward mode (``dual``) needs the views,
+            # since detach() drops tangents.
             dual = _torch.forward_level() >= 0
             return [x if x.requires_grad or dual else x.detach() for x in rows]
 
-        # By identity: a tensor that occurs twice in the input is one object in each micro-batch.
+        # The keys are identities, so that a tensor that occurs twice in the input stays one object.
         parts = {id(x): parts_of(x) for x in self.leaves}
         for i in range(division.m):
             yield [parts[id(x)][i] for x in self.leaves]
@@ -299,7 +300,8 @@ def _leaf_test(leaves: Sequence[Any], rows: int | None) -> IsLeaf:
         if not others and len(entries) > length and (-1 in sizes or len(sizes) > 1):
             rows, is_list = length, is_flat
         else:
-            # A list that is a container may have a tensor in it that tells the number of rows.
+            # No leaf tells the number of rows. A tensor may, in a list that is a container since it
+            # has entries without rows.
             inner = leaves_of([x for x in listed if not is_list_of_rows(x)], is_of_input)
             rows = next((n for x in inner if (n := rows_in(x))), 0)
     return lambda x: is_of_input(x) or (is_list(x) and len(x) == rows)

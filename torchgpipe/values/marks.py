@@ -154,7 +154,7 @@ class PerMicroBatch(NamedTuple):
         value: a tensor, or a nested structure of tensors, of one shape in all micro-batches.
     """
 
-    # A named tuple: PyTorch looks for tensors in these, so the class needs no registration.
+    # PyTorch takes every named tuple for a container, so the class is not registered with pytree.
     value: Any
 
 

@@ -33,7 +33,7 @@ from torchgpipe.values.structure import (
 
 __all__: list[str] = []
 
-#: The key of a micro-batch's value in its ``parts``, beside the keys of its skips.
+#: The key of a micro-batch's value in ``Batch.parts``, beside the keys of its skips.
 VALUE = None
 
 
@@ -64,11 +64,12 @@ class Batch:
         tensors, structure = flatten(value, spec)
         #: The tensors of the value, by VALUE, and those of each skip, by the skip's key.
         self.parts: dict[Any, Tensors] = {VALUE: tensors}
-        #: By the same keys, the containers of these tensors, and the objects that are no tensors.
+        #: For each key of ``parts``, the part's containers, and its objects that are no tensors.
         self.structures = {VALUE: structure}
-        # Whether there is one tensor alone, as most often: methods have shorter code for that.
+        # Whether one tensor is all, as in most micro-batches: methods take a shorter way then.
         self._single = len(tensors) == 1
-        #: The keys of parts that share memory with a tensor: layers must not change these in place.
+        #: The keys of parts of which a tensor shares memory with another tensor: layers must not
+        #: change such parts in place.
         self.shared: frozenset[Any] = frozenset() if self._single else self._aliased()
 
     @classmethod
@@ -191,7 +192,7 @@ class Batch:
         return any(starmap(_torch.is_alias_of, product(self.parts[VALUE], other.tensors)))
 
     def _aliased(self) -> frozenset[Any]:
-        # A tensor in two parts shares memory with itself: it will become one object in each part.
+        # A tensor that is in two parts is listed for both, so that both count as sharing memory.
         sharing: defaultdict[int, list[tuple[Any, Tensor]]] = defaultdict(list)
         for key, part in self.parts.items():
             for x in _distinct([part]):
@@ -225,7 +226,7 @@ def _address(tensor: Tensor) -> int:
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
-        # Sparse tensors have no storage. As all get one address, each is compared with each other.
+        # Sparse tensors have no storage. All get the address 0, so every two are compared.
         return 0
 
 
@@ -286,7 +287,8 @@ def joined(outputs: Sequence[Batch], division: Division, blocks: Container[int] 
     for k, leaves in enumerate(zip(*columns)):
         pairs = [*zip(leaves, sizes)]
         by_row = all(is_list_of_rows(leaf) and len(leaf) == n for leaf, n in pairs)
-        # Tensors in a list are joined if each has all rows, as features of several levels.
+        # A list is joined tensor by tensor, as features of several levels, of which each has all
+        # rows. Where the entries of the list are the rows, that would be wrong.
         if by_row and any(rows_in(x) != n for leaf, n in pairs for x in leaf):
             name, _ = [*names(outputs[0].value, is_list_of_rows)][k]
             raise ValueError(

@@ -27,8 +27,9 @@ from torchgpipe.values.structure import Tensors, is_dense
 
 __all__: list[str] = []
 
-#: What is known of a tensor: it depends on the micro-batch; has the micro-batch's rows in dimension
-#: 0, row by row; or has several for each of them, block by block.
+#: What is known of a tensor. DEPENDS: it depends on the micro-batch, in no known order. HAS_ROWS:
+#: dimension 0 has the micro-batch's rows, row by row. IN_BLOCKS: dimension 0 has several rows for
+#: each of them, block by block.
 DEPENDS, HAS_ROWS, IN_BLOCKS = 1, 2, 3
 
 #: Functions that concatenate their arguments, or copies of one: the result is block by block.
@@ -36,9 +37,10 @@ JOINING = {"cat", "concat", "concatenate", "vstack", "row_stack", "repeat", "til
 #: Functions that may merge several dimensions into dimension 0.
 RESHAPING = {"flatten", "reshape", "reshape_as", "view", "view_as"}
 #: Functions that return views, whose dimension 0 may be another dimension of the tensor.
+#: Properties such as ``x.T`` have the name ``__get__``.
 TURNING = {"t", "transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis"}
 TURNING |= {"unbind", "select", "narrow", "__get__"}
-#: Functions that split a tensor: if rows are block by block, a part may be one block.
+#: Functions that split a tensor: where rows are block by block, one block of them is row by row.
 SPLITTING = {"chunk", "split", "tensor_split", "split_with_sizes"}
 #: Functions that may put rows into another order.
 REORDERING = {"index_select", "gather", "take", "take_along_dim", "sort", "argsort", "flip", "roll"}
@@ -185,7 +187,8 @@ def _name(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         return ""
     if name == "__getitem__":
         index = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
-        # A slice of all rows keeps them in order. Other indices may select or reorder rows.
+        # A slice of all rows keeps them in order, so it is named like select(). Other indices may
+        # choose or reorder rows, so they are named like index_select().
         whole = index is Ellipsis or (isinstance(index, slice) and index == slice(None))
         return "select" if whole else "index_select"
     return name

@@ -149,7 +149,7 @@ class Arguments(NamedTuple):
 def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The arguments of a call as a value: the argument itself if there is one only."""
     if not args and kwargs.keys() == {"input"}:
-        # nn.Sequential.forward() has one argument, ``input``: passed by name, it is alone, too.
+        # nn.Sequential.forward() has one argument, ``input``, which may also be passed by name.
         return kwargs["input"]
     return args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
 
@@ -178,8 +178,8 @@ class Structure:
             if self is known:
                 return name
         assert self.spec is not None
-        # The containers are pickled, with zeros as leaves, and not the spec: its kinds may be other
-        # objects in the process that unpickles.
+        # The spec is not pickled, since the process that unpickles may have other objects for kinds
+        # of containers. It makes the spec anew from the containers, which have zeros as leaves.
         return _restored, (self.spec.unflatten([0] * self.spec.count), self.others)
 
     def equals(self, other: Structure, equal: Callable[[Any, Any], bool] = equal) -> bool:
@@ -212,7 +212,7 @@ def _restored(containers: Any, others: dict[int, Any]) -> Structure:
     return Structure(flatten_tree(containers)[1], others)
 
 
-#: The types of most leaves beside tensors. Objects of these types hold no tensors.
+#: The types of most leaves beside tensors. ``verify_leaf`` need not look for tensors in these.
 ATOMS = frozenset({type(None), bool, int, float, str})
 
 #: The structures of most values: a tensor alone, and a tuple of tensors. Nothing but identity tells
@@ -240,7 +240,8 @@ def flatten(value: Any, spec: Spec | None = None) -> tuple[Tensors, Structure]:
             return value, TUPLE
         value, spec = flatten_tree(value)
     elif spec.kind is tuple or not all(isinstance(x, Tensor) or type(x) in ATOMS for x in value):
-        # Flattened anew: a tuple of tensors has to become TUPLE, and a leaf may be a container.
+        # Built and flattened again, since a tuple of tensors has to become TUPLE, and a leaf, such
+        # as a list of rows, may be a container with tensors in it.
         return flatten(spec.unflatten(value))
     others = {k: leaf for k, leaf in enumerate(value) if not isinstance(leaf, Tensor)}
     for leaf in others.values():
@@ -257,7 +258,7 @@ def names(value: Any, is_leaf: Callable[[Any], bool] = is_of_input) -> Iterator[
     try:
         paths = _torch.leaves_with_path(value, is_leaf)
     except ValueError:
-        # PyTorch has no paths into a container registered without names: leaves get numbers.
+        # A container may be registered without names for its entries. Then leaves get numbers.
         leaves = leaves_of(value, is_leaf)
         yield from [(f"leaf {k}", leaf) for k, leaf in enumerate(leaves)]
     else:

@@ -171,7 +171,7 @@ def prediction_of(
     devices = [x.device for x in state]
     accounts = [json.loads(_ops.account(device.index)) for device in devices]
     peaks = [
-        # If the step allocated nothing, the peak is at the beginning of the step.
+        # If the peak is at the step's beginning, ``at_peak`` is empty: fill these in.
         replace(seen._place(account["at_peak"][0]), device=x.device.index, bytes=bytes)
         for account, x, bytes in zip(
             accounts, state, map(accelerator.max_memory_allocated, devices)
@@ -206,11 +206,12 @@ def prediction_of(
 #: The least bytes of a tensor that is made weightless. Smaller tensors have values.
 LARGE = 2**18
 
-#: Operators that make a tensor of a given size, and that copy one: their result stays unwritten.
+#: Operators that make a tensor of a given size, and operators that copy one. The tensor that they
+#: return is allocated, and never written to.
 FACTORIES = {"rand", "randn", "randint", "zeros", "ones", "full"}
 COPIES = {"clone", "_to_copy"}
-#: Operators that change a tensor's layout in place, and run. All others in place would write to
-#: their first argument, and are left out.
+#: Operators that change a tensor's layout in place: these run. All other operators in place would
+#: write to their first argument, and are left out.
 LAYOUTS = {
     "resize_",
     "as_strided_",
@@ -267,13 +268,13 @@ def stand_in(name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Te
     if name in COPIES:
         return torch.empty_like(first, dtype=dtype)
     if name == "copy_" and args[1].device.type != "cpu":
-        # The copy runs: a device in a dry run has no values to write, but the link takes its time.
+        # A copy from a device to the host runs, since the link takes time. It writes no values.
         return None
     return first if name.endswith("_") and name not in LAYOUTS else None
 
 
-#: The training step that is predicted, the third. The first step allocates what stays for later
-#: ones, such as an optimizer's state.
+#: The number of the training step that is predicted. The first would not do: it allocates what
+#: later steps have from their beginning, such as an optimizer's state.
 COUNTED = 3
 
 

@@ -96,9 +96,9 @@ def run_script(
 
         def begin(module: nn.Module, _: object) -> None:
             mode.is_wanted = False
-            # No stage becomes a graph under a dispatch mode. So ``mode`` ends when a module of
-            # torchgpipe runs, if ``mode`` is the innermost mode. Otherwise it ends with the first
-            # step.
+            # torchgpipe makes no FX graph of a stage while a dispatch mode is active. So ``mode``
+            # ends when a module of torchgpipe runs. Where another mode was entered within it, it
+            # cannot end yet, and ends with the first step.
             is_ours = type(module).__module__.startswith(_OURS)
             count = _torch.count_dispatch_modes()
             if is_ours and count and _torch.dispatch_mode_at(count - 1) is mode:
