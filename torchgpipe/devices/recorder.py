@@ -120,7 +120,8 @@ class Mark:
     step: int = -1
     #: The event that was recorded before the work; without streams, the time.
     start: torch.Event | float | None = None
-    #: Events, or times, on other streams, all of which the work starts after.
+    #: Events (or times) that other streams recorded for this work: it starts after ``start`` and
+    #: after all of these.
     others: Sequence[tuple[AbstractStream, torch.Event | float]] = ()
     end: torch.Event | float | None = None
     issued: torch.Event | None = None

@@ -75,7 +75,8 @@ class Actions:
         keepings = keepings_of(modes if recorded else "never", len(routes.placement))
         words = tuple(map(recomputed_by, keepings))
         schedule = completed(fits, words, layout.pairs, forward=False)
-        # To the executor, this process is the only worker, which has all stages.
+        # The executor knows of no other process. It is told that one worker, this process, has all
+        # stages, and it gets this process's line of the program alone.
         line = tuple(_late(schedule.program[routes.rank]))
         local = Schedule((0,) * len(routes.placement), m, (line,))
         names = [f"rank {routes.rank}"]

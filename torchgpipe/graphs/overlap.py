@@ -168,7 +168,8 @@ def overlapped(a: Part, b: Part) -> Interleaved:
     # For each node of ``a``, and for each node of ``b``, the node of the new graph that computes
     # its value. These are two dicts, since ``a`` and ``b`` may be the same part.
     known: list[dict[Node, Node]] = [{}, {}]
-    # For each message of ``a``, and of ``b``, that is sent and not received yet, its ``send`` node.
+    # For each part, its messages that are sent and not received yet: the part's own node, and the
+    # ``send`` in the new graph that stands for it.
     waiting: list[dict[Node, Node]] = [{}, {}]
     for k, part in enumerate((a, b)):
         for node in reversed(part.slice.inputs):

@@ -120,7 +120,8 @@ class MappedBody(Body):
         #: Whether the module may use tensors of other devices that are not among its arguments.
         #: Then a torch-function mode, ``Foreign``, watches it.
         self.foreign = False
-        #: Whether another stage calls the module, too: later visits then use no autocast cache.
+        #: Whether another stage calls the module, too. Then calls of a later visit do not use the
+        #: weights that autocast has cast and cached on another stage's stream.
         self.shared = False
         #: Layers with buffers, which calls may change: stages call such a layer in turn.
         self.buffered: Sequence[nn.Module] | None = None

@@ -65,8 +65,8 @@ class Cell:
         self._made: dict[int, weakref.ref[Tensor]] = {}
         #: Copies of tensors that came from other devices, and clones of tensors that leave.
         self._come, self._left = Copies(), Copies()
-        #: Whether receive() has joined phonies of the fence to a tensor that needs a gradient.
-        #: These order the cell's backward, so _fenced() joins none to tensors that leave.
+        #: Whether receive() has joined the phonies that order backward (see ``engine/pipeline``) to
+        #: a tensor that needs a gradient. If not, _fenced() joins them to tensors that leave.
         self._held = False
 
     @property

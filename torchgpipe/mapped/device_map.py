@@ -143,9 +143,10 @@ def _has_weights(module: nn.Module) -> bool:
 #
 #   {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "lm_head": 1}
 #
-# A *mapped module* is computed as a whole. It is a module that the map names. If the map also names
-# modules within it, its other submodules are mapped in its place. All code between mapped modules
-# runs where its tensors are.
+# A *mapped module* is computed as a whole: each module that the map names, if the map names none
+# within it. {"": 0, "lm_head": 1} names one within the model, so the model is not computed as a
+# whole. Its children are mapped modules in its place: lm_head on device 1, the others on 0.
+# All code between mapped modules runs where its tensors are.
 
 
 class Mapped:

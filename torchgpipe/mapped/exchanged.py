@@ -109,7 +109,8 @@ class Exchanged:
             try:
                 return function(*args, **kwargs)
             finally:
-                # What forward has written stays for later modules. A recomputation only repeats it.
+                # What the module has written into a mapping in forward is handed to later modules
+                # by ``handing``. A recomputation only repeats it.
                 if not again:
                     for (mapping, _), items in zip(self._items, copies):
                         _fill(items, {**mapping})

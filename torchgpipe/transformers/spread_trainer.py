@@ -63,7 +63,7 @@ class SpreadTrainer:
     #: Whether a step runs, in which ``self.model`` is the stand-in.
     _is_in_step = False
     _model: nn.Module | None = None
-    #: The model, and its wrapper, which the model's first call makes.
+    #: The model. Its first call adds the wrapper, which needs a call's arguments.
     _spread: Spread
     #: What stands for the model in a step: its calls go through the wrapper.
     _stand_in: PipelinedModel

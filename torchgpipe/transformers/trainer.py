@@ -299,7 +299,7 @@ class Pipelined(SpreadTrainer):
         self, spread: Spread, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call a model, or a part of it, through the pipeline."""
-        # Mini-batches may share tensors. The call is for the mini-batch with most of its arguments.
+        # The call is for the prepared mini-batch that has most of the call's tensors in it.
         counts = [x.count_in(kwargs) for x in self._prepared]
         most = max(counts, default=0)
         parts = self._prepared[counts.index(most)].divided(args, kwargs) if most else []
