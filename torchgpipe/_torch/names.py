@@ -134,7 +134,6 @@ NAMES: dict[str, Name] = {
     "add_each": Name("torch:_foreach_add_", "sums of gradients"),
     "multiply_each": Name("torch:_foreach_mul_", "sums of gradients"),
     # Without it, nobody knows which block of a model a backward is in.
-    "current_node": Name(_C + "_current_autograd_node", "memory of the backward of blocks"),
     # Without it, recomputations of cells go to their ends.
     "next_node": Name(_AUTOGRAD + "_get_sequence_nr", "the end of recomputation", lambda: -1),
     # Without it, memory is not known to be of one tensor, nor to be held by others: no number is

@@ -19,7 +19,7 @@ from torchgpipe.checks import checked_flag, verify
 from torchgpipe.devices.streams import CPU, Device, accelerators
 from torchgpipe.partition.arguments import MISSING, checked_chunks, checked_device, checked_timeout
 from torchgpipe.partition.split import verify_module
-from torchgpipe.planner.layers import measured
+from torchgpipe.planner.layers import Layer, measured
 from torchgpipe.planner.sandbox import copied, leaves, verify_timed
 from torchgpipe.show.tables import aligned, in_bytes
 from torchgpipe.skip.skippable import verify_skippables
@@ -27,48 +27,32 @@ from torchgpipe.values.division import row_count
 from torchgpipe.values.microbatch import Batch, scatter
 from torchgpipe.values.structure import arguments
 
-__all__ = ["LayerProfile", "Profile", "detach", "layerwise_sandbox", "profile_layers"]
-
-
-@dataclass(frozen=True)
-class LayerProfile:
-    """The time and the memory that one layer takes."""
-
-    name: str
-    """The name of the layer in the module, and its class."""
-    forward: float
-    """Seconds, undisturbed: the lower quartile over rounds."""
-    backward: float
-    """Seconds, as of forward; 0 if nothing in the layer needs a gradient."""
-    parameters: int
-    """Bytes of the parameters."""
-    activations: int
-    """Bytes that the forward leaves behind: tensors kept for backward, and the output."""
-    output: int
-    """Bytes of the output alone."""
+__all__ = ["Profile", "detach", "layerwise_sandbox", "profile_layers"]
 
 
 @dataclass(frozen=True)
 class Profile:
-    """The time and the memory that the layers of a module take on a device, as a table."""
+    """The time and the memory that the layers of a module take on a device; print it for a table.
 
-    device: str
-    """The device that was measured."""
-    layers: tuple[LayerProfile, ...]
-    """A row for each layer."""
+    Args:
+        device: where they were measured.
+        rows: the rows that they were measured with.
+        layers: the layers.
+    """
+
+    device: torch.device
+    rows: int
+    layers: list[Layer]
 
     def __str__(self) -> str:
-        titles = ["layer", "forward ms", "backward ms"]
-        titles += ["parameters", "activations", "output"]
-        rows = [
-            [
-                layer.name,
-                *[f"{1000 * x:.3f}" for x in (layer.forward, layer.backward)],
-                *map(in_bytes, (layer.parameters, layer.activations, layer.output)),
-            ]
-            for layer in self.layers
-        ]
-        return aligned([titles, *rows])
+        titles = ["layer", "forward ms", "backward ms", "parameters", "activations", "output"]
+        rows = [titles]
+        for layer in self.layers:
+            times, memory = layer.times(self.rows), layer.bytes(self.rows)
+            sizes = layer.weights.parameters, round(memory.left), round(memory.output)
+            milliseconds = [f"{x:.3f}" for x in (times.forward, times.backward)]
+            rows.append([layer.name, *milliseconds, *map(in_bytes, sizes)])
+        return aligned(rows)
 
     def times(self) -> list[float]:
         """The seconds of each layer for forward and backward.
@@ -76,7 +60,7 @@ class Profile:
         Raises:
             ValueError: no layer takes any time.
         """
-        times = [layer.forward + layer.backward for layer in self.layers]
+        times = [layer.time(self.rows) / 1000 for layer in self.layers]
         verify_timed(times, self.device, "layers", "on the CPU, by device='cpu'")
         return times
 
@@ -152,11 +136,5 @@ def profile_layers(
     where = [*accelerators(), CPU][0] if device is None else checked_device(device)
     first = scatter(arguments((*args,), dict(kwargs or {})), chunks)[0]
     rows = max(1, row_count(first.value))
-    found = measured(module, {rows: first}, where, timeout=timeout, progress=progress)
-    layers = []
-    for x in found:
-        taken = x.taken(rows)
-        times = x.forward.at(rows) / 1000, (x.input.at(rows) + x.weight.at(rows)) / 1000
-        sizes = x.weights.parameters, taken.own + taken.loose, taken.output
-        layers.append(LayerProfile(x.name, *times, *map(round, sizes)))
-    return Profile(str(where), tuple(layers))
+    layers = measured(module, {rows: first}, where, timeout=timeout, progress=progress)
+    return Profile(where, rows, layers)
