@@ -1,7 +1,6 @@
 """Profiling: the time and the memory that each layer of a sequential module takes.
 
-Layers are copied to the device, put into train mode and run there, all of them once in each round.
-The model may be larger than the device, which then has one copy at a time. The model itself, its
+Layers are copied to the device one after another, put into train mode and run there. The model, its
 modes, its buffers and its gradients stay as they are, and so do the random numbers that the caller
 draws next.
 """
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchgpipe.checks import checked_flag, verify
+from torchgpipe.checks import checked_flag, verify, verify_kind
 from torchgpipe.devices.streams import CPU, Device, accelerators
 from torchgpipe.partition.arguments import MISSING, checked_chunks, checked_device, checked_timeout
 from torchgpipe.partition.split import verify_module
@@ -99,9 +98,8 @@ def profile_layers(
         args: the arguments of the first layer after the sample, or all of them without a sample.
         kwargs: the keyword arguments of the first layer.
         chunks: the number of micro-batches to make of the sample; by default the sample is one.
-        timeout: the seconds to measure. A warm-up comes on top, and there are three rounds over all
-            layers at least. These are all if their times are equal, as on a simulated clock. None
-            measures no times, which are 0 then, but only the memory.
+        timeout: the seconds to measure. A warm-up comes on top, and there are three rounds for each
+            layer at least. None measures no times, which are 0 then, but only the memory.
         device: where to measure: by default the first accelerator, or the CPU if there is none.
         progress: whether to show a progress bar.
 
@@ -114,11 +112,9 @@ def profile_layers(
     """
     verify_module(module)
     verify_skippables(module)
-    if not isinstance(args, list | tuple):
-        raise TypeError(
-            "args must be a tuple of the arguments of the first layer "
-            f"(args: {type(args).__name__}); pass one argument as the sample, several as args=(...)"
-        )
+    rule = "args must be a tuple of the arguments of the first layer"
+    remedy = "pass one argument as the sample, several as args=(...)"
+    verify_kind(args, (list, tuple), rule, "args", remedy)
     rule = "kwargs must be the keyword arguments of the first layer"
     is_named = isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)
     remedy = "pass a dict, by their names"

@@ -20,7 +20,7 @@ from torchgpipe.engine.body import starts_in_place
 from torchgpipe.engine.unchanged import unchanged
 from torchgpipe.mapped.device_map import Wholes
 from torchgpipe.mapped.on_demand import can_fill_itself
-from torchgpipe.planner.meter import Meter, bytes_of, strided, watching
+from torchgpipe.planner.meter import Meter, Section, bytes_of, strided, watching
 from torchgpipe.planner.sandbox import kind_of, pooled, rounds, verify_timed
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import map_leaves
@@ -101,11 +101,9 @@ def hooked(
             firsts, seconds = cycle(own_names), cycle(own_names)
             handles += [
                 block.register_forward_pre_hook(
-                    lambda *given, names=firsts: before(next(names), *given), with_kwargs=True
+                    lambda *call, names=firsts: before(next(names), *call), with_kwargs=True
                 ),
-                block.register_forward_hook(
-                    lambda *given, names=seconds: after(next(names), *given)
-                ),
+                block.register_forward_hook(lambda *call, names=seconds: after(next(names), *call)),
             ]
         yield
     finally:
@@ -113,27 +111,13 @@ def hooked(
             handle.remove()
 
 
-class Part(NamedTuple):
-    """The call of a block, or the code after it, with the bytes of one micro-batch."""
-
-    #: The name of the block; None in front of the first one.
-    block: str | None
-    #: Whether it is the call, which can be computed again.
-    is_call: bool
-    #: What it gets as arguments, what it makes that is there for backward, and the most that it
-    #: makes at a time.
-    input: float
-    kept: float
-    most: float
-
-
 class Run(NamedTuple):
     """The memory of one run of a model."""
 
-    parts: list[Part]
+    parts: list[Section]
     #: The bytes of the arguments, and of the outputs that come back as they are.
-    given: float
-    output: float
+    input: int
+    output: int
     has_loss: bool
 
 
@@ -144,27 +128,23 @@ def recorded(model: nn.Module, blocks: Mapping[str, nn.Module], args: Any, kwarg
     """
     # The model may change its arguments in place.
     args, kwargs = map_leaves(cloned, (args, kwargs))
-    given = strided((args, kwargs))
-    meter = Meter([*model.parameters(), *model.buffers(), *given])
-    #: For each section of the meter its block, whether it is a call, and the bytes of arguments.
-    calls: list[tuple[str | None, bool, float]] = [(None, False, 0.0)]
+    arguments = strided((args, kwargs))
+    meter = Meter([*model.parameters(), *model.buffers(), *arguments])
     depth = 0
 
     def enter(name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
         nonlocal depth
         depth += 1
         if depth == 1:
-            meter.enter()
             # A pipeline clones the input of a block that computes in place.
             times = 2 if starts_in_place(block) else 1
-            calls.append((name, True, float(times * bytes_of((args, kwargs)))))
+            meter.enter(name, True, times * bytes_of((args, kwargs)))
 
     def leave(name: str, *_: Any) -> None:
         nonlocal depth
         depth -= 1
         if not depth:
-            meter.enter()
-            calls.append((name, False, 0.0))
+            meter.enter(name)
 
     with (
         unchanged(model),
@@ -179,9 +159,9 @@ def recorded(model: nn.Module, blocks: Mapping[str, nn.Module], args: Any, kwarg
         # What fills itself is joined when somebody looks at it.
         is_joined = not (has_loss and can_fill_itself(output))
         size = sum(x.nbytes for x in strided([*Batch(output)]) if x.dim() and is_joined)
-        sizes = [(float(x.alive()), float(x.most)) for x in meter.sections]
-    parts = [Part(*call, *own) for call, own in zip(calls, sizes)]
-    return Run(parts, float(bytes_of(given)), float(size), has_loss)
+        for section in meter.sections:
+            section.alive()
+    return Run(meter.sections, bytes_of(arguments), size, has_loss)
 
 
 def cloned(x: Any) -> Any:

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from torchgpipe.ambient.generators import generator_of
 from torchgpipe.ambient.notes import noted
 from torchgpipe.devices.recorder import Stopwatch
-from torchgpipe.devices.streams import has_streams, use_device
-from torchgpipe.engine.body import starts_in_place
+from torchgpipe.devices.streams import CPU, has_streams, use_device
 from torchgpipe.engine.outcome import LARGE
 from torchgpipe.partition.placement import tensors
 from torchgpipe.planner.meter import bytes_of
@@ -25,10 +25,9 @@ from torchgpipe.planner.sandbox import (
     Bytes,
     Sandbox,
     Seconds,
-    brought,
     copied,
     kind_of,
-    measuring,
+    leaves,
     pooled,
     progress_bar,
     rounds,
@@ -140,25 +139,30 @@ def measured(
         timeout: the seconds to take times of all layers; None takes no times, which are 0 then.
         progress: whether to show a progress bar.
     """
-    layers = {
-        f"{name} ({type(layer).__name__})": layer
-        for name, layer in module._modules.items()
-        if layer is not None
-    }
+    children = module._modules.items()
+    layers = {f"{name} ({type(x).__name__})": x for name, x in children if x is not None}
     share = None if timeout is None else timeout / len(layers)
+    drawn_from = [device] if generator_of(device) == device != CPU else []
     runs: list[Runs] = []
-    with measuring(device), progress_bar(progress, len(layers)) as bar:
-        inputs = [brought(x, device) for x in batches.values()]
+    with (
+        torch.random.fork_rng(drawn_from, device_type=device.type),
+        use_device(device),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        progress_bar(progress, len(layers)) as bar,
+    ):
+        near = [x.map(lambda *xs: [y.to(device) for y in xs], [VALUE]) for x in batches.values()]
+        inputs = [*map(leaves, near)]
         for title, layer in layers.items():
             with noted(f"raised while layer {title} was profiled"):
-                seen, inputs = _run(copied(layer, device), inputs, device, share, is_first=not runs)
+                seen, inputs = _run(copied(layer, device), inputs, device, share)
             runs.append(seen)
             bar.update()
     kinds = [x.kind for x in runs]
     # By size and figure, and then by layer.
     seconds = [
-        [pooled(kinds, x) for x in zip(*[zip(*samples) for samples in each])]
-        for each in zip(*[x.rounds for x in runs])
+        [pooled(kinds, x) for x in zip(*[zip(*samples) for samples in size])]
+        for size in zip(*[x.rounds for x in runs])
     ]
     numbers = {key: k for k, key in enumerate(key for x in runs for key in x.stashed)}
 
@@ -178,31 +182,22 @@ def measured(
 
 
 def _run(
-    layer: nn.Module,
-    inputs: Sequence[Batch],
-    device: torch.device,
-    timeout: float | None,
-    *,
-    is_first: bool,
+    layer: nn.Module, inputs: Sequence[Batch], device: torch.device, timeout: float | None
 ) -> tuple[Runs, list[Batch]]:
     """Run a layer with micro-batches of each size; return the outputs, too."""
     sandboxes = [Sandbox(layer, x, device) for x in inputs]
-    memory = [x.bytes() for x in sandboxes]
-    if is_first and starts_in_place(layer):
-        # A pipeline clones its input for it.
-        clones = [bytes_of(x.parts[VALUE]) for x in inputs]
-        memory = [x._replace(kept=x.kept + y, left=x.left + y) for x, y in zip(memory, clones)]
+    first, memory = sandboxes[0], [x.bytes() for x in sandboxes]
     samples: list[list[Seconds]] = [[] for _ in inputs]
     for _ in rounds(timeout):
         for sandbox, times in zip(sandboxes, samples):
             times.append(sandbox.seconds())
-    first = sandboxes[0]
     kind = kind_of(layer), *[(x.shape, x.dtype, x.requires_grad) for x in first.batch]
-    return Runs(
-        *(kind, _weights_of(layer), [x or [Seconds()] for x in samples], memory),
-        {key: [float(bytes_of(x.output.parts[key])) for x in sandboxes] for key in first.stashed},
-        first.popped,
-    ), [x.output for x in sandboxes]
+    skips = {
+        key: [float(bytes_of(x.output.parts[key])) for x in sandboxes] for key in first.stashed
+    }
+    samples = [x or [Seconds()] for x in samples]
+    runs = Runs(kind, _weights_of(layer), samples, memory, skips, first.popped)
+    return runs, [x.output for x in sandboxes]
 
 
 def _weights_of(layer: nn.Module) -> Weights:

@@ -6,8 +6,7 @@ recorded once. Each device gets blocks that follow each other, so all maps are s
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import accumulate, chain, pairwise
@@ -27,12 +26,7 @@ from torchgpipe.mapped.hugging_face import (
     verify_all_there,
     without_cache,
 )
-from torchgpipe.partition.keeping import (
-    Keeping,
-    checkpointed,
-    counted,
-    is_policy,
-)
+from torchgpipe.partition.keeping import Keeping, checkpointed, counted, is_policy
 from torchgpipe.planner.blocks import Times, recorded, refined, timed
 from torchgpipe.planner.cuts import cut, evenest
 from torchgpipe.planner.given import (
@@ -45,6 +39,7 @@ from torchgpipe.planner.given import (
     state_of,
 )
 from torchgpipe.planner.memory import Footprint
+from torchgpipe.planner.trial import by_device
 from torchgpipe.values.division import FlatInput
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import Arguments
@@ -91,7 +86,9 @@ class Units:
         self.costs = [sum(costs.get(x, 0.0) for x in names) for names in self.members.values()]
 
     def cut(
-        self, limits: Sequence[float], need: Callable[[int, int], float] | None = None
+        self,
+        limits: Sequence[float],
+        need: Callable[[Collection[str | None]], float] | None = None,
     ) -> tuple[list[int], list[float]]:
         """Cut units into blocks that fit, of which the slowest is as fast as can be.
 
@@ -99,8 +96,8 @@ class Units:
 
         Args:
             limits: the bytes that each device may use.
-            need: the most bytes that a device needs for units from one number to another; None if
-                all fits.
+            need: the most bytes that a device needs for some blocks, and for None, which stands
+                for what belongs to no block and is on the first device; None if all fits.
 
         Returns:
             The sizes, and the bytes that each block has too little.
@@ -113,10 +110,14 @@ class Units:
             )
         if need is None:
             return evenest(self.costs, count), [0.0] * count
-        sums = [0.0, *accumulate(self.costs)]
+        sums, members = [0.0, *accumulate(self.costs)], [*self.members.values()]
+
+        @cache
+        def needed(start: int, stop: int) -> float:
+            return need({*chain([] if start else [None], *members[start:stop])})
 
         def lacking(j: int, start: int, stop: int) -> float:
-            return max(0.0, need(start, stop) - limits[j])
+            return max(0.0, needed(start, stop) - limits[j])
 
         def cost(j: int, start: int, stop: int) -> float:
             return inf if lacking(j, start, stop) else sums[stop] - sums[start]
@@ -174,11 +175,11 @@ def chosen_map(
             "'decoder': 1}"
         )
     measuring = {"sample": sample, "devices": devices, "memory": memory}
-    given = [key for key, x in measuring.items() if x is not None]
-    if device_map != "auto" and given:
+    names = [key for key, x in measuring.items() if x is not None]
+    if device_map != "auto" and names:
         raise ValueError(
             "a sample, devices and memory are for a device map that is measured (device_map: "
-            f"{type(device_map).__name__}, given: {', '.join(given)}); leave them out, or pass "
+            f"{type(device_map).__name__}, given: {', '.join(names)}); leave them out, or pass "
             "'auto' as the device map"
         )
     verify_all_there(model)
@@ -271,14 +272,7 @@ def _maps(
             run = recorded(model, times.blocks, *arguments)
             again = checkpointed(counted(checkpoint), chunks)
             state = state_of(torch.optim.AdamW)
-            footprint = Footprint(model, times.blocks, run, chunks, again, state)
-            members = [*units.members.values()]
-
-            @cache
-            def need(start: int, stop: int) -> float:
-                # What belongs to no block goes with the first one.
-                return footprint.need({*chain([] if start else [None], *members[start:stop])})
-
+            need = Footprint(model, times.blocks, run, chunks, again, state).need
         sizes, lacks = units.cut(limits, need)
         if any(lacks):
             raise _too_large(places, limits, lacks, chunks, checkpoint)
@@ -305,13 +299,11 @@ def _too_large(
     checkpoint: Keeping,
 ) -> ValueError:
     """The error that no map fits, with what the nearest one lacks."""
-    total: Counter[torch.device] = Counter()
-    for x, size in zip(places, lacks):
-        total[x] += round(size)
-    # Several entries of one device share its memory.
-    room = {x: round(limit * places.count(x)) for x, limit in zip(places, limits)}
+    room = by_device(places, limits)
     lacking = ", ".join(
-        f"{x} lacks {size} bytes, and may fill {room[x]}" for x, size in total.items() if size
+        f"{x} lacks {size} bytes, and may fill {room[x]}"
+        for x, size in by_device(places, lacks).items()
+        if size
     )
     again = "" if checkpoint == "always" else "checkpoint='always', "
     mode = "a policy" if is_policy(checkpoint) else checkpoint

@@ -117,7 +117,7 @@ class Stage:
         again = total.forward - last.forward + last.again
         if not self.gives_back:
             return total.forward, 0.0, total.backward, again
-        weight = total.weight if splits else total.backward - total.input
+        weight = total.weight if splits else max(0.0, total.backward - total.input)
         return total.forward, total.input, weight, again
 
 
@@ -175,7 +175,7 @@ class Footprint:
         if not mine:
             return now
         visits = groupby(zip(here, parts), lambda x: x[0])
-        firsts = [next(each)[1] for is_here, each in visits if is_here]
+        firsts = [next(visit)[1] for is_here, visit in visits if is_here]
         # What arrives is a copy, but not what the caller gives.
         arriving = sum(x.input for x in firsts if x is not parts[0])
         calls = [x for x in mine if x.is_call]
@@ -187,7 +187,7 @@ class Footprint:
         # Backward makes as much at a time as forward does, and the gradient of a weight.
         now += max(x.most for x in mine) + 2 * arriving + most
         if here[0]:
-            now += m * self._run.given
+            now += m * self._run.input
         if here[-1]:
             now += m * self._run.output * (1 if self._run.has_loss else OUTSIDE)
         return now

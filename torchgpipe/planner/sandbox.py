@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from copy import deepcopy
 from itertools import chain
 from statistics import median, median_low
@@ -15,11 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from torchgpipe.ambient.generators import generator_of, get_state, set_state
 from torchgpipe.autograd.halves import Halves, backward
 from torchgpipe.autograd.nodes import enter
 from torchgpipe.devices.recorder import Stopwatch
-from torchgpipe.devices.streams import CPU, use_device
 from torchgpipe.partition.placement import place, tensors
 from torchgpipe.planner.meter import Meter, bytes_of, memory_of, strided, watching
 from torchgpipe.recompute.once import updated_in, updates
@@ -111,9 +109,9 @@ class Bytes(NamedTuple):
     #: Its output, and the gradient of the output; skips aside.
     output: float = 0
     gradient: float = 0
-    #: What it has made that is there after forward. Then what backward needs of that, and of its
-    #: input; and what is there between the halves of backward.
+    #: What it has made that is there after forward, the output included.
     left: float = 0
+    #: What backward needs of that, and of the input; and what is there between its halves.
     kept: float = 0
     kept_input: float = 0
     pending: float = 0
@@ -134,8 +132,6 @@ class Sandbox:
     def __init__(self, layer: nn.Module, batch: Batch, device: torch.device) -> None:
         self.layer, self.batch = layer, batch
         self._watch = Stopwatch(device)
-        self._state = [x for _, x in tensors(layer)]
-        self._trained = [x for x in layer.parameters() if x.requires_grad]
         #: The input of the next layer.
         self.output = batch
         self.sample()
@@ -149,6 +145,14 @@ class Sandbox:
     def popped(self) -> list[Any]:
         """The keys of the skips that the layer pops."""
         return [x for x in self.batch.skips if x not in self.output.skips]
+
+    @property
+    def _state(self) -> list[Tensor]:
+        return [x for _, x in tensors(self.layer)]
+
+    @property
+    def _trained(self) -> list[Tensor]:
+        return [x for x in self.layer.parameters() if x.requires_grad]
 
     def sample(self) -> tuple[float, float]:
         """Run the layer, and return the seconds of its forward and of its backward."""
@@ -177,7 +181,7 @@ class Sandbox:
                 again = self._watch.stop()
             return x.detach()
 
-        # Hooks would hold what the first half lets go of.
+        # These hooks would hold saved tensors that the first half lets go of.
         hooks = nullcontext() if meter else saved_tensors_hooks(pack, lambda x: x)
         meter, seeing = meter or Meter(()), watching(meter.note) if meter else nullcontext()
         with seeing:
@@ -236,18 +240,6 @@ class Sandbox:
         return [x for x in chain(*parts) if x.requires_grad]
 
 
-@contextmanager
-def measuring(device: torch.device) -> Iterator[None]:
-    """Run layers on a device; random numbers that the caller draws next stay as they are."""
-    states = {x: get_state(x) for x in {generator_of(device), CPU}}
-    try:
-        with use_device(device), torch.inference_mode(False), torch.enable_grad():
-            yield
-    finally:
-        for generator, state in states.items():
-            set_state(generator, state)
-
-
 def progress_bar(is_shown: bool, total: int) -> Any:
     """Context manager for a progress bar, or for nothing that looks like one."""
     if not is_shown:
@@ -259,11 +251,6 @@ def progress_bar(is_shown: bool, total: int) -> Any:
             "a progress bar needs tqdm (progress: True); run `pip install tqdm`"
         ) from error
     return tqdm(desc="profile", unit="layer", total=total)
-
-
-def brought(batch: Batch, device: torch.device) -> Batch:
-    """A micro-batch on a device, as the beginning of a graph."""
-    return leaves(batch.map(lambda *xs: [x.to(device) for x in xs], [VALUE]))
 
 
 def copied(layer: nn.Module, device: torch.device) -> nn.Module:
