@@ -156,7 +156,7 @@ def recorded(model: nn.Module, blocks: Mapping[str, nn.Module], args: Any, kwarg
         meter.enter()
         output = model(*args, **kwargs)
         has_loss = any(x.requires_grad and not x.dim() for x in Batch(output))
-        # What fills itself is joined when somebody looks at it.
+        # Outputs with a loss, as of Transformers, join micro-batches only when they are read.
         is_joined = not (has_loss and can_fill_itself(output))
         size = sum(x.nbytes for x in strided([*Batch(output)]) if x.dim() and is_joined)
         for section in meter.sections:

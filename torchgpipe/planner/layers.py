@@ -24,7 +24,7 @@ from torchgpipe.planner.meter import bytes_of
 from torchgpipe.planner.sandbox import (
     Bytes,
     Sandbox,
-    Seconds,
+    Timings,
     copied,
     kind_of,
     leaves,
@@ -93,9 +93,9 @@ class Layer:
     stashed: Mapping[int, Line]
     popped: Sequence[int]
 
-    def times(self, rows: float) -> Seconds:
+    def times(self, rows: float) -> Timings:
         """Milliseconds for a micro-batch of some rows."""
-        return Seconds(*[1000 * x.at(rows) for x in self.seconds])
+        return Timings(*[1000 * x.at(rows) for x in self.seconds])
 
     def bytes(self, rows: float) -> Bytes:
         """The memory for a micro-batch of some rows."""
@@ -110,10 +110,10 @@ class Layer:
 class Runs(NamedTuple):
     """The figures of the runs of a layer, in lists by the size of the micro-batch."""
 
-    #: What layers have in common that nobody can tell apart.
+    #: Layers of the same kind get the same times, as far as noise explains their difference.
     kind: object
     weights: Weights
-    rounds: list[list[Seconds]]
+    rounds: list[list[Timings]]
     memory: list[Bytes]
     #: The memory of skips that it stashes, by their keys, and the keys of those that it pops.
     stashed: dict[Any, list[float]]
@@ -187,15 +187,15 @@ def _run(
     """Run a layer with micro-batches of each size; return the outputs, too."""
     sandboxes = [Sandbox(layer, x, device) for x in inputs]
     first, memory = sandboxes[0], [x.bytes() for x in sandboxes]
-    samples: list[list[Seconds]] = [[] for _ in inputs]
+    samples: list[list[Timings]] = [[] for _ in inputs]
     for _ in rounds(timeout):
         for sandbox, times in zip(sandboxes, samples):
-            times.append(sandbox.seconds())
+            times.append(sandbox.timings())
     kind = kind_of(layer), *[(x.shape, x.dtype, x.requires_grad) for x in first.batch]
     skips = {
         key: [float(bytes_of(x.output.parts[key])) for x in sandboxes] for key in first.stashed
     }
-    samples = [x or [Seconds()] for x in samples]
+    samples = [x or [Timings()] for x in samples]
     runs = Runs(kind, _weights_of(layer), samples, memory, skips, first.popped)
     return runs, [x.output for x in sandboxes]
 

@@ -285,7 +285,7 @@ def _maps(
     yield first
     for blocks in (wholes.blocks(), wholes.coarsest()):
         if [*blocks] != [*measured.blocks] and len(blocks) >= len(places):
-            # Larger blocks may not fit, but the error that the first map raised says more.
+            # The first map has fitted. If these do not, the error of its rehearsal says more.
             with suppress(ValueError):
                 measured = measure(blocks)
                 yield map_of(measured)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torchgpipe.planner.blocks import Run
 from torchgpipe.planner.layers import Layer
-from torchgpipe.planner.sandbox import Bytes, Seconds
+from torchgpipe.planner.sandbox import Bytes, Timings
 
 __all__: list[str] = []
 
@@ -76,19 +76,19 @@ class Stage:
         #: The bytes that a cell keeps for backward, from F until R if it is computed again, and
         #: from I until W.
         self.stored = sum(size for _, size, _ in self.arrivals)
-        #: Before and after each layer, what is kept; and what is there of the output before it that
-        #: nobody has kept so far.
+        # What is kept after each layer, and what of its output nobody has kept so far, which the
+        # next layer may keep as its input.
         kept, output, ends = 0.0, 0.0, [0.0]
         for x in here:
             held = min(output, x.kept_input)
             kept += held + x.kept
-            # What has made nothing hands its input on.
+            # A layer that has made nothing returns its input, or computes in place.
             output = x.left - x.kept if x.left else output - held
             ends.append(kept + output)
         # A layer may keep nothing of a skip that it pops.
         freed = sum(max(0.0, x - memory[b].kept_input) for _, b, x in arriving)
         self.kept = self.stored + kept - freed
-        # I lets go of what only I needed, and notes gradients.
+        # From I until W, a cell has the gradients that W begins with, and lacks what only I needed.
         noted = sum(x.pending - x.kept for x in here) if self.gives_back else 0.0
         self.pending = self.kept + self.gets + noted
         forward = max(before + x.forward for before, x in zip(ends, here)) - kept
@@ -112,7 +112,7 @@ class Stage:
 
     def durations(self, *, splits: bool) -> tuple[float, float, float, float]:
         """The milliseconds of F, I, W and R, whose backward may be in halves."""
-        total, last = Seconds(*map(sum, zip(*self._times))), self._times[-1]
+        total, last = Timings(*map(sum, zip(*self._times))), self._times[-1]
         # A recomputation ends at the last tensor that backward needs.
         again = total.forward - last.forward + last.again
         if not self.gives_back:
@@ -164,8 +164,8 @@ class Footprint:
         now, most = 0.0, 0
         for names, (size, trained, largest) in self._weights.items():
             if any(name in blocks for name in names):
-                # The home is the first of the deepest ones. What is elsewhere comes as a copy,
-                # whose gradient leaves.
+                # A weight that blocks share is at home in the first of the deepest ones. Another
+                # device gets a copy, and sends the copy's gradient home.
                 home = max(names, key=lambda name: 0 if name is None else 1 + name.count("."))
                 now += size + trained * (1 + (self._state if home in blocks else 0.0))
                 most = max(most, largest)
@@ -176,15 +176,15 @@ class Footprint:
             return now
         visits = groupby(zip(here, parts), lambda x: x[0])
         firsts = [next(visit)[1] for is_here, visit in visits if is_here]
-        # What arrives is a copy, but not what the caller gives.
+        # Arguments from another device are copies. Those of the caller are counted below.
         arriving = sum(x.input for x in firsts if x is not parts[0])
         calls = [x for x in mine if x.is_call]
         code = sum(x.kept for x in mine if not x.is_call) + arriving
-        # The cell that is computed again has all, as one that is not.
+        # While a cell is computed again, it keeps as much as one that is not.
         full = max(m - self._again, min(1, self._again))
         now += m * code + full * sum(x.kept for x in calls)
         now += self._again * sum(x.input for x in calls)
-        # Backward makes as much at a time as forward does, and the gradient of a weight.
+        # Backward is taken to make as much at a time as forward, and the gradient of one weight.
         now += max(x.most for x in mine) + 2 * arriving + most
         if here[0]:
             now += m * self._run.input

@@ -51,7 +51,7 @@ class Meter:
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
-        #: All memory that is no news.
+        #: The memory that is known, or that a section has made.
         self._seen = {memory_of(x) for x in strided(known)}
         self.sections: list[Section] = []
 
@@ -65,7 +65,7 @@ class Meter:
         made = {memory_of(x): size_of(x) for x in strided(output)}
         made = {memory: size for memory, size in made.items() if memory not in self._seen}
         self._seen.update(made)
-        # What is made before the first section counts elsewhere.
+        # Memory that is made before the first section, as by copies of arguments, does not count.
         if made and self.sections:
             section = self.sections[-1]
             section.made.update(made)

@@ -64,7 +64,7 @@ def verify_timed(times: Sequence[float], device: object, what: str, elsewhere: s
 def kind_of(module: nn.Module) -> tuple[object, ...]:
     """The class of a module and its parameters' sizes, by which layers or blocks are alike."""
     sizes = [(x.shape, x.dtype, x.requires_grad) for x in module.parameters()]
-    # Without parameters nothing tells how much there is to do.
+    # Modules without parameters may do different work, so each of them is a kind of its own.
     return (type(module), *sizes) if sizes else (module,)
 
 
@@ -80,7 +80,7 @@ def pooled(kinds: Sequence[Hashable], samples: Sequence[Sequence[float]]) -> lis
         groups.setdefault(kind, []).append(k)
     result = [*times]
     for group in groups.values():
-        # A layer of them, and no mean of two, which might be like neither.
+        # The lower median is the time of one of the layers, and a mean of two might be of none.
         middle = median_low(times[k] for k in group)
         noise = NOISE * median(median(samples[k]) - times[k] for k in group)
         near = [k for k in group if abs(times[k] - middle) <= noise]
@@ -89,7 +89,7 @@ def pooled(kinds: Sequence[Hashable], samples: Sequence[Sequence[float]]) -> lis
     return result
 
 
-class Seconds(NamedTuple):
+class Timings(NamedTuple):
     """The times of a layer for a micro-batch."""
 
     forward: float = 0
@@ -209,11 +209,11 @@ class Sandbox:
         memory = Bytes(*map(float, (size, gradient, left, *kept, pending, *most)))
         return again, input if ends else 0.0, weight, memory
 
-    def seconds(self) -> Seconds:
+    def timings(self) -> Timings:
         """Run the layer twice, once with its backward in halves."""
         again, first, second, _ = self.halved()
         forward, backward = self.sample()
-        return Seconds(forward, backward, min(first, backward), second, min(again, forward))
+        return Timings(forward, backward, min(first, backward), second, min(again, forward))
 
     def bytes(self) -> Bytes:
         """Run the layer, its backward in halves, and return the memory that it takes."""
