@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from torchgpipe.ambient.generators import generator_of
 from torchgpipe.ambient.notes import noted
 from torchgpipe.devices.recorder import Stopwatch
-from torchgpipe.devices.streams import CPU, has_streams, use_device
+from torchgpipe.devices.streams import has_streams, use_device
 from torchgpipe.engine.outcome import LARGE
 from torchgpipe.partition.placement import tensors
 from torchgpipe.planner.meter import bytes_of
@@ -31,6 +30,7 @@ from torchgpipe.planner.sandbox import (
     pooled,
     progress_bar,
     rounds,
+    same_numbers,
     undisturbed,
 )
 from torchgpipe.values.microbatch import VALUE, Batch
@@ -142,10 +142,9 @@ def measured(
     children = module._modules.items()
     layers = {f"{name} ({type(x).__name__})": x for name, x in children if x is not None}
     share = None if timeout is None else timeout / len(layers)
-    drawn_from = [device] if generator_of(device) == device != CPU else []
     runs: list[Runs] = []
     with (
-        torch.random.fork_rng(drawn_from, device_type=device.type),
+        same_numbers(device),
         use_device(device),
         torch.inference_mode(False),
         torch.enable_grad(),

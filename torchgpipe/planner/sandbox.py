@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from itertools import chain
 from statistics import median, median_low
@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
+from torchgpipe.ambient.generators import generator_of, get_state, set_state
 from torchgpipe.autograd.halves import Halves, backward
 from torchgpipe.autograd.nodes import enter
 from torchgpipe.devices.recorder import Stopwatch
+from torchgpipe.devices.streams import CPU
 from torchgpipe.partition.placement import place, tensors
 from torchgpipe.planner.meter import Meter, bytes_of, memory_of, strided, watching
 from torchgpipe.recompute.once import updated_in, updates
@@ -238,6 +240,17 @@ class Sandbox:
         """The outputs that backward begins with; skips that pass by the layer have none here."""
         parts = [part for key, part in output.parts.items() if key not in self.batch.skips]
         return [x for x in chain(*parts) if x.requires_grad]
+
+
+@contextmanager
+def same_numbers(device: torch.device) -> Iterator[None]:
+    """Have the caller draw the same random numbers after the block as without it."""
+    states = {x: get_state(x) for x in {generator_of(device), CPU}}
+    try:
+        yield
+    finally:
+        for generator, state in states.items():
+            set_state(generator, state)
 
 
 def progress_bar(is_shown: bool, total: int) -> Any:
