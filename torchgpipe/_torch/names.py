@@ -135,8 +135,6 @@ NAMES: dict[str, Name] = {
     # One call of add_each or multiply_each changes the gradients of all weights of a stage.
     "add_each": Name("torch:_foreach_add_", "sums of gradients"),
     "multiply_each": Name("torch:_foreach_mul_", "sums of gradients"),
-    # current_node is the node that backward is running: by it the planner finds the model's block.
-    "current_node": Name(_C + "_current_autograd_node", "memory of the backward of blocks"),
     # Without next_node, a recomputation runs on after the last tensor that backward needs.
     "next_node": Name(_AUTOGRAD + "_get_sequence_nr", "the end of recomputation", lambda: -1),
     # Without count_uses, is_alone() and is_held() return False for all memory, since no comparison

@@ -66,8 +66,8 @@ def balance_by_time(
     Keyword Args:
         args: the arguments of the first layer after the sample, or all of them without a sample.
         kwargs: the keyword arguments of the first layer.
-        timeout: how many seconds to measure. A warm-up comes on top, and there are three rounds
-            over all layers at least.
+        timeout: how many seconds to measure. A warm-up comes on top, and each layer runs three
+            times at least.
         device: where to measure: by default the first accelerator, or the CPU if there is none.
         progress: whether to show a progress bar.
 
@@ -81,10 +81,9 @@ def balance_by_time(
     """
     partitions = _verified(partitions, module)
     checked_timeout(timeout)
-    found = profile_layers(
-        module, sample, args=args, kwargs=kwargs, timeout=timeout, device=device, progress=progress
-    )
-    return evenest(found.times(), partitions)
+    options: Any = {"timeout": timeout, "device": device, "progress": progress}
+    profile = profile_layers(module, sample, args=args, kwargs=kwargs, **options)
+    return evenest(profile.times(), partitions)
 
 
 def balance_by_size(
@@ -102,8 +101,7 @@ def balance_by_size(
     """Balance by the memory that each layer takes in training.
 
     The cost of a layer is the memory of its parameters times ``param_scale``, plus the memory that
-    it keeps of one micro-batch for backward, the output included. Layers are measured in train
-    mode, whatever the mode of the module.
+    it keeps of one micro-batch for backward, the output included.
 
     Args:
         partitions: how many partitions to make.
@@ -112,13 +110,13 @@ def balance_by_size(
 
     Keyword Args:
         args: as in :func:`balance_by_time`.
-        kwargs: the same.
+        kwargs: those of the first layer.
+        device: where to measure.
+        progress: whether to show a progress bar.
         chunks: how many micro-batches are made of the mini-batch. Layers run one of them; with the
             default they run the whole mini-batch, for which a device may lack the memory.
         param_scale: how many times the memory of a parameter it takes to train it, itself and its
             gradient included: 2 for SGD, 3 with momentum, 4 for Adam.
-        device: as in :func:`balance_by_time`.
-        progress: the same.
 
     Returns:
         How many layers each partition takes, for ``GPipe(module, balance)``.
@@ -130,17 +128,9 @@ def balance_by_size(
     """
     partitions = _verified(partitions, module)
     verify_scale(param_scale)
+    options: Any = {"chunks": chunks, "timeout": None, "device": device, "progress": progress}
     try:
-        found = profile_layers(
-            module,
-            input,
-            args=args,
-            kwargs=kwargs,
-            chunks=chunks,
-            timeout=None,
-            device=device,
-            progress=progress,
-        )
+        profile = profile_layers(module, input, args=args, kwargs=kwargs, **options)
     except RuntimeError as error:
         # On the CPU there is no class of its own for it.
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
@@ -151,7 +141,10 @@ def balance_by_size(
                 "chunks that you will train with, or more of them",
             )
         raise
-    costs = [layer.activations + layer.parameters * param_scale for layer in found.layers]
+    costs = [
+        layer.bytes(profile.rows).left + layer.weights.parameters * param_scale
+        for layer in profile.layers
+    ]
     return evenest(costs, partitions)
 
 
@@ -214,15 +207,15 @@ def map_by_size(
     it keeps of the sample for backward.
 
     Args:
-        devices: the devices, which should be alike.
-        model: any module. Neither its parameters nor its buffers change.
-        *args: the arguments of the model, of the size of a micro-batch.
+        devices: as in :func:`map_by_time`.
+        model: any module.
+        *args: the arguments of the model.
 
     Keyword Args:
         no_split: as in :func:`map_by_time`.
+        **kwargs: the keyword arguments of the model.
         param_scale: how many times the memory of a parameter it takes to train it: 2 for SGD, 3
             with momentum, 4 for Adam.
-        **kwargs: the keyword arguments of the model.
 
     Returns:
         The devices by the names of modules.
@@ -234,12 +227,13 @@ def map_by_size(
     verify_scale(param_scale)
 
     def measure(blocks: dict[str, nn.Module]) -> Times:
-        kept: dict[str, float] = {}
-        for x in recorded(model, blocks, args, kwargs, is_trained=False).parts:
-            if x.block is not None and x.is_call:
-                kept[x.block] = kept.get(x.block, 0.0) + x.kept
-        own = {x: sum(y.nbytes for y in blocks[x].parameters()) for x in kept}
-        return Times(blocks, {x: size + param_scale * own[x] for x, size in kept.items()})
+        sizes: dict[str, float] = {}
+        for part in recorded(model, blocks, args, kwargs).parts:
+            if part.block is not None and part.is_call:
+                weights = sum(x.nbytes for x in blocks[part.block].parameters())
+                sizes.setdefault(part.block, param_scale * weights)
+                sizes[part.block] += part.kept
+        return Times(blocks, sizes)
 
     return proposed(places, *refined(measure, Wholes.of(model, no_split), len(places)))
 
@@ -255,13 +249,10 @@ def _places(devices: Any, model: Any, no_split: Any) -> list[Device]:
     verify(places, "devices must be at least one", "devices", devices, remedy)
     verify_a_module(model, "model")
     rule = "no_split must be names of classes"
-    valid = no_split is None or (
-        has_entries(no_split)
-        and isinstance(no_split, Collection)
-        and not isinstance(no_split, str | bytes)
-        and all(isinstance(x, str) for x in no_split)
-    )
-    verify(valid, rule, "no_split", no_split, "pass such as ['Block']", TypeError)
+    is_list = isinstance(no_split, Collection) and not isinstance(no_split, str | bytes)
+    valid = is_list and has_entries(no_split) and all(isinstance(x, str) for x in no_split)
+    remedy = "pass such as ['Block']"
+    verify(no_split is None or valid, rule, "no_split", no_split, remedy, TypeError)
     return places
 
 

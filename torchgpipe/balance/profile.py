@@ -1,7 +1,6 @@
 """Profiling: the time and the memory that each layer of a sequential module takes.
 
-Layers are copied to the device, put into train mode and run there, all of them once in each round.
-The model may be larger than the device, which then has one copy at a time. The model itself, its
+Layers are copied to the device one after another, put into train mode and run there. The model, its
 modes, its buffers and its gradients stay as they are, and so do the random numbers that the caller
 draws next.
 """
@@ -15,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchgpipe.checks import checked_flag, verify
+from torchgpipe.checks import checked_flag, verify, verify_kind
 from torchgpipe.devices.streams import CPU, Device, accelerators
 from torchgpipe.partition.arguments import MISSING, checked_chunks, checked_device, checked_timeout
 from torchgpipe.partition.split import verify_module
-from torchgpipe.planner.layers import measured
+from torchgpipe.planner.layers import Layer, measured
 from torchgpipe.planner.sandbox import copied, leaves, verify_timed
 from torchgpipe.show.tables import aligned, in_bytes
 from torchgpipe.skip.skippable import verify_skippables
@@ -27,48 +26,32 @@ from torchgpipe.values.division import row_count
 from torchgpipe.values.microbatch import Batch, scatter
 from torchgpipe.values.structure import arguments
 
-__all__ = ["LayerProfile", "Profile", "detach", "layerwise_sandbox", "profile_layers"]
-
-
-@dataclass(frozen=True)
-class LayerProfile:
-    """The time and the memory that one layer takes."""
-
-    name: str
-    """The name of the layer in the module, and its class."""
-    forward: float
-    """Seconds, undisturbed: the lower quartile over rounds."""
-    backward: float
-    """Seconds, as of forward; 0 if nothing in the layer needs a gradient."""
-    parameters: int
-    """Bytes of the parameters."""
-    activations: int
-    """Bytes that the forward leaves behind: tensors kept for backward, and the output."""
-    output: int
-    """Bytes of the output alone."""
+__all__ = ["Profile", "detach", "layerwise_sandbox", "profile_layers"]
 
 
 @dataclass(frozen=True)
 class Profile:
-    """The time and the memory that the layers of a module take on a device, as a table."""
+    """The time and the memory that the layers of a module take on a device; print it for a table.
 
-    device: str
-    """The device that was measured."""
-    layers: tuple[LayerProfile, ...]
-    """A row for each layer."""
+    Args:
+        device: where they were measured.
+        rows: the rows that they were measured with.
+        layers: the layers.
+    """
+
+    device: torch.device
+    rows: int
+    layers: list[Layer]
 
     def __str__(self) -> str:
-        titles = ["layer", "forward ms", "backward ms"]
-        titles += ["parameters", "activations", "output"]
-        rows = [
-            [
-                layer.name,
-                *[f"{1000 * x:.3f}" for x in (layer.forward, layer.backward)],
-                *map(in_bytes, (layer.parameters, layer.activations, layer.output)),
-            ]
-            for layer in self.layers
-        ]
-        return aligned([titles, *rows])
+        titles = ["layer", "forward ms", "backward ms", "parameters", "activations", "output"]
+        rows = [titles]
+        for layer in self.layers:
+            times, memory = layer.times(self.rows), layer.bytes(self.rows)
+            sizes = layer.weights.parameters, round(memory.left), round(memory.output)
+            milliseconds = [f"{x:.3f}" for x in (times.forward, times.backward)]
+            rows.append([layer.name, *milliseconds, *map(in_bytes, sizes)])
+        return aligned(rows)
 
     def times(self) -> list[float]:
         """The seconds of each layer for forward and backward.
@@ -76,7 +59,7 @@ class Profile:
         Raises:
             ValueError: no layer takes any time.
         """
-        times = [layer.forward + layer.backward for layer in self.layers]
+        times = [layer.time(self.rows) / 1000 for layer in self.layers]
         verify_timed(times, self.device, "layers", "on the CPU, by device='cpu'")
         return times
 
@@ -115,9 +98,8 @@ def profile_layers(
         args: the arguments of the first layer after the sample, or all of them without a sample.
         kwargs: the keyword arguments of the first layer.
         chunks: the number of micro-batches to make of the sample; by default the sample is one.
-        timeout: the seconds to measure. A warm-up comes on top, and there are three rounds over all
-            layers at least. These are all if their times are equal, as on a simulated clock. None
-            measures no times, which are 0 then, but only the memory.
+        timeout: the seconds to measure. A warm-up comes on top, and there are three rounds for each
+            layer at least. None measures no times, which are 0 then, but only the memory.
         device: where to measure: by default the first accelerator, or the CPU if there is none.
         progress: whether to show a progress bar.
 
@@ -130,11 +112,9 @@ def profile_layers(
     """
     verify_module(module)
     verify_skippables(module)
-    if not isinstance(args, list | tuple):
-        raise TypeError(
-            "args must be a tuple of the arguments of the first layer "
-            f"(args: {type(args).__name__}); pass one argument as the sample, several as args=(...)"
-        )
+    rule = "args must be a tuple of the arguments of the first layer"
+    remedy = "pass one argument as the sample, several as args=(...)"
+    verify_kind(args, (list, tuple), rule, "args", remedy)
     rule = "kwargs must be the keyword arguments of the first layer"
     is_named = isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)
     remedy = "pass a dict, by their names"
@@ -152,11 +132,5 @@ def profile_layers(
     where = [*accelerators(), CPU][0] if device is None else checked_device(device)
     first = scatter(arguments((*args,), dict(kwargs or {})), chunks)[0]
     rows = max(1, row_count(first.value))
-    found = measured(module, {rows: first}, where, timeout=timeout, progress=progress)
-    layers = []
-    for x in found:
-        taken = x.taken(rows)
-        times = x.forward.at(rows) / 1000, (x.input.at(rows) + x.weight.at(rows)) / 1000
-        sizes = x.weights.parameters, taken.own + taken.loose, taken.output
-        layers.append(LayerProfile(x.name, *times, *map(round, sizes)))
-    return Profile(str(where), tuple(layers))
+    layers = measured(module, {rows: first}, where, timeout=timeout, progress=progress)
+    return Profile(where, rows, layers)

@@ -59,17 +59,6 @@ def peak_memory(device: torch.device) -> int | None:
     return torch.accelerator.max_memory_allocated(device)
 
 
-def memory_free(device: torch.device) -> float:
-    """The bytes that are free on a device: infinity on the host, and 0 if a device does not say."""
-    if not has_streams(device):
-        return inf
-    # Not every backend can tell how much memory is free.
-    try:
-        return torch.accelerator.get_memory_info(device)[0]
-    except RuntimeError:
-        return 0
-
-
 def memory_total(device: torch.device) -> float:
     """The bytes that a device has: infinity on the host, and if a device does not say."""
     if not has_streams(device):

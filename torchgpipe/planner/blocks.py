@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import cycle
+from itertools import chain, cycle
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from torchgpipe.devices.recorder import Stopwatch
 from torchgpipe.devices.streams import CPU
@@ -22,8 +20,8 @@ from torchgpipe.engine.body import starts_in_place
 from torchgpipe.engine.unchanged import unchanged
 from torchgpipe.mapped.device_map import Wholes
 from torchgpipe.mapped.lazy_outputs import can_fill_itself
-from torchgpipe.planner.meter import Meter, bytes_of, strided
-from torchgpipe.planner.sandbox import pooled, rounds, verify_timed
+from torchgpipe.planner.meter import Meter, Section, bytes_of, strided, watching
+from torchgpipe.planner.sandbox import kind_of, pooled, rounds, verify_timed
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import map_leaves
 
@@ -62,41 +60,27 @@ def timed(
         for name, block in blocks.items()
     }
     #: For each round, how long each block took; a block may be called several times.
-    taken: list[dict[str, float]] = []
+    samples: list[dict[str, float]] = []
 
     def before(name: str, *_: Any) -> None:
         watches[name].start()
 
     def after(name: str, *_: Any) -> None:
-        taken[-1][name] = taken[-1].get(name, 0.0) + watches[name].stop()
+        samples[-1][name] = samples[-1].get(name, 0.0) + watches[name].stop()
 
-    def once() -> None:
-        taken.append({})
-        with hooked(blocks, before, after):
+    with unchanged(model), torch.no_grad(), hooked(blocks, before, after):
+        # The first run is a warm-up.
+        for _ in chain([None], rounds(timeout)):
+            samples.append({})
             model(*args, **kwargs)
-
-    def samples() -> dict[str, list[float]]:
-        # A model may call its blocks in one round and not in another, but the order stays.
-        names = dict.fromkeys(name for found in taken for name in found)
-        return {name: [found.get(name, 0.0) for found in taken] for name in names}
-
-    with unchanged(model), torch.no_grad():
-        once()
-        taken.clear()
-        for _ in rounds(timeout, lambda: samples().values()):
-            once()
-    names, each = [*samples()], [*samples().values()]
-    kinds = [kind_of(blocks[name]) for name in names]
-    times = pooled(kinds, each)
+    # A model may call its blocks in one round and not in another, but the order stays.
+    names = [*dict.fromkeys(name for sample in samples[1:] for name in sample)]
+    times = pooled(
+        [kind_of(blocks[name]) for name in names],
+        [[sample.get(name, 0.0) for sample in samples[1:]] for name in names],
+    )
     verify_timed(times, home, "blocks", "move the model to the CPU before, by model.cpu()")
     return Times({**blocks}, dict(zip(names, times)))
-
-
-def kind_of(block: nn.Module) -> tuple[object, ...]:
-    """The class of a block and the sizes of its parameters, by which blocks are alike."""
-    sizes = [(x.shape, x.dtype) for x in block.parameters()]
-    # Without parameters nothing tells how much there is to do.
-    return (type(block), *sizes) if sizes else (block,)
 
 
 @contextmanager
@@ -113,15 +97,13 @@ def hooked(
         names.setdefault(block, []).append(name)
     handles = []
     try:
-        for block, own in names.items():
-            firsts, seconds = cycle(own), cycle(own)
+        for block, own_names in names.items():
+            firsts, seconds = cycle(own_names), cycle(own_names)
             handles += [
                 block.register_forward_pre_hook(
-                    lambda *given, names=firsts: before(next(names), *given), with_kwargs=True
+                    lambda *call, names=firsts: before(next(names), *call), with_kwargs=True
                 ),
-                block.register_forward_hook(
-                    lambda *given, names=seconds: after(next(names), *given)
-                ),
+                block.register_forward_hook(lambda *call, names=seconds: after(next(names), *call)),
             ]
         yield
     finally:
@@ -129,95 +111,57 @@ def hooked(
             handle.remove()
 
 
-@dataclass(frozen=True)
-class Part:
-    """The call of a block, or the code after it, with the bytes of one micro-batch."""
-
-    #: The name of the block; None in front of the first one.
-    block: str | None
-    #: Whether it is the call, which can be computed again.
-    is_call: bool
-    #: What it gets as arguments, and makes that is there for backward.
-    input: float
-    kept: float
-    #: The most while it runs forward, and backward above the beginning of that.
-    forward: float
-    backward: float
-
-
 class Run(NamedTuple):
     """The memory of one run of a model."""
 
-    parts: list[Part]
+    parts: list[Section]
     #: The bytes of the arguments, and of the outputs that come back as they are.
-    given: float
-    output: float
+    input: int
+    output: int
     has_loss: bool
 
 
-def recorded(
-    model: nn.Module,
-    blocks: Mapping[str, nn.Module],
-    args: Any,
-    kwargs: Any,
-    *,
-    is_trained: bool = True,
-) -> Run:
-    """Run a model forward on a sample, and backward if it is trained, and see what takes memory.
+def recorded(model: nn.Module, blocks: Mapping[str, nn.Module], args: Any, kwargs: Any) -> Run:
+    """Run a model forward on a sample, and see what takes memory.
 
-    The model, its gradients and random numbers stay as they are.
+    The model and random numbers stay as they are.
     """
     # The model may change its arguments in place.
     args, kwargs = map_leaves(cloned, (args, kwargs))
-    given = strided((args, kwargs))
-    meter = Meter([*model.parameters(), *model.buffers(), *given])
-    #: For each section its block, whether it is a call, and the bytes of the arguments.
-    found: list[tuple[str | None, bool, float]] = [(None, False, 0.0)]
+    arguments = strided((args, kwargs))
+    meter = Meter([*model.parameters(), *model.buffers(), *arguments])
     depth = 0
 
     def enter(name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
         nonlocal depth
         depth += 1
         if depth == 1:
-            meter.enter()
-            # One that computes in place has clones.
+            # A pipeline clones the input of a block that computes in place.
             times = 2 if starts_in_place(block) else 1
-            found.append((name, True, float(times * bytes_of((args, kwargs)))))
+            meter.enter(name, True, times * bytes_of((args, kwargs)))
 
     def leave(name: str, *_: Any) -> None:
         nonlocal depth
         depth -= 1
         if not depth:
-            meter.enter()
-            found.append((name, False, 0.0))
+            meter.enter(name)
 
     with (
         unchanged(model),
         torch.inference_mode(False),
         torch.enable_grad(),
-        meter.watching(),
+        watching(meter.note),
+        hooked(blocks, enter, leave),
     ):
         meter.enter()
-        with hooked(blocks, enter, leave):
-            output = model(*args, **kwargs)
-        roots = [x for x in Batch(output) if x.requires_grad]
-        losses = [x for x in roots if not x.dim()]
-        is_loss = bool(losses)
-        # What fills itself is joined when somebody looks at it.
-        is_joined = not (losses and can_fill_itself(output))
+        output = model(*args, **kwargs)
+        has_loss = any(x.requires_grad and not x.dim() for x in Batch(output))
+        # Outputs with a loss, as of Transformers, join micro-batches only when they are read.
+        is_joined = not (has_loss and can_fill_itself(output))
         size = sum(x.nbytes for x in strided([*Batch(output)]) if x.dim() and is_joined)
-        kept = [float(x.alive) for x in meter.sections]
-        forward = [float(x.forward) for x in meter.sections]
-        if is_trained:
-            weights = [x for x in model.parameters() if x.requires_grad]
-            ends = [get_gradient_edge(x) for x in given if x.requires_grad]
-            tops = losses or roots
-            edges, grads = [*map(get_gradient_edge, tops)], [*map(torch.ones_like, tops)]
-            del output, roots, losses, tops
-            meter.backward(edges, grads, [*weights, *ends])
-    each = zip(found, kept, forward, [float(x.backward) for x in meter.sections])
-    parts = [Part(*x, *sizes) for x, *sizes in each]
-    return Run(parts, float(bytes_of(given)), float(size), is_loss)
+        for section in meter.sections:
+            section.alive()
+    return Run(meter.sections, bytes_of(arguments), size, has_loss)
 
 
 def cloned(x: Any) -> Any:

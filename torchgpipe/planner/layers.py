@@ -6,25 +6,33 @@ constant part and a part per row, as it is for the time of kernels: a launch, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import nn
 
-from torchgpipe.autograd.halves import Halves
-from torchgpipe.autograd.nodes import enter
+from torchgpipe.ambient.notes import noted
 from torchgpipe.devices.recorder import Stopwatch
 from torchgpipe.devices.streams import has_streams, use_device
 from torchgpipe.engine.outcome import LARGE
 from torchgpipe.partition.placement import tensors
-from torchgpipe.planner.blocks import kind_of
-from torchgpipe.planner.meter import Meter, bytes_of, memory_of, size_of, strided
-from torchgpipe.planner.sandbox import Sandbox, in_rounds, pooled, undisturbed
+from torchgpipe.planner.meter import bytes_of
+from torchgpipe.planner.sandbox import (
+    Bytes,
+    Sandbox,
+    Timings,
+    copied,
+    kind_of,
+    leaves,
+    pooled,
+    progress_bar,
+    rounds,
+    same_numbers,
+    undisturbed,
+)
 from torchgpipe.values.microbatch import VALUE, Batch
 
 __all__: list[str] = []
@@ -60,7 +68,7 @@ def through(first: tuple[int, float], second: tuple[int, float] | None = None) -
 
 
 class Weights(NamedTuple):
-    """The bytes of the weights of a layer or block."""
+    """The bytes of the weights of a layer."""
 
     all: int = 0
     #: Of the parameters, and of those that get a gradient.
@@ -72,70 +80,44 @@ class Weights(NamedTuple):
     largest: int = 0
 
 
-class Taken(NamedTuple):
-    """The memory of a layer for a micro-batch of some rows, in bytes."""
-
-    #: What it keeps for backward: of its input, and of what it has made, the output included.
-    input: float = 0
-    own: float = 0
-    #: Its output, what of that nobody keeps, and the gradient of it; skips aside.
-    output: float = 0
-    loose: float = 0
-    gradient: float = 0
-    #: The same of skips that it stashes, by their numbers, with their gradients.
-    stashed: tuple[tuple[int, float, float], ...] = ()
-    #: The numbers of skips that it pops, and what it keeps of each.
-    popped: tuple[tuple[int, float], ...] = ()
-    #: The most of what it makes in forward at a time; and the most of backward, above what there is
-    #: at its beginning, with all gradients that it gets and makes.
-    forward: float = 0
-    backward: float = 0
-    #: What it has made that is there between the halves of backward, and the most during W.
-    pending: float = 0
-    weight: float = 0
-    #: Whether its output is in the memory of its input.
-    in_place: bool = False
-
-
 @dataclass(frozen=True)
 class Layer:
-    """A layer: its times in milliseconds by the rows of a micro-batch, its weights and memory."""
+    """A layer: its weights, and by the rows of a micro-batch its times and memory."""
 
     name: str
-    forward: Line
-    #: That of the backward for its input.
-    input: Line
-    #: That of the rest of its backward, if all of it runs at once.
-    weight: Line
-    #: That of a recomputation, up to the last tensor that it saves for backward, if this layer is
-    #: the last one of a partition.
-    again: Line
-    #: The time of the rest by itself: more, where a node computes both halves at once.
-    late: Line
     weights: Weights
-    #: By the rows of the one or two sizes.
-    memory: Mapping[int, Taken]
+    #: The lines of the figures, in their order.
+    seconds: Sequence[Line]
+    sizes: Sequence[Line]
+    #: The bytes of the skips that it stashes, by their numbers, and the numbers of those it pops.
+    stashed: Mapping[int, Line]
+    popped: Sequence[int]
+
+    def times(self, rows: float) -> Timings:
+        """Milliseconds for a micro-batch of some rows."""
+        return Timings(*[1000 * x.at(rows) for x in self.seconds])
+
+    def bytes(self, rows: float) -> Bytes:
+        """The memory for a micro-batch of some rows."""
+        return Bytes(*[x.at(rows) for x in self.sizes])
 
     def time(self, rows: float) -> float:
-        """The time of forward and backward."""
-        return self.forward.at(rows) + self.input.at(rows) + self.weight.at(rows)
-
-    def taken(self, rows: float) -> Taken:
-        """The memory for some rows: on the line through what was seen."""
-        (x, before), (y, after) = sorted({0: None, **self.memory}.items())[-2:]
-        found: Taken = _between(before, after, (rows - x) / (y - x))
-        return found
+        """The milliseconds of forward and backward."""
+        times = self.times(rows)
+        return times.forward + times.backward
 
 
-def _between(x: Any, y: Any, share: float) -> Any:
-    """The number, or each of several, on the line from one to another, or from nothing."""
-    if isinstance(y, tuple):
-        found = [_between(x and x[k], z, share) for k, z in enumerate(y)]
-        return Taken(*found) if isinstance(y, Taken) else (*found,)
-    # Numbers of skips are on no line.
-    if isinstance(y, bool) or (isinstance(y, int) and x in (None, y)):
-        return y
-    return max(0.0, share * y if x is None else x + share * (y - x))
+class Runs(NamedTuple):
+    """The figures of the runs of a layer, in lists by the size of the micro-batch."""
+
+    #: Layers of the same kind get the same times, as far as noise explains their difference.
+    kind: object
+    weights: Weights
+    rounds: list[list[Timings]]
+    memory: list[Bytes]
+    #: The memory of skips that it stashes, by their keys, and the keys of those that it pops.
+    stashed: dict[Any, list[float]]
+    popped: list[Any]
 
 
 def measured(
@@ -148,188 +130,84 @@ def measured(
 ) -> list[Layer]:
     """Measure layers, one by one: the times and the memory that they take.
 
-    A timeout of None takes no times, which are 0 then.
+    The model may be larger than the device, which has a copy of one layer at a time.
 
-    The batches, by their rows, are of one size or two.
+    Args:
+        module: the layers.
+        batches: micro-batches, by their rows, of one size or two.
+        device: where to measure.
+        timeout: the seconds to take times of all layers; None takes no times, which are 0 then.
+        progress: whether to show a progress bar.
     """
-    weights: dict[str, Weights] = {}
-    memory: dict[str, dict[int, Taken]] = {}
-    kinds: list[object] = []
-    numbers: dict[Any, int] = {}
-    sizes = [*batches]
+    children = module._modules.items()
+    layers = {f"{name} ({type(x).__name__})": x for name, x in children if x is not None}
+    share = None if timeout is None else timeout / len(layers)
+    runs: list[Runs] = []
+    with (
+        same_numbers(device),
+        use_device(device),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        progress_bar(progress, len(layers)) as bar,
+    ):
+        near = [x.map(lambda *xs: [y.to(device) for y in xs], [VALUE]) for x in batches.values()]
+        inputs = [*map(leaves, near)]
+        for title, layer in layers.items():
+            with noted(f"raised while layer {title} was profiled"):
+                seen, inputs = _run(copied(layer, device), inputs, device, share)
+            runs.append(seen)
+            bar.update()
+    kinds = [x.kind for x in runs]
+    # By size and figure, and then by layer.
+    seconds = [
+        [pooled(kinds, x) for x in zip(*[zip(*samples) for samples in size])]
+        for size in zip(*[x.rounds for x in runs])
+    ]
+    numbers = {key: k for k, key in enumerate(key for x in runs for key in x.stashed)}
 
-    def see(k: int, title: str, sandbox: Sandbox) -> None:
-        memory.setdefault(title, {})[sizes[k]] = _taken(sandbox, numbers)
-        if not k:
-            weights[title] = _weights_of(sandbox.layer)
-            given = [(x.shape, x.dtype, x.requires_grad) for x in sandbox.batch]
-            trained = [x.requires_grad for x in sandbox.layer.parameters()]
-            kinds.append((kind_of(sandbox.layer), *trained, *given))
+    def lines(points: Iterable[Sequence[float]]) -> list[Line]:
+        return [through(*zip(batches, x)) for x in zip(*points)]
 
-    few = batches.values()
-    times = in_rounds(module, few, see, _sample, device, timeout=timeout, progress=progress)
-    found = []
-    best = [_best([size[title] or [(0.0,) * 5] for title in weights], kinds) for size in times]
-    for (title, own), *each in zip(weights.items(), *best):
-        forward, input, backward, again, late = (through(*zip(batches, x)) for x in zip(*each))
-        weight = Line(
-            max(0.0, backward.constant - input.constant), max(0.0, backward.slope - input.slope)
+    return [
+        Layer(
+            *(title, x.weights),
+            lines([[times[k] for times in size] for size in seconds]),
+            lines(x.memory),
+            {numbers[key]: through(*zip(batches, sizes)) for key, sizes in x.stashed.items()},
+            [numbers[key] for key in x.popped],
         )
-        found.append(Layer(title, forward, input, weight, again, late, own, memory[title]))
-    return found
+        for k, (title, x) in enumerate(zip(layers, runs))
+    ]
 
 
-def _best(
-    samples: Sequence[Sequence[tuple[float, ...]]], kinds: Sequence[object]
-) -> list[tuple[float, ...]]:
-    """The times of each layer, one for layers that nobody can tell apart."""
-    return [*zip(*[pooled(kinds, each) for each in zip(*[zip(*own) for own in samples])])]
+def _run(
+    layer: nn.Module, inputs: Sequence[Batch], device: torch.device, timeout: float | None
+) -> tuple[Runs, list[Batch]]:
+    """Run a layer with micro-batches of each size; return the outputs, too."""
+    sandboxes = [Sandbox(layer, x, device) for x in inputs]
+    first, memory = sandboxes[0], [x.bytes() for x in sandboxes]
+    samples: list[list[Timings]] = [[] for _ in inputs]
+    for _ in rounds(timeout):
+        for sandbox, times in zip(sandboxes, samples):
+            times.append(sandbox.timings())
+    kind = kind_of(layer), *[(x.shape, x.dtype, x.requires_grad) for x in first.batch]
+    skips = {
+        key: [float(bytes_of(x.output.parts[key])) for x in sandboxes] for key in first.stashed
+    }
+    samples = [x or [Timings()] for x in samples]
+    runs = Runs(kind, _weights_of(layer), samples, memory, skips, first.popped)
+    return runs, [x.output for x in sandboxes]
 
 
 def _weights_of(layer: nn.Module) -> Weights:
     sizes = [x.nbytes for x in {*layer.parameters()} if x.requires_grad]
-    own = bytes_of([x for _, x in tensors(layer)])
-    every = sum(x.nbytes for x in layer.parameters())
-    small = sum(x for x in sizes if x < LARGE)
-    return Weights(own, every, sum(sizes), small, max(sizes, default=0))
-
-
-def _sample(sandbox: Sandbox) -> tuple[float, ...]:
-    """Run a layer twice, and take times.
-
-    Returns:
-        Milliseconds of the forward (F), the backward for the input (I), the whole backward (B), the
-        recomputation (R), and the backward for the weights (W). A recomputation ends at the last
-        tensor that the forward saves, weights aside.
-    """
-    watch, own = sandbox.stopwatch, {memory_of(x) for x in strided(_state(sandbox))}
-    again = only_input = 0.0
-
-    def pack(x: Tensor) -> Tensor:
-        nonlocal again
-        if x.layout == torch.strided and memory_of(x) not in own:
-            again = watch.stop()
-        return x.detach()
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        halves = _halves(sandbox, watch.start)
-    late = None
-    if halves is not None:
-        watch.start()
-        halves.input()
-        only_input = watch.stop()
-        watch.start()
-        halves.weight()
-        late = watch.stop()
-        del halves
-    forward, backward = sandbox.sample()
-    only_input, again = min(only_input, backward), min(again, forward)
-    late = backward if late is None else late
-    return tuple([1000 * x for x in (forward, only_input, backward, again, late)])
-
-
-def _state(sandbox: Sandbox) -> list[Tensor]:
-    return [x for _, x in tensors(sandbox.layer)]
-
-
-def _halves(sandbox: Sandbox, begin: Callable[[], Any], *, is_whole: bool = False) -> Halves | None:
-    """Run a layer forward, and return its backward in halves; None if there is nothing to halve.
-
-    The input is there when forward begins.
-    """
-    batch = sandbox.input()
-    entries = sandbox.entries(batch)
-    entered, ends = enter(*entries) if entries else ((), [])
-    own = dict(zip(map(id, entries), entered))
-    batch = batch.replace([own.get(id(x), x) for x in batch])
-    del entries, entered, own
-    begin()
-    roots = sandbox.roots(sandbox.forward(batch))
-    if not roots or not (ends or is_whole):
-        return None
-    weights = [x for x in sandbox.layer.parameters() if x.requires_grad]
-    grads = [torch.ones_like(x) for x in roots]
-    return Halves([get_gradient_edge(x) for x in roots], grads, [*ends], weights)
-
-
-def _taken(sandbox: Sandbox, numbers: dict[Any, int]) -> Taken:
-    """See what one run of a layer takes, and one whose backward is in halves.
-
-    Args:
-        sandbox: the layer.
-        numbers: the numbers of skips so far, which takes those of others.
-    """
-    before, after = sandbox.batch.skips, sandbox.output.skips
-    meter = Meter(_state(sandbox))
-    with meter.watching():
-        batch = sandbox.input()
-        given = {memory_of(x): size_of(x) for x in strided(batch.parts[VALUE])}
-        popped = [
-            (number, {memory_of(x): size_of(x) for x in strided(batch.parts[key])})
-            for key in before
-            if key not in after
-            for number in [numbers.setdefault(key, len(numbers))]
-        ]
-        ends = [get_gradient_edge(x) for x in sandbox.entries(batch)]
-        section = meter.enter()
-        output = sandbox.forward(batch)
-        roots, whole = sandbox.roots(output), section.alive
-        value = strided(output.parts[VALUE])
-        in_place = any(memory_of(x) in given for x in value)
-        skips = {key: output.parts[key] for key in after if key not in before}
-        stashed = [
-            (numbers.setdefault(key, len(numbers)), float(bytes_of(own)), _gradient(own))
-            for key, own in skips.items()
-        ]
-        size, gradient = bytes_of(value), _gradient(value)
-        shapes = [(x.shape, x.dtype, x.device) for x in roots]
-        edges = [get_gradient_edge(x) for x in roots]
-        del output, value, batch, roots
-        skips.clear()
-        kept = section.alive
-        saved = _alive(given)
-        taking = tuple([(number, _alive(own)) for number, own in popped])
-        forward = float(section.forward)
-        weights = [x for x in sandbox.layer.parameters() if x.requires_grad]
-        grads = [torch.ones(x, dtype=y, device=z) for x, y, z in shapes]
-        meter.backward(edges, grads, [*weights, *ends])
-        del grads, edges
-    pending, late = _between_halves(sandbox)
-    loose = whole - kept
-    return Taken(
-        *(saved, float(kept), float(size), float(loose), gradient),
-        *((*stashed,), taking, forward),
-        *(float(section.backward + sum(_bytes(*x) for x in shapes)), pending, late),
-        in_place=in_place,
+    return Weights(
+        bytes_of([x for _, x in tensors(layer)]),
+        sum(x.nbytes for x in layer.parameters()),
+        sum(sizes),
+        sum(x for x in sizes if x < LARGE),
+        max(sizes, default=0),
     )
-
-
-def _alive(sizes: Mapping[StorageWeakRef, int]) -> float:
-    """The bytes of what somebody holds."""
-    return float(sum(size for memory, size in sizes.items() if not memory.expired()))
-
-
-def _gradient(values: Sequence[Tensor]) -> float:
-    return float(sum(x.nbytes for x in values if x.requires_grad))
-
-
-def _bytes(shape: torch.Size, dtype: torch.dtype, _: torch.device) -> int:
-    return shape.numel() * dtype.itemsize
-
-
-def _between_halves(sandbox: Sandbox) -> tuple[float, float]:
-    """The bytes that a layer keeps from I until W, and the most of W above that."""
-    meter = Meter(_state(sandbox))
-    with meter.watching():
-        halves = _halves(sandbox, meter.enter, is_whole=True)
-        if halves is None:
-            return 0.0, 0.0
-        meter.turn()
-        halves.input()
-        pending = meter.rest()
-        halves.weight()
-    sandbox.layer.zero_grad()
-    return float(pending), float(meter.sections[0].backward)
 
 
 def measured_links(
@@ -339,7 +217,7 @@ def measured_links(
 
     Among them is each device with itself: what leaves a compute stream is cloned there.
     """
-    found = {}
+    links = {}
     places = [*dict.fromkeys(devices)]
     within = [(x, x) for x in places if has_streams(x)]
     for source, target in [*permutations(places, 2), *within]:
@@ -355,5 +233,5 @@ def measured_links(
                     y.copy_(x, non_blocking=True)
                     times.append(1000 * watch.stop())
             points.append((size, undisturbed(times[1:])))
-        found[source, target] = through(*points)
-    return found
+        links[source, target] = through(*points)
+    return links

@@ -6,10 +6,9 @@ recorded once. Each device gets blocks that follow each other, so all maps are s
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cache, partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
 from itertools import accumulate, chain, pairwise
 from math import inf
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.ambient.notes import add_note, noted, warn
+from torchgpipe.ambient.notes import add_note, noted
 from torchgpipe.devices.streams import CPU, Device
 from torchgpipe.mapped.device_map import Wholes, place
 from torchgpipe.mapped.hugging_face import (
@@ -27,12 +26,7 @@ from torchgpipe.mapped.hugging_face import (
     verify_all_there,
     without_cache,
 )
-from torchgpipe.partition.keeping import (
-    Keeping,
-    checkpointed,
-    counted,
-    is_policy,
-)
+from torchgpipe.partition.keeping import Keeping, checkpointed, counted, is_policy
 from torchgpipe.planner.blocks import Times, recorded, refined, timed
 from torchgpipe.planner.cuts import cut, evenest
 from torchgpipe.planner.given import (
@@ -44,7 +38,8 @@ from torchgpipe.planner.given import (
     places_of,
     state_of,
 )
-from torchgpipe.planner.memory import Footprint, weights_of
+from torchgpipe.planner.memory import Footprint
+from torchgpipe.planner.trial import by_device
 from torchgpipe.values.division import FlatInput
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import Arguments
@@ -53,12 +48,10 @@ __all__: list[str] = []
 
 
 class Units:
-    """The blocks of a model in the order of their calls.
+    """The blocks of a model in the order of their calls, with what each costs.
 
     A block without parameters goes with the one before it. Blocks that share a parameter may be on
     several devices, but not those that share the statistics of a norm, which they change.
-
-    Costs are in the order of the calls.
     """
 
     def __init__(self, blocks: Mapping[str, nn.Module], costs: Mapping[str, float]) -> None:
@@ -89,28 +82,60 @@ class Units:
             known = [name] if name in costs else [called[x] for x in weights[name] if x in called]
             home = leader[known[0]] if known else home
             self.members.setdefault(home, []).append(name)
-        units = self.members.values()
         #: What each unit costs.
-        self.costs = [sum(costs.get(name, 0.0) for name in names) for names in units]
+        self.costs = [sum(costs.get(x, 0.0) for x in names) for names in self.members.values()]
 
-    def cut(self, devices: Sequence[Device]) -> list[int]:
-        """The number of units of each device, such that the slowest is as fast as can be."""
-        if len(self.costs) < len(devices):
+    def cut(
+        self,
+        limits: Sequence[float],
+        need: Callable[[Collection[str | None]], float] | None = None,
+    ) -> tuple[list[int], list[float]]:
+        """Cut units into blocks that fit, of which the slowest is as fast as can be.
+
+        If nothing fits, it is the cut that needs the least beyond a device's memory.
+
+        Args:
+            limits: the bytes that each device may use.
+            need: the most bytes that a device needs for some blocks, and for None, which stands
+                for what belongs to no block and is on the first device; None if all fits.
+
+        Returns:
+            The sizes, and the bytes that each block has too little.
+        """
+        n, count = len(self.costs), len(limits)
+        if n < count:
             raise ValueError(
-                "there must be at least one block for each device (blocks: "
-                f"{len(self.costs)}, devices: {len(devices)}); use fewer devices, or divide larger "
-                "modules with a device map of your own"
+                f"there must be at least one block for each device (blocks: {n}, devices: {count});"
+                " use fewer devices, or divide larger modules with a device map of your own"
             )
-        return evenest(self.costs, len(devices))
+        if need is None:
+            return evenest(self.costs, count), [0.0] * count
+        sums, members = [0.0, *accumulate(self.costs)], [*self.members.values()]
+
+        @cache
+        def needed(start: int, stop: int) -> float:
+            return need({*chain([] if start else [None], *members[start:stop])})
+
+        def lacking(j: int, start: int, stop: int) -> float:
+            return max(0.0, needed(start, stop) - limits[j])
+
+        def cost(j: int, start: int, stop: int) -> float:
+            return inf if lacking(j, start, stop) else sums[stop] - sums[start]
+
+        for rule in (cost, lacking):
+            sizes = cut(n, count, rule)
+            ends = enumerate(pairwise(accumulate(sizes, initial=0)))
+            lacks = [lacking(j, *block) for j, block in ends]
+            if not any(lacks):
+                break
+        return sizes, lacks
 
     def placed(self, devices: Sequence[Device], sizes: Sequence[int]) -> dict[str, Device]:
         """The device map that gives each device as many units as ``sizes`` says, in order."""
         places = [device for device, size in zip(devices, sizes) for _ in range(size)]
-        found = {
-            name: place for place, names in zip(places, self.members.values()) for name in names
-        }
+        by_name = {x: place for place, names in zip(places, self.members.values()) for x in names}
         # Parameters of modules that have blocks themselves are on the first device.
-        return {"": devices[0], **{name: found[name] for name in self._order}}
+        return {"": devices[0], **{name: by_name[name] for name in self._order}}
 
 
 def proposed(
@@ -118,7 +143,7 @@ def proposed(
 ) -> dict[str, Device]:
     """Spread blocks over devices in the order of their costs."""
     units = Units(blocks, costs)
-    return units.placed(devices, units.cut(devices))
+    return units.placed(devices, units.cut([inf] * len(devices))[0])
 
 
 def chosen_map(
@@ -134,16 +159,14 @@ def chosen_map(
 ) -> Mapping[str, Device]:
     """Return the device map of a model, which loses the hooks of Accelerate.
 
-    It is the user's own, or ``"auto"``, which measures the model with a sample, for devices and
-    limits of memory, chunks and a checkpoint mode. A map that was found is rehearsed with the
-    sample's arguments, and gives way to another one if the model raises anything. Without
-    accelerators, all is on the CPU.
+    It is the user's own, or ``"auto"``, which measures the model with a sample. A map that was
+    found is rehearsed with the sample, and gives way to another one if the model raises anything.
+    Without accelerators, all is on the CPU.
 
     Raises:
         TypeError: the sample or the devices are of the wrong kind.
-        ValueError: the word is another one, sample or devices are missing, or given beside another
-            map, memory is given beside one, or has no limit of a device, the model cannot be
-            measured, or does not fit, or it has modules that are offloaded.
+        ValueError: arguments are missing, or given beside a map of the user's, or the model cannot
+            be measured, or does not fit.
     """
     if isinstance(device_map, str) and device_map != "auto":
         raise ValueError(
@@ -152,31 +175,30 @@ def chosen_map(
             "'decoder': 1}"
         )
     measuring = {"sample": sample, "devices": devices, "memory": memory}
-    given = [key for key, x in measuring.items() if x is not None]
-    if device_map != "auto" and given:
+    names = [key for key, x in measuring.items() if x is not None]
+    if device_map != "auto" and names:
         raise ValueError(
             "a sample, devices and memory are for a device map that is measured (device_map: "
-            f"{type(device_map).__name__}, given: {', '.join(given)}); leave them out, or pass "
+            f"{type(device_map).__name__}, given: {', '.join(names)}); leave them out, or pass "
             "'auto' as the device map"
         )
     verify_all_there(model)
-    found: Mapping[str, Device]
+    chosen: Mapping[str, Device]
     if isinstance(device_map, str) and has_no_place(devices):
         _arguments_of(model, sample)
-        found = on_cpu(model)
+        chosen = on_cpu(model)
     elif isinstance(device_map, str):
         places = places_of(devices, are_one_each=False)
-        limits = [FILLED * x for x in limits_of(memory, places)]
         # Several entries of one device share its memory.
-        limits = [x / places.count(y) for x, y in zip(limits, places)]
+        limits = [FILLED * x / places.count(y) for x, y in zip(limits_of(memory, places), places)]
         arguments = _arguments_of(model, sample)
         maps = _maps(model, places, arguments, limits, chunks, checkpoint)
-        found = _first_that_runs(model, maps, lambda found: rehearse(found, arguments))
+        chosen = _first_that_runs(model, maps, lambda x: rehearse(x, arguments))
     else:
         assert device_map is not None
-        found = device_map
+        chosen = device_map
     release(model)
-    return found
+    return chosen
 
 
 def _arguments_of(model: nn.Module, sample: Any) -> Arguments:
@@ -211,26 +233,16 @@ def _first_that_runs(
 ) -> Mapping[str, Device]:
     """Run a model with one map after another, and return the first one with which it runs."""
     home, failure = _home(model), None
-    while True:
-        try:
-            with noted("raised by the sample of the device map 'auto'"):
-                found = next(maps, None)
-        except ValueError:
-            # The first map was possible.
-            if failure is None:
-                raise
-            found = None
-        if found is None:
-            break
+    for device_map in maps:
         # Accelerate's hooks would bring tensors to where they were before.
         release(model)
         try:
-            rehearse(found)
+            rehearse(device_map)
         except Exception as error:
             failure = failure or error
             place(model, {"": home})
         else:
-            return found
+            return device_map
     assert failure is not None
     add_note(
         failure,
@@ -255,117 +267,43 @@ def _maps(
         return timed(model, *args, blocks=blocks, **kwargs)
 
     def map_of(times: Times) -> dict[str, Device]:
-        units = Units(*times)
-        sizes: Sequence[int] = units.cut(places)
-        need = None if min(limits) == inf else needs_of(times, units)
-        if need is not None:
-            sizes, over = _fitted(units, sizes, limits, need)
-            if any(over):
-                raise _too_large(places, limits, over, chunks, checkpoint)
+        units, need = Units(*times), None
+        if min(limits) < inf:
+            run = recorded(model, times.blocks, *arguments)
+            again = checkpointed(counted(checkpoint), chunks)
+            state = state_of(torch.optim.AdamW)
+            need = Footprint(model, times.blocks, run, chunks, again, state).need
+        sizes, lacks = units.cut(limits, need)
+        if any(lacks):
+            raise _too_large(places, limits, lacks, chunks, checkpoint)
         return units.placed(places, sizes)
 
-    needs_of = partial(_needs, model, arguments, chunks, checkpoint)
     wholes = Wholes.of(model)
-    measured = refined(measure, wholes, len(places))
-    yield map_of(measured)
+    with noted("raised by the sample of the device map 'auto'"):
+        measured = refined(measure, wholes, len(places))
+        first = map_of(measured)
+    yield first
     for blocks in (wholes.blocks(), wholes.coarsest()):
         if [*blocks] != [*measured.blocks] and len(blocks) >= len(places):
-            measured = measure(blocks)
-            yield map_of(measured)
-
-
-def _needs(
-    model: nn.Module,
-    arguments: Arguments,
-    chunks: int,
-    checkpoint: Keeping,
-    times: Times,
-    units: Units,
-) -> Callable[[int, int], float] | None:
-    """The most bytes that a device needs for units from one number to another.
-
-    None, with a warning, if the backward of the sample fails.
-    """
-    blocks = times.blocks
-    try:
-        run = recorded(model, blocks, *arguments)
-    except RuntimeError as error:
-        warn(
-            "the memory of a model is seen in a backward of its sample, which has failed here, so "
-            f"the device map 'auto' goes by times alone ({type(error).__name__}: {error}); pass a "
-            "device map of your own if a device has too little memory"
-        )
-        return None
-    footprint = Footprint(
-        run,
-        weights_of(model, blocks),
-        chunks,
-        checkpointed(counted(checkpoint), chunks),
-        state_of(torch.optim.AdamW),
-    )
-    members = [*units.members.values()]
-    counts = Counter(x for block in blocks.values() for x in {*block.parameters()})
-    shared = {k for k, x in blocks.items() if any(counts[y] > 1 for y in x.parameters())}
-
-    @cache
-    def need(start: int, stop: int) -> float:
-        # What belongs to no block goes with the first one.
-        own = {*chain([None] if not start else [], *members[start:stop])}
-        if shared.isdisjoint(own):
-            return footprint.need(own)
-        return replace(footprint, weights=weights_of(model, blocks, own)).need(own)
-
-    return need
-
-
-def _fitted(
-    units: Units,
-    sizes: Sequence[int],
-    limits: Sequence[float],
-    peak: Callable[[int, int], float],
-) -> tuple[Sequence[int], Sequence[float]]:
-    """Cut units into blocks that fit, of which the slowest is as fast as can be.
-
-    If nothing fits, it is the cut that needs the least beyond a device's memory. The sizes given
-    are the best if all fit.
-
-    Returns:
-        The sizes, and the bytes that each block has too little.
-    """
-    n, sums = len(units.costs), [0.0, *accumulate(units.costs)]
-
-    def lacking(j: int, start: int, stop: int) -> float:
-        return max(0.0, peak(start, stop) - limits[j])
-
-    def lacks(sizes: Sequence[int]) -> list[float]:
-        ends = enumerate(pairwise(accumulate(sizes, initial=0)))
-        return [lacking(j, *block) for j, block in ends]
-
-    def cost(j: int, start: int, stop: int) -> float:
-        return inf if lacking(j, start, stop) else sums[stop] - sums[start]
-
-    if any(lacks(sizes)):
-        sizes = cut(n, len(limits), cost)
-    if any(lacks(sizes)):
-        sizes = cut(n, len(limits), lacking)
-    return sizes, lacks(sizes)
+            # The first map has fitted. If these do not, the error of its rehearsal says more.
+            with suppress(ValueError):
+                measured = measure(blocks)
+                yield map_of(measured)
 
 
 def _too_large(
     places: Sequence[torch.device],
     limits: Sequence[float],
-    over: Sequence[float],
+    lacks: Sequence[float],
     chunks: int,
     checkpoint: Keeping,
 ) -> ValueError:
     """The error that no map fits, with what the nearest one lacks."""
-    lacks: Counter[torch.device] = Counter()
-    for x, size in zip(places, over):
-        lacks[x] += round(size)
-    # Several entries of one device share its memory.
-    room = {x: round(limit * places.count(x)) for x, limit in zip(places, limits)}
+    room = by_device(places, limits)
     lacking = ", ".join(
-        f"{x} lacks {size} bytes, and may fill {room[x]}" for x, size in lacks.items() if size
+        f"{x} lacks {size} bytes, and may fill {room[x]}"
+        for x, size in by_device(places, lacks).items()
+        if size
     )
     again = "" if checkpoint == "always" else "checkpoint='always', "
     mode = "a policy" if is_policy(checkpoint) else checkpoint

@@ -8,14 +8,13 @@ layer, or block, takes. Where one run does not tell, more is counted, and not le
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import groupby
 
 from torch import Tensor, nn
 
 from torchgpipe.planner.blocks import Run
-from torchgpipe.planner.layers import Layer, Taken, Weights
+from torchgpipe.planner.layers import Layer
+from torchgpipe.planner.sandbox import Bytes, Timings
 
 __all__: list[str] = []
 
@@ -33,7 +32,7 @@ class Stage:
 
     Args:
         layers: all layers.
-        taken: the memory of each.
+        memory: the memory of each.
         rows: the rows of the micro-batch.
         own: the numbers of the layers of this stage.
         is_summed: whether a schedule adds up gradients, which it does in place, and not autograd.
@@ -42,187 +41,153 @@ class Stage:
     def __init__(
         self,
         layers: Sequence[Layer],
-        taken: Sequence[Taken],
+        memory: Sequence[Bytes],
         rows: int,
         own: range,
         *,
         is_summed: bool,
     ) -> None:
-        self._layers, self._rows = [layers[k] for k in own], rows
-        self._taken, self._own = taken, own
-        self._weights = each = [x.weights for x in self._layers]
-        #: The bytes of weights, of trained ones, and of gradients that wait to be added.
-        self.weights = sum(x.all for x in each)
-        self.trainable = sum(x.trainable for x in each)
-        self._waiting = sum(x.small for x in each)
-        if not is_summed:
-            self._waiting += max([x.largest for x in each], default=0)
-        before = taken[own.start - 1] if own.start else None
+        self._times = [layers[k].times(rows) for k in own]
+        here, weights = [memory[k] for k in own], [layers[k].weights for k in own]
+        #: The bytes of weights, and of trained ones.
+        self.weights = sum(x.all for x in weights)
+        self.trainable = sum(x.trainable for x in weights)
+        popped = {n: k for k, x in enumerate(layers) for n in x.popped}
+        #: The skips: the layers that stash and pop them, and their sizes.
+        skips = [
+            (k, popped.get(n, k), line.at(rows))
+            for k, x in enumerate(layers)
+            for n, line in x.stashed.items()
+        ]
+        arriving = [(a, b, x) for a, b, x in skips if a < own.start and b in own]
         #: By the layers that they come from, the sizes and gradients of what arrives.
-        self.arrivals: list[tuple[int, float, float]] = []
-        if before is not None:
+        self.arrivals = [(a, x, x) for a, _, x in arriving]
+        if own.start:
+            before = memory[own.start - 1]
             self.arrivals.append((own.start - 1, before.output, before.gradient))
-        stashed = {n: (k, size, grad) for k, x in enumerate(taken) for n, size, grad in x.stashed}
-        popped = {n: k for k, x in enumerate(taken) for n, _ in x.popped}
-        skips = [(*x, popped.get(n, x[0])) for n, x in stashed.items()]
-        self.arrivals += [(a, x, y) for a, x, y, b in skips if b in own and a < own.start]
-        leaving = [(a, x, y) for a, x, y, b in skips if a in own and b >= own.stop]
-        inner = [(a, x, y) for a, x, y, b in skips if a in own and b in own]
-        last = taken[own.stop - 1]
-        is_last = own.stop == len(taken)
+        #: Whether an arrival needs a gradient. Otherwise W does all of backward.
+        self.gives_back = any(gradient for *_, gradient in self.arrivals)
+        leaving = sum(x for a, b, x in skips if a in own and b >= own.stop)
+        inside = sum(x for a, b, x in skips if a in own and b in own)
+        last, is_last = here[-1], own.stop == len(layers)
         self.output = last.output
-        #: The bytes that are sent, and of the gradients that come back for it.
-        self.sent = sum(x for _, x, _ in leaving) + (0.0 if is_last else last.output)
-        self.gets = sum(x for *_, x in leaving) + last.gradient
-        self._gives = sum(x for *_, x in self.arrivals)
-        #: Those that stay within, and their gradients.
-        self._inside = sum(x for _, x, _ in inner)
-        self._inner = sum(x for *_, x in inner)
-        arriving = sum(x for _, x, _ in self.arrivals)
-        #: Before each layer, what is kept, and what is there of the output before it.
-        self._before: list[tuple[float, float]] = []
-        # A first layer that computes in place has a clone.
-        first = taken[own.start]
-        kept = carried = 0.0
-        if not own.start and first.in_place:
-            kept = first.input
-        for k in own:
-            x = taken[k]
-            held = min(carried, x.input)
-            kept += held
-            self._before.append((kept, carried - held))
-            kept += x.own
-            carried = (carried - held if x.in_place else 0.0) + x.loose
-        self._loose = carried
-        self._kept = kept
-        kept += before.output if before is not None else 0.0
-        # Of a skip, the layer that pops it tells what it keeps.
-        kept += sum(x for k in own for _, x in taken[k].popped)
+        #: The bytes of the gradients that come back for what is sent.
+        self.gets = leaving + last.gradient
         #: The bytes that a cell keeps for backward, from F until R if it is computed again, and
         #: from I until W.
-        self.kept = kept
-        self.stored = arriving
-        if not own.start and first.in_place:
-            self.stored += first.input
-        # I lets go of what only I needed, and notes gradients.
-        noted = sum(taken[k].pending - taken[k].own for k in own)
-        self.pending = self.kept + self.gets + (noted if self.gives_back else 0.0)
-
-    @property
-    def gives_back(self) -> bool:
-        """Whether an arrival needs a gradient. Otherwise W does all of backward."""
-        return self._gives > 0
+        self.stored = sum(size for _, size, _ in self.arrivals)
+        # What is kept after each layer, and what of its output nobody has kept so far, which the
+        # next layer may keep as its input.
+        kept, output, ends = 0.0, 0.0, [0.0]
+        for x in here:
+            held = min(output, x.kept_input)
+            kept += held + x.kept
+            # A layer that has made nothing returns its input, or computes in place.
+            output = x.left - x.kept if x.left else output - held
+            ends.append(kept + output)
+        # A layer may keep nothing of a skip that it pops.
+        freed = sum(max(0.0, x - memory[b].kept_input) for _, b, x in arriving)
+        self.kept = self.stored + kept - freed
+        # From I until W, a cell has the gradients that W begins with, and lacks what only I needed.
+        noted = sum(x.pending - x.kept for x in here) if self.gives_back else 0.0
+        self.pending = self.kept + self.gets + noted
+        forward = max(before + x.forward for before, x in zip(ends, here)) - kept
+        forward = max(0.0, forward) + freed + leaving + (0.0 if is_last else last.output)
+        backward = max(end + max(x.input, x.weight) for end, x in zip(ends[1:], here)) - kept
+        backward += self.gets + inside + sum(x.small for x in weights)
+        backward += 0 if is_summed else max(x.largest for x in weights)
+        #: The most that each kind of computation needs above what is kept, and an F of what is
+        #: computed again above what is stored.
+        self.workspaces = {
+            "F": forward,
+            "again": self.kept - self.stored + forward,
+            "R": forward,
+            "B": backward,
+            "I": backward + max(0.0, noted) if self.gives_back else 0.0,
+            "W": backward,
+        }
+        if self.gives_back:
+            # The gradients of all weights are there before they are added to the sums.
+            self.workspaces["W"] = max(x.weight for x in here) + self.trainable
 
     def durations(self, *, splits: bool) -> tuple[float, float, float, float]:
         """The milliseconds of F, I, W and R, whose backward may be in halves."""
-        rows, last = self._rows, self._layers[-1]
-        forward, input, weight, late = (
-            sum(x.at(rows) for x in each)
-            for each in zip(*[(x.forward, x.input, x.weight, x.late) for x in self._layers])
-        )
+        total, last = Timings(*map(sum, zip(*self._times))), self._times[-1]
         # A recomputation ends at the last tensor that backward needs.
-        again = forward - last.forward.at(rows) + last.again.at(rows)
+        again = total.forward - last.forward + last.again
         if not self.gives_back:
-            return forward, 0.0, input + weight, again
-        return forward, input, late if splits else weight, again
-
-    @cached_property
-    def workspaces(self) -> Mapping[str, float]:
-        """The most that each kind of computation needs above what is kept, and all of R's cell."""
-        own = [self._taken[k] for k in self._own]
-        forward = [kept + rest + x.forward for (kept, rest), x in zip(self._before, own)]
-        whole = max(*forward, self._kept + self._loose) - self._kept + self._inside
-        again = max(x.forward + y.output for x, y in zip(own, [Taken(), *own])) + self._inside
-        # What a stage gets is there until the end of its backward, and counts with its last layer.
-        gets = [self.gets] * (len(own) - 1) + [self.gets - own[-1].gradient]
-        each = zip(self._before, own, gets)
-        backward = [kept + x.own + x.backward + grads for (kept, _), x, grads in each]
-        grads = self._waiting + self._inner
-        full = max(0.0, max(backward) - self._kept) + grads
-        rest, halved = 0.0, 0.0
-        for x, there in zip(reversed(own), reversed(gets)):
-            halved = max(halved, rest + x.backward + there)
-            rest += max(0.0, x.pending - x.own)
-        # The gradients of all weights are there before they are added to the sums.
-        sums = accumulate((x.trainable for x in self._weights), initial=0)
-        late = max(x.weight + y for x, y in zip(own, sums))
-        return {
-            "F": whole + self.sent,
-            "again": again + self.sent,
-            "R": whole,
-            "B": full,
-            "I": halved + grads if self.gives_back else 0.0,
-            "W": late if self.gives_back else full,
-        }
+            return total.forward, 0.0, total.backward, again
+        weight = total.weight if splits else max(0.0, total.backward - total.input)
+        return total.forward, total.input, weight, again
 
 
 # Any model under a device map.
 
 
-@dataclass(frozen=True)
 class Footprint:
-    """The memory of a model, whichever blocks a device has."""
+    """The memory of a model, whichever blocks a device has.
 
-    run: Run
-    #: The weights of each block; under None those that belong to no block.
-    weights: Mapping[str | None, Weights]
-    chunks: int
-    #: How many of them, from the first, are computed again.
-    again: int
-    #: Memory of the optimizer, for each byte of a parameter that it changes.
-    state: float
+    Args:
+        model: the model.
+        blocks: its blocks by name.
+        run: what a run of one micro-batch has taken.
+        chunks: the number of micro-batches.
+        again: how many of them, from the first, are computed again.
+        state: memory of the optimizer, for each byte of a parameter that it changes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Mapping[str, nn.Module],
+        run: Run,
+        chunks: int,
+        again: int,
+        state: float,
+    ) -> None:
+        self._run, self._chunks, self._again, self._state = run, chunks, again, state
+        users: dict[Tensor, list[str | None]] = {}
+        for name, module in blocks.items():
+            for x in {*module.parameters(), *module.buffers()}:
+                users.setdefault(x, []).append(name)
+        #: The bytes of all weights, of trained ones, and of the largest of these, by the blocks
+        #: that have them; None stands for the model itself.
+        self._weights: dict[tuple[str | None, ...], tuple[int, int, int]] = {}
+        for x in (*model.parameters(), *model.buffers()):
+            names = (*users.get(x, [None]),)
+            size, trained, largest = self._weights.get(names, (0, 0, 0))
+            changed = x.nbytes if x.requires_grad else 0
+            self._weights[names] = size + x.nbytes, trained + changed, max(largest, changed)
 
     def need(self, blocks: Collection[str | None]) -> float:
         """The most bytes of a device with some blocks, and with None for all else."""
-        own = [self.weights[x] for x in blocks if x in self.weights]
-        now = sum(x.all + (1 + self.state) * x.trainable for x in own)
-        here = [x.block in blocks for x in self.run.parts]
-        mine = [x for x, is_here in zip(self.run.parts, here) if is_here]
+        now, most = 0.0, 0
+        for names, (size, trained, largest) in self._weights.items():
+            if any(name in blocks for name in names):
+                # A weight that blocks share is at home in the first of the deepest ones. Another
+                # device gets a copy, and sends the copy's gradient home.
+                home = max(names, key=lambda name: 0 if name is None else 1 + name.count("."))
+                now += size + trained * (1 + (self._state if home in blocks else 0.0))
+                most = max(most, largest)
+        parts, m = self._run.parts, self._chunks
+        here = [x.block in blocks for x in parts]
+        mine = [x for x, is_here in zip(parts, here) if is_here]
         if not mine:
             return now
-        visits = groupby(zip(here, self.run.parts), lambda x: x[0])
-        firsts = [next(each)[1] for is_here, each in visits if is_here]
-        # What arrives is a copy, but not what the caller gives.
-        arriving = sum(x.input for x in firsts if x is not self.run.parts[0])
-        calls = sum(x.kept for x in mine if x.is_call)
+        visits = groupby(zip(here, parts), lambda x: x[0])
+        firsts = [next(visit)[1] for is_here, visit in visits if is_here]
+        # Arguments from another device are copies. Those of the caller are counted below.
+        arriving = sum(x.input for x in firsts if x is not parts[0])
+        calls = [x for x in mine if x.is_call]
         code = sum(x.kept for x in mine if not x.is_call) + arriving
-        inputs = sum(x.input for x in mine if x.is_call)
-        m = self.chunks
-        # The cell that is computed again has all, as one that is not.
-        full = max(m - self.again, min(1, self.again))
-        now += m * code + full * calls + self.again * inputs
-        now += max(max(x.forward - x.kept, x.backward) for x in mine) + 2 * arriving
-        now += max(x.largest for x in own) if own else 0.0
+        # While a cell is computed again, it keeps as much as one that is not.
+        full = max(m - self._again, min(1, self._again))
+        now += m * code + full * sum(x.kept for x in calls)
+        now += self._again * sum(x.input for x in calls)
+        # Backward is taken to make as much at a time as forward, and the gradient of one weight.
+        now += max(x.most for x in mine) + 2 * arriving + most
         if here[0]:
-            now += m * self.run.given
+            now += m * self._run.input
         if here[-1]:
-            now += m * self.run.output * (1 if self.run.has_loss else OUTSIDE)
+            now += m * self._run.output * (1 if self._run.has_loss else OUTSIDE)
         return now
-
-
-def weights_of(
-    model: nn.Module, blocks: Mapping[str, nn.Module], own: Collection[str | None] | None = None
-) -> dict[str | None, Weights]:
-    """The memory of the weights of each block, and under None of what belongs to none.
-
-    A weight that several blocks share counts for the last one of them, the first in backward. Of
-    the blocks of one device, a weight whose home is another device comes as a copy, whose gradient
-    leaves.
-    """
-    users: dict[Tensor, list[str | None]] = {}
-    for name, module in (*blocks.items(), (None, model)):
-        for x in {*module.parameters(), *module.buffers()}:
-            users.setdefault(x, []).append(name)
-    found: dict[str | None, Weights] = {}
-    for x, names in users.items():
-        # The home is the first of the deepest ones.
-        home = max(names, key=lambda name: 0 if name is None else 1 + name.count("."))
-        here = [name for name in names[:-1] if own is None or name in own]
-        last, changed = here[-1] if here else None, x.nbytes if x.requires_grad else 0
-        before = found.get(last, Weights())
-        largest = max(before.largest, changed)
-        if own is None or home in own:
-            found[last] = Weights(before.all + x.nbytes, 0, before.trainable + changed, 0, largest)
-        elif here:
-            found[last] = Weights(before.all + x.nbytes + changed, 0, before.trainable, 0, largest)
-    return found

@@ -1,13 +1,11 @@
-"""The memory that one run of a module makes: what stays for backward, and the most at a time.
+"""The memory that one run of a module makes: what is alive of it, and the most at a time.
 
-A run has sections, such as the calls of blocks: forward tells which one is under way, and in
-backward the number of each node of autograd does. What operators make counts, not what they use
-inside, nor what is there before.
+A run has sections, such as the calls of blocks, or forward and backward. What operators make
+counts, not what they use inside, nor what is there before.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
@@ -15,11 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchgpipe import _torch
-from torchgpipe.autograd.nodes import next_number, number_of
 from torchgpipe.values.structure import leaves_of
 
 __all__: list[str] = []
@@ -27,120 +23,53 @@ __all__: list[str] = []
 
 @dataclass
 class Section:
-    """A part of a run, with the bytes of what it makes."""
+    """A part of a run: the call of a block, or other code."""
 
-    #: The number of its first node of autograd.
-    first: int
-    #: What it has made, and the bytes.
+    #: The name of the block; None in front of the first one.
+    block: str | None = None
+    #: Whether it is the call of the block, and not the code after that; and the arguments' bytes.
+    is_call: bool = False
+    input: int = 0
+    #: The bytes of each memory that it has made, as long as somebody holds it.
     made: dict[StorageWeakRef, int] = field(default_factory=dict)
-    #: The most of what it makes in forward at a time, and the most above the beginning of backward.
-    forward: float = 0
-    backward: float = 0
+    #: The most bytes of these at a time, and those when somebody has asked the last time.
+    most: int = 0
+    kept: int = 0
 
-    @property
     def alive(self) -> int:
-        """The bytes of what it has made in forward, and somebody holds."""
-        return sum(size for x, size in self.made.items() if not x.expired())
+        """The bytes of what it has made, and somebody holds."""
+        self.made = {memory: size for memory, size in self.made.items() if not memory.expired()}
+        self.kept = sum(self.made.values())
+        return self.kept
 
 
 class Meter:
-    """The memory of one run.
+    """The memory of one run, within ``watching(meter.note)``.
 
     Args:
         known: tensors whose memory does not count, such as weights.
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
-        #: All memory that is no news.
+        #: The memory that is known, or that a section has made.
         self._seen = {memory_of(x) for x in strided(known)}
         self.sections: list[Section] = []
-        self._now: Section | None = None
-        #: In backward, the numbers of the first nodes, and that of the end of forward.
-        self._firsts: list[int] | None = None
-        #: What is watched, until it is gone, and the bytes of it above those at the beginning.
-        self._watched: dict[StorageWeakRef, int] = {}
-        self._level = 0
 
-    def enter(self) -> Section:
-        """Begin another section."""
-        self._now, self._watched, self._level = Section(next_number()), {}, 0
-        self.sections.append(self._now)
-        return self._now
+    def enter(self, *label: Any) -> Section:
+        """Begin another section, with its label."""
+        self.sections.append(Section(*label))
+        return self.sections[-1]
 
-    def backward(
-        self, roots: Iterable[GradientEdge], grads: Iterable[Tensor], ends: Iterable[Any]
-    ) -> None:
-        """Run backward within :meth:`watching`, as :func:`torch.autograd.grad` does.
-
-        Gradients of weights among the ends are let go of, since all may not fit.
-        """
-        self.turn()
-        roots, grads, ends = [*roots], [*grads], [*ends]
-        if not roots or not ends:
-            return
-        # Autograd gets the weight in the place of its gradient: it takes no memory.
-        hooks = [x.register_hook(lambda _, x=x: x) for x in ends if isinstance(x, Tensor)]
-        try:
-            torch.autograd.grad(roots, ends, grads, allow_unused=True)
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def turn(self) -> None:
-        """Begin backward, which begins with the last section."""
-        self._end, self._firsts = next_number(), [x.first for x in self.sections]
-        self._begin(self.sections[-1])
-
-    def _begin(self, section: Section) -> None:
-        """Begin the backward of a section, which may free what it has made."""
-        self._let_go()
-        made = {x: size for x, size in section.made.items() if not x.expired()}
-        self._now, self._watched, self._level = section, {**self._watched, **made}, 0
-
-    def watching(self) -> Any:
-        """Context manager in which operators are seen, those of backward among them."""
-        return watching(lambda _, output: self._note(output))
-
-    def _note(self, output: Any) -> None:
-        if self._firsts is not None:
-            node = _torch.current_node()
-            number = self._end if node is None else number_of(node)
-            # Sums of gradients belong to no node, and a model's own checkpoints make new ones.
-            if number < self._end:
-                own = self.sections[max(0, bisect_right(self._firsts, number) - 1)]
-                if own is not self._now:
-                    self._begin(own)
-        section = self._now
-        if section is None:
-            # What is there before counts elsewhere.
-            self._seen |= {memory_of(x) for x in strided(output)}
-            return
-        self._let_go()
-        for x in strided(output):
-            memory = memory_of(x)
-            if memory not in self._seen:
-                self._seen.add(memory)
-                self._watched[memory] = size = size_of(x)
-                self._level += size
-                if self._firsts is None:
-                    section.made[memory] = size
-        if self._firsts is None:
-            section.forward = max(section.forward, self._level)
-        else:
-            section.backward = max(section.backward, self._level)
-
-    def _let_go(self) -> None:
-        """Take note of what is gone since the operator before."""
-        for x in [x for x in self._watched if x.expired()]:
-            self._level -= self._watched.pop(x)
-
-    def rest(self) -> int:
-        """Count from here on what is above the memory now, and return that: its bytes."""
-        section = self._now
-        assert section is not None
-        self._let_go()
-        section.backward = self._level = 0
-        return sum(self._watched.values())
+    def note(self, _: Any, output: Any) -> None:
+        """Take note of what an operator has made."""
+        made = {memory_of(x): size_of(x) for x in strided(output)}
+        made = {memory: size for memory, size in made.items() if memory not in self._seen}
+        self._seen.update(made)
+        # Memory that is made before the first section, as by copies of arguments, does not count.
+        if made and self.sections:
+            section = self.sections[-1]
+            section.made.update(made)
+            section.most = max(section.most, section.alive())
 
 
 def memory_of(tensor: Tensor) -> StorageWeakRef:

@@ -57,7 +57,7 @@ class Search(Trials):
         problem, count, rows = self.problem, len(placement), self.rows(m)
         #: The time of all layers before each, that of their forwards, and their weights' memory.
         times = [*accumulate([x.time(rows) for x in problem.layers], initial=0.0)]
-        again = [*accumulate([x.forward.at(rows) for x in problem.layers], initial=0.0)]
+        again = [*accumulate([x.times(rows).forward for x in problem.layers], initial=0.0)]
         own = [x.weights for x in problem.layers]
         each = [x.all + (1 + problem.state) * x.trainable for x in own]
         sizes = [*accumulate(each, initial=0.0)]

@@ -162,7 +162,7 @@ class Trials:
         self.problem = problem
         self.trial = cache(partial(Trial, self))
         self.stages = cache(self._stages)
-        self._taken = cache(lambda m: [x.taken(self.rows(m)) for x in problem.layers])
+        self._bytes = cache(lambda m: [x.bytes(self.rows(m)) for x in problem.layers])
         self._stage = cache(self._stage_of)
         self._cells = cache(self._cells_of)
         # Each has thousands of instructions.
@@ -179,7 +179,7 @@ class Trials:
 
     def _stage_of(self, start: int, stop: int, m: int) -> Stage:
         layers, rows, is_summed = self.problem.layers, self.rows(m), self.problem.has_loss
-        return Stage(layers, self._taken(m), rows, range(start, stop), is_summed=is_summed)
+        return Stage(layers, self._bytes(m), rows, range(start, stop), is_summed=is_summed)
 
     def _stages(self, balance: tuple[int, ...], m: int) -> list[Stage]:
         """The partitions, the last of which has the loss."""

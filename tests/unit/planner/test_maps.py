@@ -3,7 +3,6 @@
 import itertools
 import random
 from itertools import accumulate, pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +11,8 @@ from torch import nn
 from tests.support.size import some
 from torchgpipe.mapped.device_map import Wholes
 from torchgpipe.planner import maps
-from torchgpipe.planner.cuts import evenest
-from torchgpipe.planner.layers import Weights
-from torchgpipe.planner.memory import weights_of
+from torchgpipe.planner.blocks import Run
+from torchgpipe.planner.memory import Footprint
 
 
 def every_cut(n, count):
@@ -23,8 +21,13 @@ def every_cut(n, count):
 
 
 def fitted(costs, limits, peak):
-    units = SimpleNamespace(costs=costs)
-    return maps._fitted(units, evenest(costs, len(limits)), limits, peak)[0]
+    blocks = {str(k): nn.Linear(1, 1) for k in range(len(costs))}
+
+    def need(names):
+        numbers = [int(x) for x in names if x is not None]
+        return peak(min(numbers), max(numbers) + 1)
+
+    return maps.Units(blocks, dict(zip(blocks, costs))).cut(limits, need)[0]
 
 
 @pytest.mark.parametrize("seed", range(some(20, 8)))
@@ -71,14 +74,17 @@ def test_weights():
     model = Model()
     model.blocks[1].requires_grad_(False)
     model.blocks[3].weight = model.blocks[0].weight
-    own = 4 * (8 * 8 + 8)
-    assert weights_of(model, Wholes.of(model).blocks()) == {
-        None: Weights(12, 0, 4, 0, 4),
-        "blocks.0": Weights(32, 0, 32, 0, 32),
-        "blocks.1": Weights(own, 0),
-        "blocks.2": Weights(own, 0, own, 0, 256),
-        "blocks.3": Weights(own, 0, own, 0, 256),
-    }
+    blocks, state = Wholes.of(model).blocks(), 2.0
+    footprint = Footprint(model, blocks, Run([], 0.0, 0.0, False), 4, 0, state)
+    weight, bias = 4 * 8 * 8, 4 * 8
+    # A buffer of two numbers, and a parameter of one, which are in no block.
+    assert footprint.need({None}) == 8 + 4 * (2 + state)
+    assert footprint.need({"blocks.1"}) == weight + bias
+    assert footprint.need({"blocks.2"}) == (weight + bias) * (2 + state)
+    assert footprint.need({"blocks.0"}) == (weight + bias) * (2 + state)
+    # A copy of a weight whose home is another block, and its gradient.
+    assert footprint.need({"blocks.3"}) == 2 * weight + bias * (2 + state)
+    assert footprint.need({"blocks.0", "blocks.3"}) == (weight + 2 * bias) * (2 + state)
 
 
 def test_message():
