@@ -27,8 +27,8 @@ from torchgpipe.planner.given import (
 )
 from torchgpipe.planner.layers import Layer
 from torchgpipe.planner.problem import problem_of
-from torchgpipe.planner.proving import PROVEN, Proof, Ranked, proof_of, ranked
-from torchgpipe.planner.trial import Trial, by_device
+from torchgpipe.planner.proving import PROVEN, proof_of, ranked
+from torchgpipe.planner.trial import Proof, Trial, by_device
 from torchgpipe.schedule.limits import bounds
 from torchgpipe.schedule.simulator import Report, simulate
 from torchgpipe.scheduled import ScheduledLoss
@@ -126,7 +126,7 @@ def plan(
     problem = replace(problem, memory=room, state=state)
 
     def proven(trial: Trial) -> Proof | None:
-        wrap = _candidate(Ranked(trial, 0.0), loss).wrap
+        wrap = _candidate(trial, loss).wrap
         return proof_of(trial, wrap, layers, input, loss, targets)
 
     candidates = [_candidate(x, loss) for x in ranked(problem, tried, prove, proven)]
@@ -138,8 +138,7 @@ def plan(
     )
 
 
-def _candidate(found: Ranked, loss: Callable[..., Any] | None) -> Candidate:
-    trial = found.trial
+def _candidate(trial: Trial, loss: Callable[..., Any] | None) -> Candidate:
     schedule, costs = trial.schedule, trial.table.costs
     memory = by_device(trial.problem.places, trial.memory)
     report = simulate(schedule, costs)
@@ -148,7 +147,7 @@ def _candidate(found: Ranked, loss: Callable[..., Any] | None) -> Candidate:
         *([*trial.balance], trial.devices, schedule.chunks, trial.checkpoint, trial.setting.name),
         trial.time,
         memory,
-        *(round(found.excess), report, limit.gap(report), loss, found.proof),
+        *(round(trial.excess), report, limit.gap(report), loss, trial.proof),
     )
 
 

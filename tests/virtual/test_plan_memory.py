@@ -9,8 +9,7 @@ from tests.support.planning import Join, Keep, by_hand, run, unet
 from tests.support.size import some
 from torchgpipe import plan, trace
 from torchgpipe.planner.problem import problem_of
-from torchgpipe.planner.search import Search
-from torchgpipe.planner.trial import settings
+from torchgpipe.planner.trial import Trial, settings
 from torchgpipe.skip import Namespace
 from torchgpipe.testing import observe
 
@@ -48,7 +47,7 @@ def measured(devices, found, make, x, y, schedule, balance, modes, chunks=4):
         for s in settings(found, [chunks])
         if s.name == schedule and len(s.schedule.placement) == len(balance)
     )
-    trial = Search(found).trial(setting, balance, modes)
+    trial = Trial(setting, balance, modes)
     places = [devices[w] for w in trial.schedule.placement]
     hand = by_hand([*balance], places, chunks, [*modes], schedule)
     _, memory = run(hand, make(), x, y, devices[:2])
@@ -68,10 +67,10 @@ def measured(devices, found, make, x, y, schedule, balance, modes, chunks=4):
     ],
 )
 def test_skips(devices, problem, schedule, balance, modes):
-    """More is counted than a step takes: skips wait for the one that needs them the latest."""
+    """Values and skips wait as long as the order of the schedule has them wait."""
     found, x, y = problem
     for predicted, used in measured(devices, found, layers, x, y, schedule, balance, modes):
-        assert 0.99 * used <= predicted <= 1.6 * used
+        assert 0.93 * used <= predicted <= 1.15 * used
 
 
 def wide(width=64):

@@ -17,8 +17,8 @@ from torchgpipe.partition.arguments import MISSING, checked_chunks
 from torchgpipe.partition.keeping import checked_keepings, counted, is_policy, keepings_of
 from torchgpipe.planner.given import chunks_of, has_no_place, input_of, places_of, rows_of
 from torchgpipe.planner.problem import problem_of
-from torchgpipe.planner.proving import PROVEN, Proof, agreed, proof_of, ranked
-from torchgpipe.planner.trial import Trial, by_device
+from torchgpipe.planner.proving import PROVEN, agreed, proof_of, ranked
+from torchgpipe.planner.trial import Proof, Trial, by_device
 
 __all__: list[str] = []
 
@@ -96,12 +96,11 @@ def chosen(
             made = partial(wrap, balance=[*trial.balance], devices=trial.devices, **options)
             return proof_of(trial, lambda layers, _: made(layers), module, input)
 
-        best = ranked(problem, tried, PROVEN, prove)[0]
-        trial, workers = best.trial, best.trial.setting.schedule.placement
-        m = trial.schedule.chunks
-        if best.excess:
+        trial = ranked(problem, tried, PROVEN, prove)[0]
+        workers, m = trial.setting.placement, trial.setting.chunks
+        if trial.excess:
             more = POLICY if any(map(is_policy, own_modes)) else ""
-            raise too_large(trial.setting.name, m, trial.balance, best.excess, more)
+            raise too_large(trial.setting.name, m, trial.balance, trial.excess, more)
         return [*trial.balance], [*workers], m, trial.checkpoint, trial.time, trial.memory
 
     sizes, workers, m, found, time, memory = agreed(choose)

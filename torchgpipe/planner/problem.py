@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -19,7 +19,8 @@ from torchgpipe.planner.given import (
     targets_in,
     with_loss,
 )
-from torchgpipe.planner.layers import Layer, Line, measured, measured_links
+from torchgpipe.planner.layers import Layer, Line, Taken, measured, measured_links
+from torchgpipe.planner.memory import Stage
 from torchgpipe.planner.sandbox import verify_timed
 from torchgpipe.values.division import row_count
 from torchgpipe.values.microbatch import scatter
@@ -50,11 +51,29 @@ class Problem:
     modes: tuple[str, ...] | None = None
     #: Pairs of layers that share a weight, so they must be on one worker.
     ties: Sequence[tuple[int, int]] = ()
+    #: What was found so far: partitions by their layers and rows, and the memory of all layers.
+    _stages: dict[tuple[int, int, int], Stage] = field(default_factory=dict, repr=False)
+    _bytes: dict[int, list[Taken]] = field(default_factory=dict, repr=False)
 
     @property
     def count(self) -> int:
         """The number of layers, without the loss."""
         return len(self.layers) - self.has_loss
+
+    def rows(self, m: int) -> int:
+        """The rows of the largest of some micro-batches."""
+        return -(-self.batch // m)
+
+    def stage(self, start: int, stop: int, m: int) -> Stage:
+        """Some layers as a partition, of one of some micro-batches."""
+        rows = self.rows(m)
+        if rows not in self._bytes:
+            self._bytes[rows] = [x.taken(rows) for x in self.layers]
+        if (start, stop, rows) not in self._stages:
+            own = range(start, stop)
+            made = Stage(self.layers, self._bytes[rows], rows, own, is_summed=self.has_loss)
+            self._stages[start, stop, rows] = made
+        return self._stages[start, stop, rows]
 
 
 def problem_of(

@@ -5,10 +5,9 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,112 +18,92 @@ from torchgpipe.devices.recorder import Stopwatch, forget_peak, memory_allocated
 from torchgpipe.devices.streams import CPU, has_streams
 from torchgpipe.planner.given import FILLED
 from torchgpipe.planner.problem import Problem
-from torchgpipe.planner.search import search
-from torchgpipe.planner.trial import Trial, by_device
+from torchgpipe.planner.search import again, search
+from torchgpipe.planner.trial import Proof, Trial, by_device
 from torchgpipe.values.structure import is_of_input, leaves_of, map_leaves
 
 __all__: list[str] = []
 
-#: How many candidates are proven, if nobody says how many.
-PROVEN = 2
+#: How many candidates have to fit, if nobody says how many, and how many are tried for each.
+PROVEN, TRIES = 2, 3
 
-#: How often the search is repeated, and how many candidates are tried each time, at most, for each
-#: that is to be proven: most of those may have too little memory.
-SEARCHES, TRIES = 3, 3
-
-#: How many times the limits the search may take for them, where proofs have taken less than was
-#: predicted.
+#: How many times the limits a prediction may take, where proofs have taken less than predicted.
 MOST = 1.5
 
-
-class Proof(NamedTuple):
-    """The milliseconds of a step that a candidate was trained for, and its memory."""
-
-    time: float
-    memory: dict[torch.device, int]
-
-
-class Ranked(NamedTuple):
-    """A candidate, by how many bytes it has too little memory, and what its steps have taken."""
-
-    trial: Trial
-    excess: float
-    proof: Proof | None = None
-
-    @property
-    def key(self) -> tuple[bool, bool, float, float]:
-        """The place in a ranking: what fits, then what is proven, then what is fast."""
-        time = self.trial.time if self.proof is None else self.proof.time
-        return self.excess > 0, self.proof is None, self.excess, time
-
+#: How many times the limits a prediction may take before anything is proven.
+HOPED = 1.1
 
 #: Trains the layers as a trial says, for two steps; None if they have taken nothing to go by.
-Prove = Callable[[Trial], Proof | None]
+Prove: TypeAlias = Callable[[Trial], Proof | None]
 
 
-def ranked(problem: Problem, chunks: Sequence[int], most: int, prove: Prove) -> list[Ranked]:
+def ranked(problem: Problem, chunks: Sequence[int], most: int, prove: Prove) -> list[Trial]:
     """Search a problem, and prove so many of the best candidates, if devices have streams.
 
-    What steps have taken, beside what was predicted, corrects the limits of the next search. What
-    is not proven fills a share of each device's memory.
+    Returns:
+        The trials: what fits, then what is proven, then what is fast. What is not proven fits if
+        it fills no more than a share of each device's memory.
     """
-    limits, proofs = problem.memory, dict[Any, Ranked]()
-    margin = [FILLED * x for x in limits]
-    is_proven = most > 0 and all(map(has_streams, problem.places))
-    found: list[Trial] = []
-    room = limits
-    for _ in range(SEARCHES if is_proven else 0):
-        trials = search(replace(problem, memory=room), chunks)
-        found = found or trials
-        new = _proven(trials, proofs, limits, most, prove)
-        if not new or min(limits) == inf:
-            break
-        room = [_corrected(new, w, limit) for w, limit in enumerate(limits)]
-    if all(x.excess for x in proofs.values()):
-        trials = search(replace(problem, memory=margin), chunks)
-        found = found or trials
-        if is_proven:
-            _proven(trials, proofs, limits, most, prove)
-    rest = [Ranked(x, x.excess or x.over(margin)) for x in found if x.settings not in proofs]
-    return sorted([*proofs.values(), *rest], key=lambda x: x.key)
+    trials: list[Trial] = []
+    proven: list[Trial] = []
+    if most > 0 and all(map(has_streams, problem.places)):
+        trials = search(problem, chunks, [HOPED * x for x in problem.memory])
+        proven = _proven(trials, problem.memory, most, prove)
+    margin = [FILLED * x for x in problem.memory]
+    if all(x.excess for x in proven):
+        trials = search(problem, chunks, margin)
+    known = {x.settings for x in proven}
+    rest = [x for x in trials if x.settings not in known]
+    for trial in rest:
+        trial.excess = trial.over(margin)
+    return sorted([*proven, *rest], key=lambda x: (x.excess > 0, x.proof is None, x.excess, x.step))
 
 
 def _proven(
-    trials: Sequence[Trial],
-    proofs: dict[Any, Ranked],
-    limits: Sequence[float],
-    most: int,
-    prove: Prove,
-) -> list[Ranked]:
-    """Prove some trials, as long as one that fits by its prediction may be faster."""
-    best = min([x.proof.time for x in proofs.values() if x.proof and not x.excess], default=inf)
-    # If nothing fits by its prediction, the next best one tells how far that is off.
-    fits = [x for x in trials if not x.excess] or [x for x in trials[:1] if not proofs]
-    left = [x for x in fits if x.settings not in proofs]
-    new: list[Ranked] = []
-    for trial in sorted(left, key=lambda x: x.time)[: TRIES * most]:
-        if trial.time >= best or sum(not x.excess for x in new) == most:
+    trials: Sequence[Trial], limits: Sequence[float], most: int, prove: Prove
+) -> list[Trial]:
+    """Prove the fastest trials, until so many fit, or none of the rest may be faster.
+
+    What a step has taken, beside what was predicted, corrects the limits for its schedule, which
+    is searched again with these.
+    """
+    proven: list[Trial] = []
+    # The limits by predictions, and the next trial, of each schedule and number of micro-batches.
+    left = {x.setting: x for x in trials if not x.over([HOPED * y for y in limits])}
+    # If nothing fits by its prediction, the nearest one tells how far that is off.
+    left = left or {x.setting: x for x in trials[:1]}
+    best = inf
+    while left and len(proven) < TRIES * most and sum(not x.excess for x in proven) < most:
+        trial = min(left.values(), key=lambda x: x.time)
+        if trial.time >= best or (proof := prove(trial)) is None:
             break
-        proof = prove(trial)
-        if proof is None:
-            break
-        room = by_device(trial.problem.places, limits)
-        over = [size - room[x] for x, size in proof.memory.items() if x in room]
-        # Nobody knows how much a step lacks that has failed.
-        excess = max(0.0, float(proof.time == inf), *over)
-        new.append(Ranked(trial, excess, proof))
-        proofs[trial.settings] = new[-1]
-        best = best if excess else min(best, proof.time)
-    return new
+        trial.proof, trial.excess = proof, _excess(trial, proof, limits)
+        proven.append(trial)
+        if not trial.excess:
+            best = min(best, proof.time)
+        room = _corrected(trial, proof, limits)
+        following = again(trial, room)
+        left[trial.setting] = following
+        if following.over(room) or following.settings in {x.settings for x in proven}:
+            del left[trial.setting]
+    return proven
 
 
-def _corrected(proofs: Sequence[Ranked], w: int, limit: float) -> float:
-    """The limit of a worker for predictions, by what steps have taken there beside these."""
-    shares = []
-    for trial, _, proof in proofs:
-        taken = proof.memory.get(trial.problem.places[w]) if proof else None
-        shares.append(1 / FILLED if taken is None else taken / trial.memory[w])
-    return limit / max([1 / MOST, min(1 / FILLED, max(shares, default=1.0))])
+def _excess(trial: Trial, proof: Proof, limits: Sequence[float]) -> float:
+    """By how many bytes the fullest device has had too little."""
+    room = by_device(trial.problem.places, limits)
+    over = [size - room[x] for x, size in proof.memory.items() if x in room]
+    # Nobody knows how much a step lacks that has failed.
+    return max(0.0, float(proof.time == inf), *over)
+
+
+def _corrected(trial: Trial, proof: Proof, limits: Sequence[float]) -> list[float]:
+    """The limits for predictions, by what a step has taken beside these."""
+    pairs = [
+        (proof.memory.get(place, size / FILLED), size)
+        for place, size in zip(trial.problem.places, trial.memory)
+    ]
+    return [x / max(1 / MOST, taken / size) for x, (taken, size) in zip(limits, pairs)]
 
 
 def proof_of(
