@@ -90,12 +90,11 @@ def plan(
         chunks: the numbers of micro-batches to try; by default 1, 2, 4 and so on, up to the rows.
         timeout: the seconds to measure. A warm-up comes on top.
         progress: whether to show a progress bar.
-        prove: how many candidates to train for two steps on the devices, each with a copy of the
-            layers, as long as one that is left may be faster: two by default, if devices have
-            streams and the sample has the rows of a mini-batch. What takes more memory than it may,
-            or runs out of it, is passed over. Under a limit, as many more may be trained up to
-            twice, found with the memory that was measured. On virtual accelerators that compute no
-            values, this is a dry run.
+        prove: how many candidates that fit to train for two steps on the devices, each with a copy
+            of the layers, as long as one that is left may be faster: two by default, if devices
+            have streams and the sample has the rows of a mini-batch. What takes more memory than it
+            may, or runs out of it, is passed over, and others are trained: three for each in all.
+            On virtual accelerators that compute no values, this is a dry run.
 
     Returns:
         The candidates: for each schedule and number of micro-batches the best one found, and what

@@ -74,9 +74,9 @@ def trace(model: nn.Module) -> Iterator[Timeline]:
         holder.recording = None
         watch.stop()
         timeline.spans = recording.recorder.spans()
-        found = {str(device): peak_memory(device) for device in devices}
+        peaks = {str(device): peak_memory(device) for device in devices}
         timeline.host = recording.recorder.host
-        timeline.memory = {name: size for name, size in found.items() if size is not None}
+        timeline.memory = {name: size for name, size in peaks.items() if size is not None}
         timeline.advice = watch.end(timeline)
         holder.figures = StepFigures.of(timeline) or holder.figures
 
@@ -169,7 +169,7 @@ class Watch:
                 # Of a cell that is computed again, F keeps the output alone.
                 {j: max(0.0, kept.get(("R", j), size)) for (_, j), size in kept.items()},
                 timeline.memory,
-                [] if self._waits is None else self._waits.found(),
+                [] if self._waits is None else self._waits.ended(),
                 len(self._layers),
                 balancing,
                 threads,

@@ -1,5 +1,7 @@
 """Memory of plans, which never exceeds their limit, and copies."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from tests.support.planning import Join, Keep, by_hand, run, unet
 from tests.support.size import some
 from torchgpipe import plan, trace
 from torchgpipe.planner.problem import problem_of
-from torchgpipe.planner.trial import Trial, settings
+from torchgpipe.planner.trial import MODES, Trial, settings
 from torchgpipe.skip import Namespace
 from torchgpipe.testing import observe
 
@@ -132,3 +134,26 @@ def test_clones_of_what_leaves(devices, schedule):
             training(x, y).backward()
     # Each loss is copied once more, so that nothing of its graph is kept.
     assert candidate.time + 4 == pytest.approx(timeline.step().makespan)
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble_v"])
+def test_modes_that_fit_compute_the_least_again(problem, schedule):
+    """No other modes do that fit, whatever device they are on."""
+    found, _, _ = problem
+    setting = next(s for s in settings(found, [4]) if s.name == schedule)
+    count = len(setting.placement)
+    balance = (9 - count + 1, *[1] * (count - 1))
+    every = [Trial(setting, balance, x) for x in product(MODES, repeat=count)]
+    durations = [setting.durations(*x)[3] for x in every[0].ranges]
+
+    def again(trial):
+        return sum(durations[j] for j, _ in trial.again)
+
+    for share in (1.0, 0.9, 0.8):
+        limits = [share * x for x in every[0].memory]
+        fits = [x for x in every if not x.over(limits)]
+        chosen = setting.fitted(balance, limits)
+        assert bool(chosen.over(limits)) == (not fits)
+        if fits:
+            assert again(chosen) == min(map(again, fits))
+        assert (again(chosen) > 0) == (share < 1)

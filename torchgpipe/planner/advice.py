@@ -60,8 +60,8 @@ class Observed:
 def advice_on(step: Observed) -> Advice | None:
     """The first rule that applies; None if none does."""
     for rule in (_copies, _waits, _host, _balance, _modes, _bubble):
-        for found in rule(step):
-            return found
+        for advice in rule(step):
+            return advice
     return None
 
 

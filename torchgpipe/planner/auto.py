@@ -78,18 +78,18 @@ def chosen(
     input = input_of(sample)
     places = places_of([*on_cpu(module).values()] if has_no_place(devices) else devices)
     # What is wrong is better told before anything is measured.
-    own = None if chunks is MISSING else checked_chunks(chunks)
+    fixed = None if chunks is MISSING else checked_chunks(chunks)
     count = min(len(places), len(module))
     modes = None if checkpoint is MISSING else checked_keepings(checkpoint, count)
-    own_modes = keepings_of(modes or "never", count)
+    keepings = keepings_of(modes or "never", count)
     rows = rows_of(None, input)
     tried = chunks_of(
-        None if own is None else [min(own, rows)], rows, has_norms=has_batch_norms(module)
+        None if fixed is None else [min(fixed, rows)], rows, has_norms=has_batch_norms(module)
     )
 
     def choose() -> tuple[list[int], list[int], int, Any, float, list[float]]:
         problem = problem_of(module, input, places, rows)
-        problem = replace(problem, modes=modes and tuple(map(counted, own_modes)))
+        problem = replace(problem, modes=modes and tuple(map(counted, keepings)))
 
         def prove(trial: Trial) -> Proof | None:
             options = {"chunks": trial.schedule.chunks, "checkpoint": modes or trial.checkpoint}
@@ -99,10 +99,10 @@ def chosen(
         trial = ranked(problem, tried, PROVEN, prove)[0]
         workers, m = trial.setting.placement, trial.setting.chunks
         if trial.excess:
-            more = POLICY if any(map(is_policy, own_modes)) else ""
+            more = POLICY if any(map(is_policy, keepings)) else ""
             raise too_large(trial.setting.name, m, trial.balance, trial.excess, more)
         return [*trial.balance], [*workers], m, trial.checkpoint, trial.time, trial.memory
 
-    sizes, workers, m, found, time, memory = agreed(choose)
+    sizes, workers, m, chosen_modes, time, memory = agreed(choose)
     predicted = time, by_device(places, memory)
-    return sizes, [places[w] for w in workers], own or m, modes or found, predicted
+    return sizes, [places[w] for w in workers], fixed or m, modes or chosen_modes, predicted

@@ -40,12 +40,12 @@ def cut(n: int, blocks: int, cost: Callable[[int, int, int], float]) -> list[int
     bound, _ = _best(n, blocks, lambda before, *block: max(before, cost(*block)))
 
     def squares(before: float, *block: int) -> float:
-        own = cost(*block)
-        return before + own * own if own <= bound < inf else inf
+        size = cost(*block)
+        return before + size * size if size <= bound < inf else inf
 
-    found = _best(n, blocks, squares)[1]
+    evenest_sizes = _best(n, blocks, squares)[1]
     # If nothing fits, any cut is as good.
-    return [*(found or _best(n, blocks, lambda before, *block: before)[1])]
+    return [*(evenest_sizes or _best(n, blocks, lambda before, *block: before)[1])]
 
 
 def _best(
@@ -84,9 +84,9 @@ def others(sizes: Sequence[int]) -> Iterator[list[int]]:
     n, blocks = sum(sizes), len(sizes)
     if comb(n - 1, blocks - 1) <= FEW:
         for cuts in combinations(range(1, n), blocks - 1):
-            found = [b - a for a, b in pairwise((0, *cuts, n))]
-            if found != [*sizes]:
-                yield found
+            other = [b - a for a, b in pairwise((0, *cuts, n))]
+            if other != [*sizes]:
+                yield other
         return
     for distance in range(1, blocks):
         for k in range(blocks - distance):
@@ -147,12 +147,12 @@ def evenest(costs: Sequence[float], partitions: int = 1) -> list[int]:
     bound = _smallest_bound(sums, partitions)
 
     def add(before: float, j: int, start: int, stop: int) -> float | None:
-        own = sums[stop] - sums[start]
-        if own > bound:
+        size = sums[stop] - sums[start]
+        if size > bound:
             return None
         # What is left must not be too much for the other blocks.
         is_left = sums[n] - sums[stop] > (partitions - j - 1) * bound
-        return inf if is_left else before + own * own
+        return inf if is_left else before + size * size
 
     return [*_best(n, partitions, add)[1]]
 

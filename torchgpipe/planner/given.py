@@ -53,19 +53,19 @@ def has_no_place(devices: Iterable[Device] | None) -> bool:
 
 def places_of(devices: Iterable[Device] | None, *, are_one_each: bool = True) -> list[torch.device]:
     """The devices to plan for: by default all accelerators."""
-    given: Any = accelerators() if devices is None else devices
-    if not isinstance(given, str) and has_entries(given):
-        given = [*given]
+    entries: Any = accelerators() if devices is None else devices
+    if not isinstance(entries, str) and has_entries(entries):
+        entries = [*entries]
     # The message about something else proposes one device.
-    found = checked_devices(given, len(given) if isinstance(given, list) else 1)
-    is_twice = are_one_each and len({*found}) < len(found) and found[0] != CPU
-    if not found or is_twice:
+    places = checked_devices(entries, len(entries) if isinstance(entries, list) else 1)
+    is_twice = are_one_each and len({*places}) < len(places) and places[0] != CPU
+    if not places or is_twice:
         raise ValueError(
             "'auto', and a plan, is for one or more accelerators, or other devices, of a plan each "
-            f"of them once (devices: {[str(x) for x in given]}); pass such as devices=[0, 1, 2, "
+            f"of them once (devices: {[str(x) for x in entries]}); pass such as devices=[0, 1, 2, "
             "3], or ['cpu'] * 4"
         )
-    return found
+    return places
 
 
 def chunks_of(
@@ -82,16 +82,15 @@ def chunks_of(
         most = min(max(1, rows // 2) if has_norms else rows, MOST)
         return [2**k for k in range(MOST.bit_length()) if 2**k <= most]
     remedy = "leave them out to try 1, 2, 4 and so on"
-    given = [chunks] if type(chunks) is int else chunks
-    given = listed(given, "chunks must be numbers of micro-batches", "chunks", remedy)
-    numbers = [number for number in map(positive_int, given) if number is not None]
-    found = sorted({*numbers})
-    if not found or len(numbers) < len(given) or found[-1] > rows:
+    entries: Any = [chunks] if type(chunks) is int else chunks
+    entries = listed(entries, "chunks must be numbers of micro-batches", "chunks", remedy)
+    numbers = [number for number in map(positive_int, entries) if number is not None]
+    if not numbers or len(numbers) < len(entries) or max(numbers) > rows:
         raise ValueError(
             "chunks must be numbers of micro-batches, from 1 to the rows of a mini-batch (chunks: "
-            f"{shown(given)}, rows: {rows}); {remedy}"
+            f"{shown(entries)}, rows: {rows}); {remedy}"
         )
-    return found
+    return sorted({*numbers})
 
 
 def looks_of(input: Any, have: int, rows: int) -> dict[int, Batch]:
@@ -109,7 +108,7 @@ def limits_of(memory: Memory | None, places: Sequence[torch.device]) -> list[flo
     """The bytes that each device may use."""
     if memory is None:
         return [USABLE * memory_total(x) for x in places]
-    given: Sequence[Any]
+    sizes: Sequence[Any]
     if isinstance(memory, Mapping):
         # That of another device, such as the CPU, is kept by itself: nothing goes there.
         by_device = {checked_device(device): x for device, x in memory.items()}
@@ -120,19 +119,19 @@ def limits_of(memory: Memory | None, places: Sequence[torch.device]) -> list[flo
                 f"(memory: {shown(memory)}, missing: {', '.join(missing)}); add them, or pass "
                 "those with a limit as devices"
             )
-        given = [by_device[x] for x in places]
+        sizes = [by_device[x] for x in places]
     elif isinstance(memory, Sequence) and not isinstance(memory, str):
-        given = [*memory]
+        sizes = [*memory]
     else:
-        given = [memory] * len(places)
-    found = [size for size in map(bytes_of, given) if size is not None]
-    if len(given) != len(places) or len(found) < len(given):
+        sizes = [memory] * len(places)
+    limits = [size for size in map(bytes_of, sizes) if size is not None]
+    if len(sizes) != len(places) or len(limits) < len(sizes):
         raise ValueError(
             "memory must be the bytes that a device may use, or such as '10GiB', one for all, one "
             f"for each or a table by device (memory: {shown(memory)}, devices: {len(places)}); "
             "leave it out to use what there is"
         )
-    return found
+    return limits
 
 
 def bytes_of(size: Any) -> float | None:
@@ -219,8 +218,8 @@ class Loss(nn.Module):
         for k, is_whole in self._whole.items():
             tensor = getattr(self, f"target{k}")
             leaves[k] = tensor if is_whole else tensor[:rows]
-        found = self.loss(output, *self._together(leaves))
-        total: Tensor = found[0] if isinstance(found, tuple) else found
+        loss = self.loss(output, *self._together(leaves))
+        total: Tensor = loss[0] if isinstance(loss, tuple) else loss
         return total
 
 
@@ -232,8 +231,8 @@ def input_of(sample: Any) -> Any:
             f"divided already (sample: {type(sample).__name__} with Chunks); pass a mini-batch "
             "that has rows"
         )
-    given = arguments_of(sample)
-    return arguments(given.args, given.kwargs)
+    call = arguments_of(sample)
+    return arguments(call.args, call.kwargs)
 
 
 def arguments_of(sample: Any) -> Arguments:

@@ -44,9 +44,9 @@ class Problem:
     #: Memory of the optimizer, for each byte of a parameter that it changes.
     state: float
     #: Memory of the input of a mini-batch.
-    given: float
+    input_bytes: float
     #: Memory of the targets of a mini-batch.
-    targets: float
+    target_bytes: float
     #: The checkpoint mode of each partition, if they are given; None to search them.
     modes: tuple[str, ...] | None = None
     #: Pairs of layers that share a weight, so they must be on one worker.
@@ -70,9 +70,9 @@ class Problem:
         if rows not in self._bytes:
             self._bytes[rows] = [x.taken(rows) for x in self.layers]
         if (start, stop, rows) not in self._stages:
-            own = range(start, stop)
-            made = Stage(self.layers, self._bytes[rows], rows, own, is_summed=self.has_loss)
-            self._stages[start, stop, rows] = made
+            here, memory = range(start, stop), self._bytes[rows]
+            stage = Stage(self.layers, memory, rows, here, is_summed=self.has_loss)
+            self._stages[start, stop, rows] = stage
         return self._stages[start, stop, rows]
 
 
@@ -103,20 +103,20 @@ def problem_of(
     # On one device, as on the CPU, all are together.
     ties = _ties([*layers, *after]) if len({*places}) > 1 else []
     module, looks = with_loss(layers, loss, targets), looks_of(input, have, rows)
-    found = measured(module, looks, places[0], timeout=timeout, progress=progress)
+    profile = measured(module, looks, places[0], timeout=timeout, progress=progress)
     if loss is not None:
         # The targets are counted by themselves.
-        own = [x for own in after for x in chain(own.parameters(), own.buffers())]
-        weights = found[-1].weights._replace(all=sum(x.nbytes for x in own))
-        found[-1] = replace(found[-1], weights=weights)
+        tensors = [x for module in after for x in chain(module.parameters(), module.buffers())]
+        weights = profile[-1].weights._replace(all=sum(x.nbytes for x in tensors))
+        profile[-1] = replace(profile[-1], weights=weights)
     elsewhere = f"on the CPU, by devices=['cpu'] * {len(places)}"
-    verify_timed([x.time(rows) for x in found], places[0], "layers", elsewhere)
+    verify_timed([x.time(rows) for x in profile], places[0], "layers", elsewhere)
     number = {place: w for w, place in reversed([*enumerate(places)])}
     links = measured_links(places).items()
     (whole,) = scatter(input, 1)
     scale = rows / have
     problem = Problem(
-        found,
+        profile,
         loss is not None,
         rows,
         places,

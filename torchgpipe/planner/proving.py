@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
 from math import inf
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,8 @@ def ranked(problem: Problem, chunks: Sequence[int], most: int, prove: Prove) -> 
     rest = [x for x in trials if x.settings not in known]
     for trial in rest:
         trial.excess = trial.over(margin)
-    return sorted([*proven, *rest], key=lambda x: (x.excess > 0, x.proof is None, x.excess, x.step))
+    times = {x: x.proof.time if x.proof else x.time for x in (*proven, *rest)}
+    return sorted(times, key=lambda x: (x.excess > 0, not x.proof, x.excess, times[x]))
 
 
 def _proven(
@@ -93,17 +94,16 @@ def _excess(trial: Trial, proof: Proof, limits: Sequence[float]) -> float:
     """By how many bytes the fullest device has had too little."""
     room = by_device(trial.problem.places, limits)
     over = [size - room[x] for x, size in proof.memory.items() if x in room]
-    # Nobody knows how much a step lacks that has failed.
+    # A step that has run out of memory lacks more than nothing.
     return max(0.0, float(proof.time == inf), *over)
 
 
 def _corrected(trial: Trial, proof: Proof, limits: Sequence[float]) -> list[float]:
     """The limits for predictions, by what a step has taken beside these."""
-    pairs = [
-        (proof.memory.get(place, size / FILLED), size)
-        for place, size in zip(trial.problem.places, trial.memory)
-    ]
-    return [x / max(1 / MOST, taken / size) for x, (taken, size) in zip(limits, pairs)]
+    # Nobody knows what a step would have taken that has failed.
+    pairs = zip(trial.problem.places, trial.memory)
+    shares = [proof.memory.get(device, size / FILLED) / size for device, size in pairs]
+    return [limit / max(1 / MOST, share) for limit, share in zip(limits, shares)]
 
 
 def proof_of(
@@ -139,13 +139,13 @@ def proof_of(
         # If the layers themselves are on one of the devices, that tells nothing.
         return None if any(x.device in devices for x in layers.parameters()) else Proof(inf, {})
     finally:
-        for generator, own in numbers.items():
-            set_state(generator, own)
+        for generator, state in numbers.items():
+            set_state(generator, state)
     memory = {}
-    for place, old in before.items():
-        here = [x for x in model.parameters() if x.requires_grad and x.device == place]
-        state = trial.problem.state * sum(x.nbytes for x in here)
-        memory[place] = (peak_memory(place) or 0) - old + round(state)
+    for device, old in before.items():
+        here = [x for x in model.parameters() if x.requires_grad and x.device == device]
+        optimizer = round(trial.problem.state * sum(x.nbytes for x in here))
+        memory[device] = (peak_memory(device) or 0) - old + optimizer
     return Proof(time, memory)
 
 
@@ -189,14 +189,14 @@ def agreed(choose: Callable[[], T]) -> T:
     group = torch.distributed
     if not (group.is_available() and group.is_initialized() and group.get_world_size() > 1):
         return choose()
-    found: list[Any] = [None, None]
+    answer: list[Any] = [None, None]
     if group.get_rank() == 0:
         try:
-            found[0] = choose()
+            answer[0] = choose()
         except Exception as error:
-            found[1] = error
-    group.broadcast_object_list(found)
-    if found[1] is not None:
-        raise found[1]
-    choice: T = found[0]
-    return choice
+            answer[1] = error
+    group.broadcast_object_list(answer)
+    choice, raised = answer
+    if raised is not None:
+        raise raised
+    return cast(T, choice)

@@ -110,8 +110,8 @@ def _improved(trial: Trial, limits: Sequence[float]) -> Trial:
 def _near(trial: Trial, limits: Sequence[float]) -> Iterator[Trial]:
     """Yield trials with another balance, but for those that cannot be better."""
     for balance in map(tuple, others(trial.balance)):
-        # Nothing is faster than without recomputation.
-        if trial.over(limits) or Trial(trial.setting, balance).busy < trial.time:
+        # No step takes less than its busiest worker computes.
+        if trial.over(limits) or Trial(trial.setting, balance).least < trial.time:
             yield trial.setting.fitted(balance, limits)
 
 
@@ -119,4 +119,4 @@ def _is_better(trial: Trial, than: Trial, limits: Sequence[float]) -> bool:
     """Whether a trial fits, or is nearer to it, or is faster; it is timed only if need be."""
     if over := than.over(limits):
         return trial.over(limits) < over
-    return trial.busy < than.time and not trial.over(limits) and trial.time < than.time
+    return not trial.over(limits) and trial.time < than.time

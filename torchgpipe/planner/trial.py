@@ -96,10 +96,6 @@ class Setting:
         self.effort += 25 * sum(map(len, self.schedule.program))
         return Rehearsal(self.schedule.program, skips)
 
-    def again(self, modes: Sequence[str]) -> frozenset[tuple[int, int]]:
-        """The cells that are computed again."""
-        return frozenset(x for y in {*modes} for x in self.cells(y) if modes[x[0]] == y)
-
     def _ways(self, w: int, skips: Skips) -> list[tuple[int, int]]:
         """The ways on which values and gradients come to a worker and wait.
 
@@ -149,18 +145,18 @@ class Setting:
         line = self._lines(skips)[w]
         self.effort += 3 * len(line)
         for (j, kind, i), before, during in line:
-            place = mine.index(j)
-            keeps, stores, pends = range(3 * place, 3 * place + 3)
-            is_again = (j, i) in self.cells(modes[place])
-            moments.setdefault((place, ""), set()).add((*cells, *before))
+            k = mine.index(j)
+            keeps, stores, pends = range(3 * k, 3 * k + 3)
+            is_again = (j, i) in self.cells(modes[k])
+            moments.setdefault((k, ""), set()).add((*cells, *before))
             if kind == "F":
                 cells[stores if is_again else keeps] += 1
             elif kind in "BI" and is_again:
                 cells[stores] -= 1
                 cells[keeps] += 1
-                moments.setdefault((place, "R"), set()).add((*cells, *before))
+                moments.setdefault((k, "R"), set()).add((*cells, *before))
             work = "again" if kind == "F" and is_again else kind
-            moments.setdefault((place, work), set()).add((*cells, *during))
+            moments.setdefault((k, work), set()).add((*cells, *during))
             cells[pends if kind == "W" else keeps] -= kind != "F"
             cells[pends] += kind == "I"
         return [(*work, _highest(counts)) for work, counts in moments.items()]
@@ -170,17 +166,17 @@ class Setting:
         stages = [self.stage(*x) for x in part.ranges]
         bytes_of = [x for y in stages for x in (y.kept, y.stored, y.pending)] + [*part.sizes]
         most = 0.0
-        for place, work, moments in self._moments(part.worker, modes, part.skips):
+        for k, work, moments in self._moments(part.worker, modes, part.skips):
             held = max([sum(map(mul, counts, bytes_of)) for counts in moments])
-            most = max(most, held + (stages[place].workspaces[work] if work else 0.0))
+            most = max(most, held + (stages[k].workspaces[work] if work else 0.0))
         return most + self._resident(part.worker, stages)
 
     def _resident(self, w: int, stages: Sequence[Stage]) -> float:
         """What a worker has all the time: weights, the optimizer, and what the caller holds."""
         problem, is_last = self.problem, w == self.placement[-1]
         size = sum(x.weights + (1 + problem.state) * x.trainable for x in stages)
-        size += problem.given if w == self.placement[0] else 0.0
-        size += problem.targets if is_last else 0.0
+        size += problem.input_bytes if w == self.placement[0] else 0.0
+        size += problem.target_bytes if is_last else 0.0
         if problem.has_loss:
             return size
         if is_last:
@@ -325,8 +321,10 @@ class Trial:
         return self.over(limits), self.time, max(self.memory)
 
     @cached_property
-    def _again(self) -> frozenset[tuple[int, int]]:
-        return self.setting.again(self.modes)
+    def again(self) -> frozenset[tuple[int, int]]:
+        """The cells that are computed again."""
+        cells = ((mode, x) for mode in {*self.modes} for x in self.setting.cells(mode))
+        return frozenset(x for mode, x in cells if self.modes[x[0]] == mode)
 
     @cached_property
     def table(self) -> Table:
@@ -353,28 +351,18 @@ class Trial:
         )
         return Table(costs, placement, self.skips)
 
-    @cached_property
-    def busy(self) -> float:
-        """The milliseconds that the busiest worker computes, at least; no step is faster."""
-        again = Counter(j for j, _ in self._again)
-        durations = [self.setting.durations(*x) for x in self.ranges]
-        times = [
-            self.setting.chunks * (f + i + w) + again[j] * r
-            for j, (f, i, w, r) in enumerate(durations)
-        ]
-        return max(sum(times[j] for j in mine) for mine in self.setting.of_worker)
+    @property
+    def least(self) -> float:
+        """The milliseconds that the busiest worker computes, recomputation aside."""
+        times = [sum(self.setting.durations(*x)[:3]) for x in self.ranges]
+        return self.setting.chunks * max(sum(times[j] for j in x) for x in self.setting.of_worker)
 
     @cached_property
     def time(self) -> float:
         """The simulated time of a step, in milliseconds."""
         rehearsal = self.setting.rehearsal(self.skips)
-        self.setting.effort += len(rehearsal.steps) + len(self._again)
-        return rehearsal.makespan(self.table, self._again)
-
-    @property
-    def step(self) -> float:
-        """The time of a step, measured if it was."""
-        return self.time if self.proof is None else self.proof.time
+        self.setting.effort += len(rehearsal.steps) + len(self.again)
+        return rehearsal.makespan(self.table, self.again)
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -397,9 +385,9 @@ class Trial:
 def by_device(places: Iterable[torch.device], sizes: Iterable[float]) -> dict[torch.device, int]:
     """The bytes of each device that are not infinite; those of workers of one device add up."""
     total = Counter[torch.device]()
-    for place, size in zip(places, sizes):
+    for device, size in zip(places, sizes):
         if size < inf:
-            total[place] += round(size)
+            total[device] += round(size)
     return {**total}
 
 
