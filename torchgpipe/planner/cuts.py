@@ -1,18 +1,12 @@
 """Layers cut into partitions, of which the slowest one is as fast as can be.
 
-:func:`evenest` is exact. It finds the cost of the largest block by bisection: a bound is feasible
-if blocks that are filled greedily up to it are few enough, and each answer moves one end of the
-search to a cost that a block really has.
-
-Where a block may cost something else at another place, as where it is computed again, or not fit at
-all, :func:`cut` compares all cuts, by dynamic programming.
-
-Source: Pinar and Aykanat, Fast optimal load balancing algorithms for 1D partitioning (2004).
+:func:`cut` compares all cuts, by dynamic programming. A block may cost something else at another
+place, as where it is computed again, or not fit at all. :func:`evenest` and :func:`solve` cut a
+sequence of costs that add up.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from itertools import accumulate, combinations, pairwise
@@ -27,7 +21,9 @@ __all__ = ["cut", "evenest", "others", "solve"]
 FEW = 100
 
 
-def cut(n: int, blocks: int, cost: Callable[[int, int, int], float]) -> list[int]:
+def cut(
+    n: int, blocks: int, cost: Callable[[int, int, int], float], most: float = inf
+) -> list[int]:
     """Cut layers into blocks, of which the largest one costs as little as possible.
 
     Of such cuts it is the evenest one: the squares of its costs have the least sum.
@@ -36,16 +32,24 @@ def cut(n: int, blocks: int, cost: Callable[[int, int, int], float]) -> list[int
         n: the number of layers.
         blocks: the number of blocks, none of which is empty.
         cost: ``cost(j, start, stop)`` of layers as block ``j``; infinite for what does not fit.
+        most: what no block of the best cut costs more than, nor any larger block that costs more.
     """
-    bound, _ = _best(n, blocks, lambda before, *block: max(before, cost(*block)))
 
-    def squares(before: float, *block: int) -> float:
+    def largest(before: float, *block: int) -> float | None:
         size = cost(*block)
-        return before + size * size if size <= bound < inf else inf
+        return max(before, size) if size <= most else None
 
-    evenest_sizes = _best(n, blocks, squares)[1]
+    bound, _ = _best(n, blocks, largest)
+
+    def squares(before: float, *block: int) -> float | None:
+        size = cost(*block)
+        if size <= bound < inf:
+            return before + size * size
+        return inf if size <= most else None
+
+    sizes = _best(n, blocks, squares)[1]
     # If nothing fits, any cut is as good.
-    return [*(evenest_sizes or _best(n, blocks, lambda before, *block: before)[1])]
+    return [*(sizes or _best(n, blocks, lambda before, *block: before)[1])]
 
 
 def _best(
@@ -101,8 +105,7 @@ def others(sizes: Sequence[int]) -> Iterator[list[int]]:
 def evenest(costs: Sequence[float], partitions: int = 1) -> list[int]:
     """Cut a sequence into the evenest blocks of which none is larger than it has to be.
 
-    It takes time in proportion to the layers, times the layers that fit into a block, at most times
-    the blocks.
+    It takes time in proportion to the square of the layers.
 
     Args:
         costs: the cost of each layer, in any unit, finite and not negative.
@@ -144,17 +147,9 @@ def evenest(costs: Sequence[float], partitions: int = 1) -> list[int]:
     unit = lcm(*[x.denominator for x in exact])
     #: The cost of the first k layers.
     sums = [0, *accumulate(int(cost * unit) for cost in exact)]
-    bound = _smallest_bound(sums, partitions)
-
-    def add(before: float, j: int, start: int, stop: int) -> float | None:
-        size = sums[stop] - sums[start]
-        if size > bound:
-            return None
-        # What is left must not be too much for the other blocks.
-        is_left = sums[n] - sums[stop] > (partitions - j - 1) * bound
-        return inf if is_left else before + size * size
-
-    return [*_best(n, partitions, add)[1]]
+    # No block of the best cut is above the mean by more than a layer.
+    most = sums[n] // partitions + max(b - a for a, b in pairwise(sums))
+    return cut(n, partitions, lambda j, start, stop: sums[stop] - sums[start], most)
 
 
 def solve(costs: Sequence[float], partitions: int = 1) -> list[list[float]]:
@@ -182,24 +177,3 @@ def solve(costs: Sequence[float], partitions: int = 1) -> list[list[float]]:
         blocks.append([*costs[start : start + size]])
         start += size
     return blocks
-
-
-def _smallest_bound(sums: Sequence[int], partitions: int) -> int:
-    """The cost of the largest block in the best solution, by bisection."""
-    n = len(sums) - 1
-    low = max(-(-sums[n] // partitions), max(sums[k + 1] - sums[k] for k in range(n)))
-    high = sums[n]
-    while low < high:
-        bound = (low + high) // 2
-        start, largest, next_bound = 0, 0, high
-        for _ in range(partitions):
-            stop = bisect_right(sums, sums[start] + bound) - 1
-            largest = max(largest, sums[stop] - sums[start])
-            if stop == n:
-                high = largest
-                break
-            next_bound = min(next_bound, sums[stop + 1] - sums[start])
-            start = stop
-        else:
-            low = next_bound
-    return low

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import inf
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe.ambient.notes import warn
-from torchgpipe.checks import has_entries, is_number, listed, shown, verify_kind
+from torchgpipe.checks import has_entries, is_number, listed, shown, verify_kind, verify_number
 from torchgpipe.devices.recorder import memory_total
 from torchgpipe.devices.streams import CPU, Device, accelerators
 from torchgpipe.partition.arguments import checked_device, checked_devices, positive_int
@@ -151,32 +150,20 @@ def state_of(optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | float)
         TypeError: it is neither an optimizer nor a number.
         ValueError: the number is negative.
     """
-    if callable(optimizer):
-        weight = nn.Parameter(torch.zeros(64, 64))
-        made = optimizer([weight])
-        verify_kind(
-            made,
-            torch.optim.Optimizer,
-            "optimizer must be a function that makes one of parameters",
-            "made",
-            "pass such as torch.optim.AdamW, or 2 bytes of state per byte of a parameter",
-        )
-        weight.grad = torch.zeros_like(weight)
-        made.step()
-        state = [x for x in made.state[weight].values() if isinstance(x, Tensor)]
-        return sum(x.nbytes for x in state if x.dim()) / weight.nbytes
-    if not isinstance(optimizer, int | float):
-        raise TypeError(
-            "optimizer must be a function that makes one of parameters, or a number (optimizer: "
-            f"{type(optimizer).__name__}); pass such as torch.optim.AdamW, or 2 bytes of state per "
-            "byte of a parameter"
-        )
-    if not 0 <= optimizer < inf:
-        raise ValueError(
-            "an optimizer has no less than 0 bytes of state for each byte of a parameter "
-            f"(optimizer: {optimizer}); pass 0 for SGD, 1 with momentum, 2 for Adam"
-        )
-    return float(optimizer)
+    rule = "optimizer must be a function that makes one of parameters, or a number from 0 on"
+    remedy = (
+        "pass such as torch.optim.AdamW, or 0 bytes of state for SGD, 1 with momentum, 2 for Adam"
+    )
+    if not callable(optimizer):
+        verify_number(optimizer, rule, "optimizer", remedy)
+        return float(optimizer)
+    weight = nn.Parameter(torch.zeros(64, 64))
+    made = optimizer([weight])
+    verify_kind(made, torch.optim.Optimizer, rule, "made", remedy)
+    weight.grad = torch.zeros_like(weight)
+    made.step()
+    state = [x for x in made.state[weight].values() if isinstance(x, Tensor)]
+    return sum(x.nbytes for x in state if x.dim()) / weight.nbytes
 
 
 def with_loss(

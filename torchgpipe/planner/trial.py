@@ -1,11 +1,12 @@
 """Trials: a schedule with a balance and checkpoint modes, and its simulated time and memory.
 
-What a worker holds at a moment of a schedule is so many cells of each of its stages, so many values
-that wait, and one workspace. These numbers depend on the schedule and the modes, and not on the
-layers. So they are counted once, and each balance only multiplies them by its bytes::
+What a worker holds at a moment of a schedule is what its cells keep, the values that wait for it,
+and the workspace of one computation. That depends on its own stages and modes alone, apart from the
+order in which values arrive, which is the schedule's. So each worker's modes are found by
+themselves::
 
-    worker 1 at 1B0    2 cells of stage 1 keep all    1 input waits    workspace of stage 1's B
-                     × bytes that one keeps         × bytes of one   + bytes
+    worker 1 at 1B0    cells 1F0, 1F1 keep       an input waits       workspace of stage 1's B
+                     2 × the bytes of a cell   + its bytes          + bytes
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import replace
 from functools import cache, cached_property, lru_cache
 from itertools import accumulate, pairwise, product
 from math import inf
-from operator import add, ge, mul
+from operator import add, mul
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -38,13 +39,12 @@ __all__: list[str] = []
 #: What cells may keep, the most first.
 MODES = ("never", "except_last", "always")
 
-#: How many cells of each stage of a worker keep what backward needs, their input alone, and what W
-#: needs after I; and how many values wait on each way to the worker.
+#: How many values wait, or gradients, on each way between stages that leads to a worker.
 Counts: TypeAlias = tuple[int, ...]
 
 
 class Part(NamedTuple):
-    """What a worker has of a balance: all that its memory, and the modes that fit, depend on."""
+    """The share of a worker in a balance: all that its memory and its modes depend on."""
 
     worker: int
     #: The layers of each of its stages, from one number up to another.
@@ -82,7 +82,6 @@ class Setting:
         self.rehearsal = lru_cache(64)(self._rehearsal)
         self.ways = lru_cache(64)(self._ways)
         self._lines = lru_cache(64)(self._waiting)
-        self._moments = lru_cache(4096)(self._counted)
         self.peak = lru_cache(4096)(self._peak)
         self._lightest = lru_cache(4096)(self._modes_of)
 
@@ -132,47 +131,35 @@ class Setting:
             lines[w].append((op, before, (*waiting[w],)))
         return lines
 
-    def _counted(
-        self, w: int, modes: Sequence[str], skips: Skips
-    ) -> list[tuple[int, str, list[Counts]]]:
-        """What a worker holds, by the stage and kind of what it computes: the most of it.
-
-        Moments that have no more of anything than another one are left out.
-        """
-        mine = self.of_worker[w]
-        cells = [0] * (3 * len(mine))
-        moments: dict[tuple[int, str], set[Counts]] = {}
-        line = self._lines(skips)[w]
-        self.effort += 3 * len(line)
-        for (j, kind, i), before, during in line:
-            k = mine.index(j)
-            keeps, stores, pends = range(3 * k, 3 * k + 3)
-            is_again = (j, i) in self.cells(modes[k])
-            moments.setdefault((k, ""), set()).add((*cells, *before))
-            if kind == "F":
-                cells[stores if is_again else keeps] += 1
-            elif kind in "BI" and is_again:
-                cells[stores] -= 1
-                cells[keeps] += 1
-                moments.setdefault((k, "R"), set()).add((*cells, *before))
-            work = "again" if kind == "F" and is_again else kind
-            moments.setdefault((k, work), set()).add((*cells, *during))
-            cells[pends if kind == "W" else keeps] -= kind != "F"
-            cells[pends] += kind == "I"
-        return [(*work, _highest(counts)) for work, counts in moments.items()]
-
     def _peak(self, part: Part, modes: tuple[str, ...]) -> float:
-        """The most memory of a worker, in bytes."""
-        stages = [self.stage(*x) for x in part.ranges]
-        bytes_of = [x for y in stages for x in (y.kept, y.stored, y.pending)] + [*part.sizes]
-        most = 0.0
-        for k, work, moments in self._moments(part.worker, modes, part.skips):
-            held = max([sum(map(mul, counts, bytes_of)) for counts in moments])
-            most = max(most, held + (stages[k].workspaces[work] if work else 0.0))
-        return most + self._resident(part.worker, stages)
+        """The most memory of a worker at any moment, in bytes."""
+        mine = self.of_worker[part.worker]
+        stages = {j: self.stage(*x) for j, x in zip(mine, part.ranges)}
+        again = {j: self.cells(mode) for j, mode in zip(mine, modes)}
+        line = self._lines(part.skips)[part.worker]
+        self.effort += 2 * len(line)
+        #: What all cells keep at the moment, and the most of all.
+        now = most = 0.0
+        for (j, kind, i), before, during in line:
+            stage, is_again = stages[j], (j, i) in again[j]
+            works = stage.workspaces
+            waiting = sum(map(mul, before, part.sizes))
+            most = max(most, now + waiting)
+            if kind == "F":
+                now += stage.stored if is_again else stage.kept
+            elif kind in "BI" and is_again:
+                now += stage.kept - stage.stored
+                most = max(most, now + waiting + works["R"])
+            work = works["again" if kind == "F" and is_again else kind]
+            most = max(most, now + sum(map(mul, during, part.sizes)) + work)
+            if kind != "F":
+                now -= stage.pending if kind == "W" else stage.kept
+            if kind == "I":
+                now += stage.pending
+        return most + self._resident(part.worker, [*stages.values()])
 
     def _resident(self, w: int, stages: Sequence[Stage]) -> float:
-        """What a worker has all the time: weights, the optimizer, and what the caller holds."""
+        """The memory that is there all the time: weights, the optimizer, inputs and targets."""
         problem, is_last = self.problem, w == self.placement[-1]
         size = sum(x.weights + (1 + problem.state) * x.trainable for x in stages)
         size += problem.input_bytes if w == self.placement[0] else 0.0
@@ -220,15 +207,6 @@ class Setting:
         return Trial(self, balance, (*modes,))
 
 
-def _highest(counts: Iterable[Counts]) -> list[Counts]:
-    """Leave out what has no more of anything than another one."""
-    highest: list[Counts] = []
-    for x in sorted(counts, key=sum, reverse=True):
-        if not any(all(map(ge, y, x)) for y in highest):
-            highest.append(x)
-    return highest
-
-
 class Trial:
     """A setting with the layers and the mode of each partition, simulated when somebody asks.
 
@@ -264,7 +242,7 @@ class Trial:
 
     @cached_property
     def arrivals(self) -> list[tuple[int, int, float, float]]:
-        """What goes from one partition to another: the bytes, and those of the gradient."""
+        """The values that go from one partition to another: their bytes, and those of gradients."""
         ends = [*accumulate(self.balance)]
         return [
             (bisect_right(ends, layer), k, size, gradient)
@@ -279,7 +257,7 @@ class Trial:
 
     @cached_property
     def parts(self) -> list[Part]:
-        """What each worker has."""
+        """The share of each worker."""
         sizes = defaultdict[tuple[int, int], float](float)
         for j, k, size, gradient in self.arrivals:
             sizes[j, k] += size
