@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from torchgpipe._torch.dynamo import is_compiled
 from torchgpipe.devices.recorder import Recorder, forget_peak, peak_memory
@@ -101,7 +102,7 @@ class Watch:
         self._model: GPipe | MappedGPipe | None = None
         self._waits: Waits | None = None
         self._rows = 0
-        self._handles: list[Any] = []
+        self._handle: RemovableHandle | None = None
         #: The layers, or the mapped modules, with their devices.
         self._layers: list[tuple[nn.Module, torch.device]] = []
         if isinstance(model, ScheduledLoss):
@@ -119,7 +120,7 @@ class Watch:
             self._model = None
             return
         assert isinstance(model, nn.Module)
-        self._handles.append(model.register_forward_pre_hook(self._given, with_kwargs=True))
+        self._handle = model.register_forward_pre_hook(self._called, with_kwargs=True)
         # Graphs do not run layers, and a stage with hooks is none. Hooks, and modes, would have
         # modules compiled anew.
         is_eager = getattr(model, "stages", "eager") == "eager"
@@ -129,10 +130,10 @@ class Watch:
 
     def stop(self) -> None:
         """Leave the model alone."""
-        for handle in self._handles:
-            handle.remove()
+        if self._handle is not None:
+            self._handle.remove()
 
-    def _given(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+    def _called(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         self._rows = row_count((args, kwargs))
 
     def end(self, timeline: Timeline) -> Advice | None:

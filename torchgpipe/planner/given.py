@@ -187,24 +187,21 @@ class Loss(nn.Module):
     def __init__(self, loss: Callable[..., Any], targets: Sequence[Any]) -> None:
         super().__init__()
         self.loss = loss
-        self._leaves, containers = targets_in(targets)
+        leaves, containers = targets_in(targets)
         # A function, which a copy of the layer shares: not all that it holds can be copied.
         self._together = lambda leaves: containers.unflatten(leaves)
-        #: The number of each tensor among the leaves, and whether the loss gets it whole.
-        self._whole: dict[int, bool] = {}
+        self._leaves = [x.value if isinstance(x, NoChunk) else x for x in leaves]
+        #: The numbers of the tensors that are cut to the rows that come.
+        self._cut = [k for k, x in enumerate(leaves) if isinstance(x, Tensor) and x.dim()]
         for k, leaf in enumerate(self._leaves):
-            value = leaf.value if isinstance(leaf, NoChunk) else leaf
-            self._leaves[k] = value
-            if isinstance(value, Tensor):
-                self._whole[k] = isinstance(leaf, NoChunk) or not value.dim()
-                self.register_buffer(f"target{k}", value)
+            if isinstance(leaf, Tensor):
+                self.register_buffer(f"target{k}", leaf)
 
     def forward(self, output: Any) -> Tensor:
         rows = len(next(iter(Batch(output))))
-        leaves = [*self._leaves]
-        for k, is_whole in self._whole.items():
-            tensor = getattr(self, f"target{k}")
-            leaves[k] = tensor if is_whole else tensor[:rows]
+        leaves = [getattr(self, f"target{k}", leaf) for k, leaf in enumerate(self._leaves)]
+        for k in self._cut:
+            leaves[k] = leaves[k][:rows]
         loss = self.loss(output, *self._together(leaves))
         total: Tensor = loss[0] if isinstance(loss, tuple) else loss
         return total

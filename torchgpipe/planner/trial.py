@@ -39,8 +39,16 @@ __all__: list[str] = []
 #: What cells may keep, the most first.
 MODES = ("never", "except_last", "always")
 
-#: How many values wait, or gradients, on each way between stages that leads to a worker.
+#: How many values wait for a worker, or gradients, on each of its ways.
 Counts: TypeAlias = tuple[int, ...]
+
+
+class Timetable(NamedTuple):
+    """The instructions of a worker, each with what waits before and during it."""
+
+    #: The stages from and to which values and gradients come to the worker.
+    ways: list[tuple[int, int]]
+    moments: list[tuple[Op, Counts, Counts]]
 
 
 class Part(NamedTuple):
@@ -80,8 +88,7 @@ class Setting:
         self.durations = cache(lambda *x: self.stage(*x).durations(splits=self.splits))
         # Models with skips have many balances that differ in the stages that skips lead between.
         self.rehearsal = lru_cache(64)(self._rehearsal)
-        self.ways = lru_cache(64)(self._ways)
-        self._lines = lru_cache(64)(self._waiting)
+        self.lines = lru_cache(64)(self._waiting)
         self.peak = lru_cache(4096)(self._peak)
         self._lightest = lru_cache(4096)(self._modes_of)
 
@@ -95,40 +102,30 @@ class Setting:
         self.effort += 25 * sum(map(len, self.schedule.program))
         return Rehearsal(self.schedule.program, skips)
 
-    def _ways(self, w: int, skips: Skips) -> list[tuple[int, int]]:
-        """The ways on which values and gradients come to a worker and wait.
+    def _waiting(self, skips: Skips) -> list[Timetable]:
+        """The instructions of each worker, in the order in which the host issues all of them.
 
-        What the next stage of the same worker uses is not counted: that comes next, or is part of
-        what the cell keeps.
+        That order is the same whatever they cost. A value waits from the instruction that makes it
+        to the one that uses it. What the next stage of the same worker uses is not counted: that
+        comes next, or is part of what the cell keeps.
         """
         there = [*pairwise(range(len(self.placement))), *skips]
-        return [
-            (a, b)
-            for a, b in (*there, *((k, j) for j, k in there))
-            if self.placement[b] == w and (self.placement[a] != w or abs(a - b) > 1)
-        ]
-
-    def _waiting(self, skips: Skips) -> list[list[tuple[Op, Counts, Counts]]]:
-        """The instructions of each worker, and how many values wait before and during each.
-
-        A value waits from the instruction that makes it to the one that uses it. All are in the
-        order in which the host issues them, whatever they cost.
-        """
-        workers = range(len(self.schedule.program))
-        ways = [self.ways(w, skips) for w in workers]
+        apart = [(a, b) for a, b in there if self.placement[a] != self.placement[b] or b > a + 1]
+        lines = [Timetable([], []) for _ in self.of_worker]
+        for a, b in (*apart, *((b, a) for a, b in apart)):
+            lines[self.placement[b]].ways.append((a, b))
         rehearsal = self.rehearsal(skips)
         start, _ = rehearsal.times(Table(Costs(), self.placement, skips))
-        waiting = [[0] * len(x) for x in ways]
-        lines: list[list[tuple[Op, Counts, Counts]]] = [[] for _ in workers]
+        waiting = Counter[tuple[int, int]]()
         for w, op, _ in rehearsal.order(start):
             assert isinstance(op, Op)
-            before = (*waiting[w],)
-            for v in workers if op.kind != "W" else ():
-                for k, (a, b) in enumerate(ways[v]):
-                    # Values go to later stages, gradients to earlier ones.
-                    if op.stage in (a, b) and (op.kind == "F") == (a < b):
-                        waiting[v][k] += 1 if op.stage == a else -1
-            lines[w].append((op, before, (*waiting[w],)))
+            ways = lines[w].ways
+            before = tuple([waiting[x] for x in ways])
+            # Values go to later stages, gradients to earlier ones.
+            for a, b in apart if op.kind != "W" else ():
+                source, target = (a, b) if op.kind == "F" else (b, a)
+                waiting[source, target] += (op.stage == source) - (op.stage == target)
+            lines[w].moments.append((op, before, tuple([waiting[x] for x in ways])))
         return lines
 
     def _peak(self, part: Part, modes: tuple[str, ...]) -> float:
@@ -136,11 +133,11 @@ class Setting:
         mine = self.of_worker[part.worker]
         stages = {j: self.stage(*x) for j, x in zip(mine, part.ranges)}
         again = {j: self.cells(mode) for j, mode in zip(mine, modes)}
-        line = self._lines(part.skips)[part.worker]
-        self.effort += 2 * len(line)
+        moments = self.lines(part.skips)[part.worker].moments
+        self.effort += 2 * len(moments)
         #: What all cells keep at the moment, and the most of all.
         now = most = 0.0
-        for (j, kind, i), before, during in line:
+        for (j, kind, i), before, during in moments:
             stage, is_again = stages[j], (j, i) in again[j]
             works = stage.workspaces
             waiting = sum(map(mul, before, part.sizes))
@@ -262,11 +259,12 @@ class Trial:
         for j, k, size, gradient in self.arrivals:
             sizes[j, k] += size
             sizes[k, j] += gradient
+        lines = self.setting.lines(self.skips)
         return [
             Part(
                 w,
                 tuple([self.ranges[j] for j in mine]),
-                tuple([sizes[x] for x in self.setting.ways(w, self.skips)]),
+                tuple([sizes[x] for x in lines[w].ways]),
                 self.skips,
             )
             for w, mine in enumerate(self.setting.of_worker)
