@@ -110,7 +110,7 @@ def plan(
     verify_skippables(layers)
     input, places = input_of(sample), places_of(devices)
     rows, have = rows_of(batch, input), row_count(input)
-    # What is wrong is better told before anything is measured.
+    # Wrong arguments are told before the layers are measured, which takes a second or more.
     tried = chunks_of(chunks, rows, has_norms=has_batch_norms(layers))
     room, state = limits_of(memory, places), state_of(optimizer)
     if prove is None:

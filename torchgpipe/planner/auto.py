@@ -77,7 +77,7 @@ def chosen(
         )
     input = input_of(sample)
     places = places_of([*on_cpu(module).values()] if has_no_place(devices) else devices)
-    # What is wrong is better told before anything is measured.
+    # Wrong arguments are told before the layers are measured, which takes a second or more.
     fixed = None if chunks is MISSING else checked_chunks(chunks)
     count = min(len(places), len(module))
     modes = None if checkpoint is MISSING else checked_keepings(checkpoint, count)

@@ -17,7 +17,7 @@ from torchgpipe.checks import finite, is_number, listed, verify
 
 __all__ = ["cut", "evenest", "others", "solve"]
 
-#: How many ways to cut are all tried.
+#: If there are at most so many ways to cut, :func:`others` yields all.
 FEW = 100
 
 
@@ -48,7 +48,7 @@ def cut(
         return inf if size <= most else None
 
     sizes = _best(n, blocks, squares)[1]
-    # If nothing fits, any cut is as good.
+    # If no cut fits, take any: the search then moves layers until one fits.
     return [*(sizes or _best(n, blocks, lambda before, *block: before)[1])]
 
 
@@ -147,7 +147,7 @@ def evenest(costs: Sequence[float], partitions: int = 1) -> list[int]:
     unit = lcm(*[x.denominator for x in exact])
     #: The cost of the first k layers.
     sums = [0, *accumulate(int(cost * unit) for cost in exact)]
-    # No block of the best cut is above the mean by more than a layer.
+    # The largest block of the best cut is above the mean by one layer at most.
     most = sums[n] // partitions + max(b - a for a, b in pairwise(sums))
     return cut(n, partitions, lambda j, start, stop: sums[stop] - sums[start], most)
 

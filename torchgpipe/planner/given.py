@@ -31,14 +31,13 @@ Memory: TypeAlias = Size | Sequence[Size] | Mapping[Device, Size]
 #: The bytes of the units in texts.
 UNITS = {f"{x}{i}B": (1024 if i else 1000) ** k for k, x in enumerate("KMGT", 1) for i in ("", "i")}
 
-#: The share of a device's memory that a plan may use, if nobody says how much. Fragments of memory,
-#: and what libraries take, need the rest. Operators do not show what their kernels take and free,
-#: as cuDNN's do, and to see it in the allocator's peak that would have to be reset, which is not
-#: this library's, but the process's.
+#: The share of a device's memory that a plan may use, if nobody says how much. The rest is for
+#: fragments of memory, and for what libraries take and free within an operator, as cuDNN does: no
+#: measurement of layers sees that.
 USABLE = 0.9
 
-#: The share of a limit that a plan fills by its prediction alone. What is tried on the devices may
-#: fill the limit.
+#: The share of a limit that a predicted peak may fill. What was trained on the devices may fill the
+#: whole limit.
 FILLED = 0.85
 
 #: The most micro-batches that are tried by default.
@@ -55,7 +54,7 @@ def places_of(devices: Iterable[Device] | None, *, are_one_each: bool = True) ->
     entries: Any = accelerators() if devices is None else devices
     if not isinstance(entries, str) and has_entries(entries):
         entries = [*entries]
-    # The message about something else proposes one device.
+    # If the devices are no sequence, the error proposes a list of one device.
     places = checked_devices(entries, len(entries) if isinstance(entries, list) else 1)
     is_twice = are_one_each and len({*places}) < len(places) and places[0] != CPU
     if not places or is_twice:
@@ -77,7 +76,7 @@ def chunks_of(
             "(chunks: not given); pass the number that you want to train with, or several of them"
         )
     if chunks is None:
-        # A single row may have no variance.
+        # A batch normalisation refuses a micro-batch of a single row, which has no variance.
         most = min(max(1, rows // 2) if has_norms else rows, MOST)
         return [2**k for k in range(MOST.bit_length()) if 2**k <= most]
     remedy = "leave them out to try 1, 2, 4 and so on"
@@ -99,7 +98,7 @@ def looks_of(input: Any, have: int, rows: int) -> dict[int, Batch]:
     """
     counts = [max(1, have * share // rows) for share in (8, 4, 2, 1)]
     some = [x for x in counts if have >= 2 * x][:2] or [1]
-    # The rows of the first micro-batch, which not all of its tensors have.
+    # ``divided`` tells the rows of the first micro-batch. Its tensors do not: some go whole.
     return {divided(have, count)[0]: scatter(input, count)[0] for count in reversed(some)}
 
 
@@ -109,7 +108,8 @@ def limits_of(memory: Memory | None, places: Sequence[torch.device]) -> list[flo
         return [USABLE * memory_total(x) for x in places]
     sizes: Sequence[Any]
     if isinstance(memory, Mapping):
-        # That of another device, such as the CPU, is kept by itself: nothing goes there.
+        # Accelerate's tables also have devices that no layer goes to, such as the CPU: those limits
+        # are left out.
         by_device = {checked_device(device): x for device, x in memory.items()}
         missing = [str(x) for x in dict.fromkeys(places) if x not in by_device]
         if missing:
@@ -188,7 +188,8 @@ class Loss(nn.Module):
         super().__init__()
         self.loss = loss
         leaves, containers = targets_in(targets)
-        # A function, which a copy of the layer shares: not all that it holds can be copied.
+        # A function, since copies of this layer share it: the containers of targets may hold what
+        # ``deepcopy`` refuses.
         self._together = lambda leaves: containers.unflatten(leaves)
         self._leaves = [x.value if isinstance(x, NoChunk) else x for x in leaves]
         #: The numbers of the tensors that are cut to the rows that come.

@@ -84,7 +84,8 @@ class Waits:
             until, stop = self._recorder.bounds(at)
             if others:
                 waits.append(Wait(name, stop - until, device, others))
-            # What the device had to do then, and whether the host went on before it was done.
+            # The device still had work when the function was called, and had none when it returned:
+            # the host has waited for it.
             elif until > start + LEFT and until <= end + LEFT:
                 waits.append(Wait(name, end - start, device, ()))
         return waits

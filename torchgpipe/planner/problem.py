@@ -51,7 +51,7 @@ class Problem:
     modes: tuple[str, ...] | None = None
     #: Pairs of layers that share a weight, so they must be on one worker.
     ties: Sequence[tuple[int, int]] = ()
-    #: What was found so far: partitions by their layers and rows, and the memory of all layers.
+    #: Caches of :meth:`stage`: partitions by their layers and rows, and the layers' memory by rows.
     _stages: dict[tuple[int, int, int], Stage] = field(default_factory=dict, repr=False)
     _bytes: dict[int, list[Taken]] = field(default_factory=dict, repr=False)
 
@@ -100,12 +100,12 @@ def problem_of(
     progress = checked_flag(progress, "progress")
     have = max(1, row_count(input))
     after = [loss] if isinstance(loss, nn.Module) else []
-    # On one device, as on the CPU, all are together.
+    # Where all workers are on one device, as on the CPU, shared weights are together anyway.
     ties = _ties([*layers, *after]) if len({*places}) > 1 else []
     module, looks = with_loss(layers, loss, targets), looks_of(input, have, rows)
     profile = measured(module, looks, places[0], timeout=timeout, progress=progress)
     if loss is not None:
-        # The targets are counted by themselves.
+        # The measured loss holds the targets as buffers, which ``target_bytes`` counts.
         tensors = [x for module in after for x in chain(module.parameters(), module.buffers())]
         weights = profile[-1].weights._replace(all=sum(x.nbytes for x in tensors))
         profile[-1] = replace(profile[-1], weights=weights)

@@ -24,16 +24,19 @@ from torchgpipe.values.structure import is_of_input, leaves_of, map_leaves
 
 __all__: list[str] = []
 
-#: How many candidates have to fit, if nobody says how many, and how many are tried for each.
+#: Proofs end when so many candidates have fitted, by default, or so many times as many were tried.
 PROVEN, TRIES = 2, 3
 
-#: How many times the limits a prediction may take, where proofs have taken less than predicted.
+#: A predicted peak may be above a limit this many times at most, if proofs have taken less memory
+#: than was predicted.
 MOST = 1.5
 
-#: How many times the limits a prediction may take before anything is proven.
+#: Before a schedule has a proof, a predicted peak may be above a limit this many times: where one
+#: run of a layer does not tell how much memory a step takes, more is counted, and not less.
 HOPED = 1.1
 
-#: Trains the layers as a trial says, for two steps; None if they have taken nothing to go by.
+#: Trains the layers for two steps as a trial says. It returns None if it has run out of memory for
+#: another reason than the trial's: that the model itself is on a device.
 Prove: TypeAlias = Callable[[Trial], Proof | None]
 
 
@@ -69,7 +72,7 @@ def _proven(
     is searched again with these.
     """
     proven: list[Trial] = []
-    # The limits by predictions, and the next trial, of each schedule and number of micro-batches.
+    # The next trial of each setting that still has one.
     left = {x.setting: x for x in trials if not x.over([HOPED * y for y in limits])}
     # If nothing fits by its prediction, the nearest one tells how far that is off.
     left = left or {x.setting: x for x in trials[:1]}
@@ -82,11 +85,12 @@ def _proven(
         proven.append(trial)
         if not trial.excess:
             best = min(best, proof.time)
-        room = _corrected(trial, proof, limits)
-        following = again(trial, room)
-        left[trial.setting] = following
-        if following.over(room) or following.settings in {x.settings for x in proven}:
-            del left[trial.setting]
+        del left[trial.setting]
+        if min(limits) < inf:
+            room = _corrected(trial, proof, limits)
+            following = again(trial, room)
+            if not following.over(room) and following.settings not in {x.settings for x in proven}:
+                left[trial.setting] = following
     return proven
 
 
@@ -94,13 +98,13 @@ def _excess(trial: Trial, proof: Proof, limits: Sequence[float]) -> float:
     """By how many bytes the fullest device has had too little."""
     room = by_device(trial.problem.places, limits)
     over = [size - room[x] for x, size in proof.memory.items() if x in room]
-    # A step that has run out of memory lacks more than nothing.
+    # A step that has run out of memory has no peaks, and does not fit all the same.
     return max(0.0, float(proof.time == inf), *over)
 
 
 def _corrected(trial: Trial, proof: Proof, limits: Sequence[float]) -> list[float]:
     """The limits for predictions, by what a step has taken beside these."""
-    # Nobody knows what a step would have taken that has failed.
+    # A step that has run out of memory has no peaks; the limits become smaller all the same.
     pairs = zip(trial.problem.places, trial.memory)
     shares = [proof.memory.get(device, size / FILLED) / size for device, size in pairs]
     return [limit / max(1 / MOST, share) for limit, share in zip(limits, shares)]
@@ -136,7 +140,7 @@ def proof_of(
             model.zero_grad()
             time = _step(model, devices, input, targets if trial.setting.name else ())
     except torch.OutOfMemoryError:
-        # If the layers themselves are on one of the devices, that tells nothing.
+        # The user's own layers may have taken the memory, if they are on one of the devices.
         return None if any(x.device in devices for x in layers.parameters()) else Proof(inf, {})
     finally:
         for generator, state in numbers.items():
@@ -166,13 +170,14 @@ def _step(
     """The milliseconds of a step."""
     watches = [Stopwatch(device) for device in devices]
     for device, watch in zip(devices, watches):
-        # What was issued before is over then.
+        # The first stop waits for all that was issued before, which the time must not include.
         watch.start()
         watch.stop()
         forget_peak(device)
         watch.start()
     ends = [x for x in leaves_of(model(input, *targets)) if isinstance(x, Tensor)]
-    # A loss outside is taken to make a gradient as large as its input.
+    # Where the loss is outside the pipeline, a loss stands in whose gradient is as large as the
+    # output.
     terms = [F.mse_loss(x, x.detach()) if x.dim() else x for x in ends]
     torch.autograd.backward([x for x in terms if x.requires_grad])
     return 1000 * max(watch.stop() for watch in watches)

@@ -18,12 +18,12 @@ from torchgpipe.planner.trial import Setting, Trial, settings
 
 __all__: list[str] = []
 
-#: How many instructions are timed, or counted, for a setting before nothing more is improved. A
-#: million took about a second when this was set.
+#: The search of a schedule ends when the simulator has gone through so many instructions. A million
+#: took about a second when this was set.
 EFFORT = 1_000_000
 
-#: How many times the time of the fastest one a setting may take, with its first balance and nothing
-#: computed again, to be improved.
+#: A schedule is not searched if its step with the first balance, recomputation aside, takes more
+#: than this many times the fastest step so far.
 HOPE = 1.5
 
 
@@ -73,7 +73,7 @@ def _even(setting: Setting) -> tuple[int, ...]:
     """The balance whose slowest partition is fastest."""
     problem, placement = setting.problem, setting.placement
     count, rows = len(placement), problem.rows(setting.chunks)
-    #: The time of all layers before each, that of their forwards, and their weights' memory.
+    # Sums over the first k layers, so that a range of layers costs a subtraction.
     times = [*accumulate([x.time(rows) for x in problem.layers], initial=0.0)]
     forwards = [*accumulate([x.forward.at(rows) for x in problem.layers], initial=0.0)]
     weights = [x.weights.all + (1 + problem.state) * x.weights.trainable for x in problem.layers]
@@ -81,14 +81,16 @@ def _even(setting: Setting) -> tuple[int, ...]:
 
     def cost(j: int, start: int, stop: int) -> float:
         w, end = placement[j], stop + (problem.has_loss and j == count - 1)
-        # Where a worker has several partitions, the other layer may be in another of them.
+        # Layers that share a weight must be on one worker. A worker with several partitions may
+        # have the two layers in different ones, so this is for workers with one partition.
         if placement.count(w) == 1 and any(
             (start <= a < end) != (start <= b < end) for a, b in problem.ties
         ):
             return inf
         filled = (sizes[end] - sizes[start]) / problem.memory[w]
         if filled > 1:
-            # More than whatever fits. If nothing does, the one that needs the least fits first.
+            # The weights alone do not fit. This costs more than any partition that fits, and the
+            # more they need, the more it costs.
             return 2 * times[-1] * filled
         is_again = problem.modes is not None and problem.modes[j] != "never"
         return times[end] - times[start] + (forwards[end] - forwards[start] if is_again else 0.0)

@@ -86,7 +86,7 @@ class Setting:
         self.effort = 0
         self.cells = cache(lambda mode: recomputes(schedule.program, mode, schedule.chunks))
         self.durations = cache(lambda *x: self.stage(*x).durations(splits=self.splits))
-        # Models with skips have many balances that differ in the stages that skips lead between.
+        # Bounded, since a model with skips has other pairs of stages for nearly each balance.
         self.rehearsal = lru_cache(64)(self._rehearsal)
         self.lines = lru_cache(64)(self._waiting)
         self.peak = lru_cache(4096)(self._peak)
@@ -98,7 +98,7 @@ class Setting:
 
     def _rehearsal(self, skips: Skips) -> Rehearsal:
         """The program without recomputation, ready to be timed."""
-        # This takes 25 times as long as to time it.
+        # To make a rehearsal takes 25 times as long as to time it.
         self.effort += 25 * sum(map(len, self.schedule.program))
         return Rehearsal(self.schedule.program, skips)
 
@@ -135,7 +135,7 @@ class Setting:
         again = {j: self.cells(mode) for j, mode in zip(mine, modes)}
         moments = self.lines(part.skips)[part.worker].moments
         self.effort += 2 * len(moments)
-        #: What all cells keep at the moment, and the most of all.
+        #: The bytes that all cells keep at the moment, and the peak so far.
         now = most = 0.0
         for (j, kind, i), before, during in moments:
             stage, is_again = stages[j], (j, i) in again[j]
@@ -185,7 +185,8 @@ class Setting:
             }
             for j, x in zip(self.of_worker[part.worker], part.ranges)
         ]
-        # Of three stages or more each keeps all or its input: other modes are too many to try.
+        # All combinations of modes are tried. With three stages or more, ``except_last`` would make
+        # them too many.
         every = product(MODES if len(stages) <= 2 else MODES[::2], repeat=len(stages))
         lightest = sorted(every, key=lambda x: sum(map(dict.__getitem__, again, x)))
         return next(x for x in lightest if self.peak(part, x) <= limit)
@@ -313,7 +314,7 @@ class Trial:
             for clones, a, b, x in ((there, j, k, size), (back, k, j, gradient)):
                 w, v = placement[a], placement[b]
                 if x and w != v:
-                    # Each part has a lane of its own: there, and its gradient back.
+                    # Values on one way are copied at the same time, each on a stream of its own.
                     copy[a, b] = max(copy.get((a, b), 0.0), links.get((w, v), Line()).at(x))
                     clones[a] += links.get((w, w), Line()).at(x)
         durations = zip(*[self.setting.durations(*x) for x in self.ranges])
@@ -375,7 +376,7 @@ def settings(problem: Problem, chunks: Iterable[int]) -> Iterator[Setting]:
             yield Setting(problem, None, fill_drain(workers, m))
             continue
         for name, schedule in built_in(workers, m):
-            # What two computations of one device gain side by side, nobody can tell beforehand.
+            # Nobody can tell beforehand how long two computations take that overlap on a device.
             overlaps = any(isinstance(x, Overlap) for line in schedule.program for x in line)
             if not overlaps and len(schedule.placement) <= problem.count:
                 yield Setting(problem, name, schedule)
