@@ -103,24 +103,9 @@ def others(sizes: Sequence[int]) -> Iterator[list[int]]:
 
 
 def evenest(costs: Sequence[float], partitions: int = 1) -> list[int]:
-    """Cut a sequence into the evenest blocks of which none is larger than it has to be.
+    """The number of layers of each block of :func:`solve`.
 
     It takes time in proportion to the square of the layers.
-
-    Args:
-        costs: the cost of each layer, in any unit, finite and not negative.
-        partitions: how many blocks to make.
-
-    Returns:
-        How many layers each block takes. The largest block costs as little as possible.
-
-    Raises:
-        ValueError: there are fewer costs than blocks to make, or a cost is out of range.
-
-    Example::
-
-        >>> evenest([9, 2, 2, 2, 2], 3)
-        [1, 2, 2]
     """
     costs = listed(costs, "costs must be a sequence", "costs", "pass a number for each layer")
     n = len(costs)
@@ -160,7 +145,8 @@ def solve(costs: Sequence[float], partitions: int = 1) -> list[list[float]]:
         partitions: how many blocks to make.
 
     Returns:
-        The blocks in order, none of them empty: the evenest of the optimal solutions.
+        The blocks in order, none of them empty: of the best ones, the evenest. The squares of their
+        costs have the least sum.
 
     Raises:
         ValueError: there are fewer costs than blocks to make, or a cost is out of range.

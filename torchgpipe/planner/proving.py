@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
 from math import inf
+from statistics import mean
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -31,9 +32,9 @@ PROVEN, TRIES = 2, 3
 #: than was predicted.
 MOST = 1.5
 
-#: Before a schedule has a proof, a predicted peak may be above a limit this many times: where one
-#: run of a layer does not tell how much memory a step takes, more is counted, and not less.
-HOPED = 1.1
+#: Before any proof, a predicted peak may be above a limit this many times: where one run of a layer
+#: does not tell how much memory a step takes, more is counted, and not less.
+HOPED = 1.2
 
 #: Trains the layers for two steps as a trial says. It returns None if it has run out of memory for
 #: another reason than the trial's: that the model itself is on a device.
@@ -68,10 +69,12 @@ def _proven(
 ) -> list[Trial]:
     """Prove the fastest trials, until so many fit, or none of the rest may be faster.
 
-    What a step has taken, beside what was predicted, corrects the limits for its schedule, which
-    is searched again with these.
+    What a step has taken, as a share of what was predicted, corrects the limits for its schedule,
+    which is searched again with these. A schedule without a proof goes by the mean of all shares.
     """
     proven: list[Trial] = []
+    # Before any proof a guess stands in for the shares.
+    shares = [1 / HOPED]
     # The next trial of each setting that still has one.
     left = {x.setting: x for x in trials if not x.over([HOPED * y for y in limits])}
     # If nothing fits by its prediction, the nearest one tells how far that is off.
@@ -79,18 +82,22 @@ def _proven(
     best = inf
     while left and len(proven) < TRIES * most and sum(not x.excess for x in proven) < most:
         trial = min(left.values(), key=lambda x: x.time)
-        if trial.time >= best or (proof := prove(trial)) is None:
+        if trial.time >= best:
             break
-        trial.proof, trial.excess = proof, _excess(trial, proof, limits)
-        proven.append(trial)
-        if not trial.excess:
-            best = min(best, proof.time)
         del left[trial.setting]
-        if min(limits) < inf:
-            room = _corrected(trial, proof, limits)
-            following = again(trial, room)
-            if not following.over(room) and following.settings not in {x.settings for x in proven}:
-                left[trial.setting] = following
+        room = [x / mean(shares) for x in limits]
+        if not proven or trial.setting in {x.setting for x in proven} or not trial.over(room):
+            if (proof := prove(trial)) is None:
+                break
+            trial.proof, trial.excess = proof, _excess(trial, proof, limits)
+            proven.append(trial)
+            best = best if trial.excess else min(best, proof.time)
+            taken = _shares(trial, proof)
+            room = [x / share for x, share in zip(limits, taken)]
+            shares.append(taken[trial.memory.index(max(trial.memory))])
+        following = again(trial, room)
+        if not following.over(room) and following.settings not in {x.settings for x in proven}:
+            left[trial.setting] = following
     return proven
 
 
@@ -102,12 +109,11 @@ def _excess(trial: Trial, proof: Proof, limits: Sequence[float]) -> float:
     return max(0.0, float(proof.time == inf), *over)
 
 
-def _corrected(trial: Trial, proof: Proof, limits: Sequence[float]) -> list[float]:
-    """The limits for predictions, by what a step has taken beside these."""
-    # A step that has run out of memory has no peaks; the limits become smaller all the same.
+def _shares(trial: Trial, proof: Proof) -> list[float]:
+    """The memory that a step has taken on each device, as a share of what was predicted."""
     pairs = zip(trial.problem.places, trial.memory)
-    shares = [proof.memory.get(device, size / FILLED) / size for device, size in pairs]
-    return [limit / max(1 / MOST, share) for limit, share in zip(limits, shares)]
+    # A step that has run out of memory has no peaks, and has taken more than was predicted.
+    return [max(1 / MOST, proof.memory.get(x, size / FILLED) / size) for x, size in pairs]
 
 
 def proof_of(

@@ -64,6 +64,8 @@ def search(problem: Problem, chunks: Iterable[int], limits: Sequence[float]) -> 
 def again(trial: Trial, limits: Sequence[float]) -> Trial:
     """Search the setting of a trial under other limits, from the trial's balance and its first."""
     setting = trial.setting
+    if min(limits) == inf:
+        return trial
     starts = {trial.balance, _even(setting)}
     trials = [_improved(setting.fitted(x, limits), limits) for x in sorted(starts)]
     return min(trials, key=lambda x: x.rank(limits))
