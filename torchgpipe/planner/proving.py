@@ -113,7 +113,8 @@ def _shares(trial: Trial, proof: Proof) -> list[float]:
     """The memory that a step has taken on each device, as a share of what was predicted."""
     pairs = zip(trial.problem.places, trial.memory)
     # A step that has run out of memory has no peaks, and has taken more than was predicted.
-    return [max(1 / MOST, proof.memory.get(x, size / FILLED) / size) for x, size in pairs]
+    taken = [(proof.memory.get(x, size / FILLED), max(1.0, size)) for x, size in pairs]
+    return [max(1 / MOST, real / size) for real, size in taken]
 
 
 def proof_of(
