@@ -27,8 +27,8 @@ from torchgpipe.planner.given import (
 )
 from torchgpipe.planner.layers import Layer
 from torchgpipe.planner.problem import problem_of
-from torchgpipe.planner.proving import PROVEN, Proof, Ranked, proof_of, ranked
-from torchgpipe.planner.trial import Trial, by_device
+from torchgpipe.planner.proving import PROVEN, proof_of, ranked
+from torchgpipe.planner.trial import Proof, Trial, by_device
 from torchgpipe.schedule.limits import bounds
 from torchgpipe.schedule.simulator import Report, simulate
 from torchgpipe.scheduled import ScheduledLoss
@@ -90,12 +90,11 @@ def plan(
         chunks: the numbers of micro-batches to try; by default 1, 2, 4 and so on, up to the rows.
         timeout: the seconds to measure. A warm-up comes on top.
         progress: whether to show a progress bar.
-        prove: how many candidates to train for two steps on the devices, each with a copy of the
-            layers, as long as one that is left may be faster: two by default, if devices have
-            streams and the sample has the rows of a mini-batch. What takes more memory than it may,
-            or runs out of it, is passed over. Under a limit, as many more may be trained up to
-            twice, found with the memory that was measured. On virtual accelerators that compute no
-            values, this is a dry run.
+        prove: how many candidates that fit to train for two steps on the devices, each with a copy
+            of the layers, as long as one that is left may be faster: two by default, if devices
+            have streams and the sample has the rows of a mini-batch. What takes more memory than it
+            may, or runs out of it, is passed over, and others are trained: three for each in all.
+            On virtual accelerators that compute no values, this is a dry run.
 
     Returns:
         The candidates: for each schedule and number of micro-batches the best one found, and what
@@ -111,7 +110,7 @@ def plan(
     verify_skippables(layers)
     input, places = input_of(sample), places_of(devices)
     rows, have = rows_of(batch, input), row_count(input)
-    # What is wrong is better told before anything is measured.
+    # Wrong arguments are told before the layers are measured, which takes a second or more.
     tried = chunks_of(chunks, rows, has_norms=has_batch_norms(layers))
     room, state = limits_of(memory, places), state_of(optimizer)
     if prove is None:
@@ -126,7 +125,7 @@ def plan(
     problem = replace(problem, memory=room, state=state)
 
     def proven(trial: Trial) -> Proof | None:
-        wrap = _candidate(Ranked(trial, 0.0), loss).wrap
+        wrap = _candidate(trial, loss).wrap
         return proof_of(trial, wrap, layers, input, loss, targets)
 
     candidates = [_candidate(x, loss) for x in ranked(problem, tried, prove, proven)]
@@ -138,8 +137,7 @@ def plan(
     )
 
 
-def _candidate(found: Ranked, loss: Callable[..., Any] | None) -> Candidate:
-    trial = found.trial
+def _candidate(trial: Trial, loss: Callable[..., Any] | None) -> Candidate:
     schedule, costs = trial.schedule, trial.table.costs
     memory = by_device(trial.problem.places, trial.memory)
     report = simulate(schedule, costs)
@@ -148,7 +146,7 @@ def _candidate(found: Ranked, loss: Callable[..., Any] | None) -> Candidate:
         *([*trial.balance], trial.devices, schedule.chunks, trial.checkpoint, trial.setting.name),
         trial.time,
         memory,
-        *(round(found.excess), report, limit.gap(report), loss, found.proof),
+        *(round(trial.excess), report, limit.gap(report), loss, trial.proof),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from torchgpipe._torch.dynamo import is_compiled
 from torchgpipe.devices.recorder import Recorder, forget_peak, peak_memory
@@ -74,9 +75,9 @@ def trace(model: nn.Module) -> Iterator[Timeline]:
         holder.recording = None
         watch.stop()
         timeline.spans = recording.recorder.spans()
-        found = {str(device): peak_memory(device) for device in devices}
+        peaks = {str(device): peak_memory(device) for device in devices}
         timeline.host = recording.recorder.host
-        timeline.memory = {name: size for name, size in found.items() if size is not None}
+        timeline.memory = {name: size for name, size in peaks.items() if size is not None}
         timeline.advice = watch.end(timeline)
         holder.figures = StepFigures.of(timeline) or holder.figures
 
@@ -101,7 +102,7 @@ class Watch:
         self._model: GPipe | MappedGPipe | None = None
         self._waits: Waits | None = None
         self._rows = 0
-        self._handles: list[Any] = []
+        self._handle: RemovableHandle | None = None
         #: The layers, or the mapped modules, with their devices.
         self._layers: list[tuple[nn.Module, torch.device]] = []
         if isinstance(model, ScheduledLoss):
@@ -114,14 +115,14 @@ class Watch:
                 self._layers += [(layer, device) for layer in part]
         elif isinstance(model, MappedGPipe):
             self._layers = [(x.mapped.module, x.mapped.device) for x in judged(model)[0]]
-        # On the CPU, which is the host, too, there is no advice.
+        # There is no advice for the CPU, since it is the host and the device at once.
         if not self._layers or not all(has_streams(device) for _, device in self._layers):
             self._model = None
             return
         assert isinstance(model, nn.Module)
-        self._handles.append(model.register_forward_pre_hook(self._given, with_kwargs=True))
-        # Graphs do not run layers, and a stage with hooks is none. Hooks, and modes, would have
-        # modules compiled anew.
+        self._handle = model.register_forward_pre_hook(self._called, with_kwargs=True)
+        # Stages as graphs do not run the layers' code, and within a mode that looks at functions
+        # compiled modules would be compiled anew.
         is_eager = getattr(model, "stages", "eager") == "eager"
         if is_eager and not any(is_compiled(x) for y, _ in self._layers for x in y.modules()):
             self._waits = Waits(recorder)
@@ -129,10 +130,10 @@ class Watch:
 
     def stop(self) -> None:
         """Leave the model alone."""
-        for handle in self._handles:
-            handle.remove()
+        if self._handle is not None:
+            self._handle.remove()
 
-    def _given(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+    def _called(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         self._rows = row_count((args, kwargs))
 
     def end(self, timeline: Timeline) -> Advice | None:
@@ -141,12 +142,12 @@ class Watch:
         if model is None or not timeline.spans:
             return None
         if isinstance(model, MappedGPipe) and model.slices != 1:
-            # Nobody knows how long slices of other lengths would take.
+            # There is no rule for slices of a sequence.
             return None
         last = timeline.step()
         shares = last.shares
-        # Without a backward there are other settings to think of, and without costs, virtual
-        # accelerators take no time.
+        # The rules are about training steps. On virtual accelerators without costs no step takes
+        # any time.
         if not {"B", "W"} & {x.kind for x in last.spans} or not any(x.busy for x in shares):
             return None
         first = {x.stage or 0: x for x in last.spans if x.kind == "F" and not x.microbatch}
@@ -154,7 +155,7 @@ class Watch:
         n, threads = len(first), 0
         if isinstance(model, MappedGPipe):
             balancing = "balance.map_by_time(devices, model.module, sample)"
-            # Several threads may issue the forward where they compute the same as one.
+            # Advice may propose more threads only if they compute the same as one.
             threads = model.threads if judged(model)[1].are_equal(True) else n
         else:
             balancing = f"balance.balance_by_time({n}, model.module, sample)"
@@ -166,10 +167,10 @@ class Watch:
                 self._rows,
                 keepings_of(model.checkpoint, n),
                 [torch.device(x.stream.device_name) for _, x in sorted(first.items())],
-                # Of a cell that is computed again, F keeps the output alone.
+                # A cell that is computed again keeps all from its R on, and not from its F on.
                 {j: max(0.0, kept.get(("R", j), size)) for (_, j), size in kept.items()},
                 timeline.memory,
-                [] if self._waits is None else self._waits.found(),
+                [] if self._waits is None else self._waits.ended(),
                 len(self._layers),
                 balancing,
                 threads,

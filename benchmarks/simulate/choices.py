@@ -20,8 +20,8 @@ from benchmarks.simulate.choice_models import LLAMA, MODELS, Model, llama
 from torchgpipe import GPipe, MappedGPipe, ScheduledLoss
 from torchgpipe.planner.given import limits_of
 from torchgpipe.planner.problem import Problem, problem_of
-from torchgpipe.planner.proving import PROVEN, Proof, ranked
-from torchgpipe.planner.trial import Trial, Trials, settings
+from torchgpipe.planner.proving import PROVEN, ranked
+from torchgpipe.planner.trial import Proof, Trial, settings
 from torchgpipe.testing import dry_run, observe
 from torchgpipe.testing.dry_run import weightless, without_values
 from torchgpipe.testing.hardware import NAMED
@@ -76,11 +76,11 @@ def measure(
             ran.clear()
             own = ranked(replace(problem, memory=limits), [chunks], most, prove)[0]
             took = measuring + time.process_time() - start
-            chosen = {"fits": not own.excess, "seconds": took, **described(own.trial)}
+            chosen = {"fits": not own.excess, "seconds": took, **described(own)}
             if not own.excess:
-                proof = prove(own.trial)
+                proof = prove(own)
                 chosen |= {"ms": proof.time, "peak": max(proof.memory.values())}
-                chosen |= {"predicted_ms": own.trial.time, "predicted_peak": max(own.trial.memory)}
+                chosen |= {"predicted_ms": own.time, "predicted_peak": max(own.memory)}
             found[way] = chosen
         yield found
 
@@ -95,7 +95,7 @@ def trial_of(problem: Problem, best: Row, chunks: int) -> Trial:
         if (x.name, len(x.schedule.placement)) == (best["schedule"], count)
     )
     each = tuple([words.get(x, x) for x in (modes if len(modes) > 1 else modes * count)])
-    return Trials(problem).trial(setting, tuple(best["balance"]), each)
+    return Trial(setting, tuple(best["balance"]), each)
 
 
 def described(trial: Trial) -> dict[str, Any]:

@@ -56,8 +56,8 @@ def best(devices):
 def test_what_was_run_decides(devices, best, monkeypatch):
     """The fastest by prediction is slow here, and the next ones are run until one is fast."""
 
-    def wrong(problem, chunks):
-        found = search(problem, chunks)
+    def wrong(problem, chunks, limits):
+        found = search(problem, chunks, limits)
         slowest = max(found, key=lambda x: x.time)
         vars(slowest)["time"] = 1e-3
         return [slowest, *(x for x in found if x is not slowest)]

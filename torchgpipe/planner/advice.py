@@ -21,8 +21,8 @@ from torchgpipe.show.timeline import Advice
 
 __all__: list[str] = []
 
-#: From which share of a step on something is worth a sentence: waits with a name, waits for the
-#: host, recomputation or copies of cells, and the bubble.
+#: A rule applies from this share of a step on: waits in a function with a name, waits for the host,
+#: recomputation or copies of cells to the host, and the bubble.
 NAMED, LATE, AGAIN, BUBBLE = 0.03, 0.1, 0.05, 0.2
 
 #: How much longer than the mean the slowest device may compute.
@@ -60,8 +60,8 @@ class Observed:
 def advice_on(step: Observed) -> Advice | None:
     """The first rule that applies; None if none does."""
     for rule in (_copies, _waits, _host, _balance, _modes, _bubble):
-        for found in rule(step):
-            return found
+        for advice in rule(step):
+            return advice
     return None
 
 
@@ -133,7 +133,7 @@ def _modes(step: Observed) -> Iterator[Advice]:
     else:
         return
     caution = f"more activations are kept{_in_use(step)}"
-    # GPipe keeps all micro-batches then, and no schedule keeps more.
+    # Under "never" a stage keeps all micro-batches at most, under "except_last" one.
     for mode, count in ("never", step.chunks), ("except_last", 1):
         if {*step.modes} != {mode} and _has_room(step, count):
             yield Advice(reason, {"checkpoint": mode}, caution)

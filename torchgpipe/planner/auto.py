@@ -17,8 +17,8 @@ from torchgpipe.partition.arguments import MISSING, checked_chunks
 from torchgpipe.partition.keeping import checked_keepings, counted, is_policy, keepings_of
 from torchgpipe.planner.given import chunks_of, has_no_place, input_of, places_of, rows_of
 from torchgpipe.planner.problem import problem_of
-from torchgpipe.planner.proving import PROVEN, Proof, agreed, proof_of, ranked
-from torchgpipe.planner.trial import Trial, by_device
+from torchgpipe.planner.proving import PROVEN, agreed, proof_of, ranked
+from torchgpipe.planner.trial import Proof, Trial, by_device
 
 __all__: list[str] = []
 
@@ -77,33 +77,32 @@ def chosen(
         )
     input = input_of(sample)
     places = places_of([*on_cpu(module).values()] if has_no_place(devices) else devices)
-    # What is wrong is better told before anything is measured.
-    own = None if chunks is MISSING else checked_chunks(chunks)
+    # Wrong arguments are told before the layers are measured, which takes a second or more.
+    fixed = None if chunks is MISSING else checked_chunks(chunks)
     count = min(len(places), len(module))
     modes = None if checkpoint is MISSING else checked_keepings(checkpoint, count)
-    own_modes = keepings_of(modes or "never", count)
+    keepings = keepings_of(modes or "never", count)
     rows = rows_of(None, input)
     tried = chunks_of(
-        None if own is None else [min(own, rows)], rows, has_norms=has_batch_norms(module)
+        None if fixed is None else [min(fixed, rows)], rows, has_norms=has_batch_norms(module)
     )
 
     def choose() -> tuple[list[int], list[int], int, Any, float, list[float]]:
         problem = problem_of(module, input, places, rows)
-        problem = replace(problem, modes=modes and tuple(map(counted, own_modes)))
+        problem = replace(problem, modes=modes and tuple(map(counted, keepings)))
 
         def prove(trial: Trial) -> Proof | None:
             options = {"chunks": trial.schedule.chunks, "checkpoint": modes or trial.checkpoint}
             made = partial(wrap, balance=[*trial.balance], devices=trial.devices, **options)
             return proof_of(trial, lambda layers, _: made(layers), module, input)
 
-        best = ranked(problem, tried, PROVEN, prove)[0]
-        trial, workers = best.trial, best.trial.setting.schedule.placement
-        m = trial.schedule.chunks
-        if best.excess:
-            more = POLICY if any(map(is_policy, own_modes)) else ""
-            raise too_large(trial.setting.name, m, trial.balance, best.excess, more)
+        trial = ranked(problem, tried, PROVEN, prove)[0]
+        workers, m = trial.setting.placement, trial.setting.chunks
+        if trial.excess:
+            more = POLICY if any(map(is_policy, keepings)) else ""
+            raise too_large(trial.setting.name, m, trial.balance, trial.excess, more)
         return [*trial.balance], [*workers], m, trial.checkpoint, trial.time, trial.memory
 
-    sizes, workers, m, found, time, memory = agreed(choose)
+    sizes, workers, m, chosen_modes, time, memory = agreed(choose)
     predicted = time, by_device(places, memory)
-    return sizes, [places[w] for w in workers], own or m, modes or found, predicted
+    return sizes, [places[w] for w in workers], fixed or m, modes or chosen_modes, predicted

@@ -1,18 +1,12 @@
 """Layers cut into partitions, of which the slowest one is as fast as can be.
 
-:func:`evenest` is exact. It finds the cost of the largest block by bisection: a bound is feasible
-if blocks that are filled greedily up to it are few enough, and each answer moves one end of the
-search to a cost that a block really has.
-
-Where a block may cost something else at another place, as where it is computed again, or not fit at
-all, :func:`cut` compares all cuts, by dynamic programming.
-
-Source: Pinar and Aykanat, Fast optimal load balancing algorithms for 1D partitioning (2004).
+:func:`cut` compares all cuts, by dynamic programming. A block may cost something else at another
+place, as where it is computed again, or not fit at all. :func:`evenest` and :func:`solve` cut a
+sequence of costs that add up.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from itertools import accumulate, combinations, pairwise
@@ -23,11 +17,13 @@ from torchgpipe.checks import finite, is_number, listed, verify
 
 __all__ = ["cut", "evenest", "others", "solve"]
 
-#: How many ways to cut are all tried.
+#: If there are at most so many ways to cut, :func:`others` yields all.
 FEW = 100
 
 
-def cut(n: int, blocks: int, cost: Callable[[int, int, int], float]) -> list[int]:
+def cut(
+    n: int, blocks: int, cost: Callable[[int, int, int], float], most: float = inf
+) -> list[int]:
     """Cut layers into blocks, of which the largest one costs as little as possible.
 
     Of such cuts it is the evenest one: the squares of its costs have the least sum.
@@ -36,16 +32,24 @@ def cut(n: int, blocks: int, cost: Callable[[int, int, int], float]) -> list[int
         n: the number of layers.
         blocks: the number of blocks, none of which is empty.
         cost: ``cost(j, start, stop)`` of layers as block ``j``; infinite for what does not fit.
+        most: what no block of the best cut costs more than, nor any larger block that costs more.
     """
-    bound, _ = _best(n, blocks, lambda before, *block: max(before, cost(*block)))
 
-    def squares(before: float, *block: int) -> float:
-        own = cost(*block)
-        return before + own * own if own <= bound < inf else inf
+    def largest(before: float, *block: int) -> float | None:
+        size = cost(*block)
+        return max(before, size) if size <= most else None
 
-    found = _best(n, blocks, squares)[1]
-    # If nothing fits, any cut is as good.
-    return [*(found or _best(n, blocks, lambda before, *block: before)[1])]
+    bound, _ = _best(n, blocks, largest)
+
+    def squares(before: float, *block: int) -> float | None:
+        size = cost(*block)
+        if size <= bound < inf:
+            return before + size * size
+        return inf if size <= most else None
+
+    sizes = _best(n, blocks, squares)[1]
+    # If no cut fits, take any: the search then moves layers until one fits.
+    return [*(sizes or _best(n, blocks, lambda before, *block: before)[1])]
 
 
 def _best(
@@ -84,9 +88,9 @@ def others(sizes: Sequence[int]) -> Iterator[list[int]]:
     n, blocks = sum(sizes), len(sizes)
     if comb(n - 1, blocks - 1) <= FEW:
         for cuts in combinations(range(1, n), blocks - 1):
-            found = [b - a for a, b in pairwise((0, *cuts, n))]
-            if found != [*sizes]:
-                yield found
+            other = [b - a for a, b in pairwise((0, *cuts, n))]
+            if other != [*sizes]:
+                yield other
         return
     for distance in range(1, blocks):
         for k in range(blocks - distance):
@@ -99,25 +103,9 @@ def others(sizes: Sequence[int]) -> Iterator[list[int]]:
 
 
 def evenest(costs: Sequence[float], partitions: int = 1) -> list[int]:
-    """Cut a sequence into the evenest blocks of which none is larger than it has to be.
+    """The number of layers of each block of :func:`solve`.
 
-    It takes time in proportion to the layers, times the layers that fit into a block, at most times
-    the blocks.
-
-    Args:
-        costs: the cost of each layer, in any unit, finite and not negative.
-        partitions: how many blocks to make.
-
-    Returns:
-        How many layers each block takes. The largest block costs as little as possible.
-
-    Raises:
-        ValueError: there are fewer costs than blocks to make, or a cost is out of range.
-
-    Example::
-
-        >>> evenest([9, 2, 2, 2, 2], 3)
-        [1, 2, 2]
+    It takes time in proportion to the square of the layers.
     """
     costs = listed(costs, "costs must be a sequence", "costs", "pass a number for each layer")
     n = len(costs)
@@ -144,17 +132,9 @@ def evenest(costs: Sequence[float], partitions: int = 1) -> list[int]:
     unit = lcm(*[x.denominator for x in exact])
     #: The cost of the first k layers.
     sums = [0, *accumulate(int(cost * unit) for cost in exact)]
-    bound = _smallest_bound(sums, partitions)
-
-    def add(before: float, j: int, start: int, stop: int) -> float | None:
-        own = sums[stop] - sums[start]
-        if own > bound:
-            return None
-        # What is left must not be too much for the other blocks.
-        is_left = sums[n] - sums[stop] > (partitions - j - 1) * bound
-        return inf if is_left else before + own * own
-
-    return [*_best(n, partitions, add)[1]]
+    # The largest block of the best cut is above the mean by one layer at most.
+    most = sums[n] // partitions + max(b - a for a, b in pairwise(sums))
+    return cut(n, partitions, lambda j, start, stop: sums[stop] - sums[start], most)
 
 
 def solve(costs: Sequence[float], partitions: int = 1) -> list[list[float]]:
@@ -165,7 +145,8 @@ def solve(costs: Sequence[float], partitions: int = 1) -> list[list[float]]:
         partitions: how many blocks to make.
 
     Returns:
-        The blocks in order, none of them empty: the evenest of the optimal solutions.
+        The blocks in order, none of them empty: of the best ones, the evenest. The squares of their
+        costs have the least sum.
 
     Raises:
         ValueError: there are fewer costs than blocks to make, or a cost is out of range.
@@ -182,24 +163,3 @@ def solve(costs: Sequence[float], partitions: int = 1) -> list[list[float]]:
         blocks.append([*costs[start : start + size]])
         start += size
     return blocks
-
-
-def _smallest_bound(sums: Sequence[int], partitions: int) -> int:
-    """The cost of the largest block in the best solution, by bisection."""
-    n = len(sums) - 1
-    low = max(-(-sums[n] // partitions), max(sums[k + 1] - sums[k] for k in range(n)))
-    high = sums[n]
-    while low < high:
-        bound = (low + high) // 2
-        start, largest, next_bound = 0, 0, high
-        for _ in range(partitions):
-            stop = bisect_right(sums, sums[start] + bound) - 1
-            largest = max(largest, sums[stop] - sums[start])
-            if stop == n:
-                high = largest
-                break
-            next_bound = min(next_bound, sums[stop + 1] - sums[start])
-            start = stop
-        else:
-            low = next_bound
-    return low

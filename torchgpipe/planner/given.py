@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import inf
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe.ambient.notes import warn
-from torchgpipe.checks import has_entries, is_number, listed, shown, verify_kind
+from torchgpipe.checks import has_entries, is_number, listed, shown, verify_kind, verify_number
 from torchgpipe.devices.recorder import memory_total
 from torchgpipe.devices.streams import CPU, Device, accelerators
 from torchgpipe.partition.arguments import checked_device, checked_devices, positive_int
@@ -32,14 +31,13 @@ Memory: TypeAlias = Size | Sequence[Size] | Mapping[Device, Size]
 #: The bytes of the units in texts.
 UNITS = {f"{x}{i}B": (1024 if i else 1000) ** k for k, x in enumerate("KMGT", 1) for i in ("", "i")}
 
-#: The share of a device's memory that a plan may use, if nobody says how much. Fragments of memory,
-#: and what libraries take, need the rest. Operators do not show what their kernels take and free,
-#: as cuDNN's do, and to see it in the allocator's peak that would have to be reset, which is not
-#: this library's, but the process's.
+#: The share of a device's memory that a plan may use, if nobody says how much. The rest is for
+#: fragments of memory, and for what libraries take and free within an operator, as cuDNN does: no
+#: measurement of layers sees that.
 USABLE = 0.9
 
-#: The share of a limit that a plan fills by its prediction alone. What is tried on the devices may
-#: fill the limit.
+#: The share of a limit that a predicted peak may fill. What was trained on the devices may fill the
+#: whole limit.
 FILLED = 0.85
 
 #: The most micro-batches that are tried by default.
@@ -53,19 +51,19 @@ def has_no_place(devices: Iterable[Device] | None) -> bool:
 
 def places_of(devices: Iterable[Device] | None, *, are_one_each: bool = True) -> list[torch.device]:
     """The devices to plan for: by default all accelerators."""
-    given: Any = accelerators() if devices is None else devices
-    if not isinstance(given, str) and has_entries(given):
-        given = [*given]
-    # The message about something else proposes one device.
-    found = checked_devices(given, len(given) if isinstance(given, list) else 1)
-    is_twice = are_one_each and len({*found}) < len(found) and found[0] != CPU
-    if not found or is_twice:
+    entries: Any = accelerators() if devices is None else devices
+    if not isinstance(entries, str) and has_entries(entries):
+        entries = [*entries]
+    # If the devices are no sequence, the error proposes a list of one device.
+    places = checked_devices(entries, len(entries) if isinstance(entries, list) else 1)
+    is_twice = are_one_each and len({*places}) < len(places) and places[0] != CPU
+    if not places or is_twice:
         raise ValueError(
             "'auto', and a plan, is for one or more accelerators, or other devices, of a plan each "
-            f"of them once (devices: {[str(x) for x in given]}); pass such as devices=[0, 1, 2, "
+            f"of them once (devices: {[str(x) for x in entries]}); pass such as devices=[0, 1, 2, "
             "3], or ['cpu'] * 4"
         )
-    return found
+    return places
 
 
 def chunks_of(
@@ -78,20 +76,19 @@ def chunks_of(
             "(chunks: not given); pass the number that you want to train with, or several of them"
         )
     if chunks is None:
-        # A single row may have no variance.
+        # A batch normalisation refuses a micro-batch of a single row, which has no variance.
         most = min(max(1, rows // 2) if has_norms else rows, MOST)
         return [2**k for k in range(MOST.bit_length()) if 2**k <= most]
     remedy = "leave them out to try 1, 2, 4 and so on"
-    given = [chunks] if type(chunks) is int else chunks
-    given = listed(given, "chunks must be numbers of micro-batches", "chunks", remedy)
-    numbers = [number for number in map(positive_int, given) if number is not None]
-    found = sorted({*numbers})
-    if not found or len(numbers) < len(given) or found[-1] > rows:
+    entries: Any = [chunks] if type(chunks) is int else chunks
+    entries = listed(entries, "chunks must be numbers of micro-batches", "chunks", remedy)
+    numbers = [number for number in map(positive_int, entries) if number is not None]
+    if not numbers or len(numbers) < len(entries) or max(numbers) > rows:
         raise ValueError(
             "chunks must be numbers of micro-batches, from 1 to the rows of a mini-batch (chunks: "
-            f"{shown(given)}, rows: {rows}); {remedy}"
+            f"{shown(entries)}, rows: {rows}); {remedy}"
         )
-    return found
+    return sorted({*numbers})
 
 
 def looks_of(input: Any, have: int, rows: int) -> dict[int, Batch]:
@@ -101,7 +98,7 @@ def looks_of(input: Any, have: int, rows: int) -> dict[int, Batch]:
     """
     counts = [max(1, have * share // rows) for share in (8, 4, 2, 1)]
     some = [x for x in counts if have >= 2 * x][:2] or [1]
-    # The rows of the first micro-batch, which not all of its tensors have.
+    # ``divided`` tells the rows of the first micro-batch. Its tensors do not: some go whole.
     return {divided(have, count)[0]: scatter(input, count)[0] for count in reversed(some)}
 
 
@@ -109,9 +106,10 @@ def limits_of(memory: Memory | None, places: Sequence[torch.device]) -> list[flo
     """The bytes that each device may use."""
     if memory is None:
         return [USABLE * memory_total(x) for x in places]
-    given: Sequence[Any]
+    sizes: Sequence[Any]
     if isinstance(memory, Mapping):
-        # That of another device, such as the CPU, is kept by itself: nothing goes there.
+        # Accelerate's tables also have devices that no layer goes to, such as the CPU: those limits
+        # are left out.
         by_device = {checked_device(device): x for device, x in memory.items()}
         missing = [str(x) for x in dict.fromkeys(places) if x not in by_device]
         if missing:
@@ -120,19 +118,19 @@ def limits_of(memory: Memory | None, places: Sequence[torch.device]) -> list[flo
                 f"(memory: {shown(memory)}, missing: {', '.join(missing)}); add them, or pass "
                 "those with a limit as devices"
             )
-        given = [by_device[x] for x in places]
+        sizes = [by_device[x] for x in places]
     elif isinstance(memory, Sequence) and not isinstance(memory, str):
-        given = [*memory]
+        sizes = [*memory]
     else:
-        given = [memory] * len(places)
-    found = [size for size in map(bytes_of, given) if size is not None]
-    if len(given) != len(places) or len(found) < len(given):
+        sizes = [memory] * len(places)
+    limits = [size for size in map(bytes_of, sizes) if size is not None]
+    if len(sizes) != len(places) or len(limits) < len(sizes):
         raise ValueError(
             "memory must be the bytes that a device may use, or such as '10GiB', one for all, one "
             f"for each or a table by device (memory: {shown(memory)}, devices: {len(places)}); "
             "leave it out to use what there is"
         )
-    return found
+    return limits
 
 
 def bytes_of(size: Any) -> float | None:
@@ -152,32 +150,20 @@ def state_of(optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | float)
         TypeError: it is neither an optimizer nor a number.
         ValueError: the number is negative.
     """
-    if callable(optimizer):
-        weight = nn.Parameter(torch.zeros(64, 64))
-        made = optimizer([weight])
-        verify_kind(
-            made,
-            torch.optim.Optimizer,
-            "optimizer must be a function that makes one of parameters",
-            "made",
-            "pass such as torch.optim.AdamW, or 2 bytes of state per byte of a parameter",
-        )
-        weight.grad = torch.zeros_like(weight)
-        made.step()
-        state = [x for x in made.state[weight].values() if isinstance(x, Tensor)]
-        return sum(x.nbytes for x in state if x.dim()) / weight.nbytes
-    if not isinstance(optimizer, int | float):
-        raise TypeError(
-            "optimizer must be a function that makes one of parameters, or a number (optimizer: "
-            f"{type(optimizer).__name__}); pass such as torch.optim.AdamW, or 2 bytes of state per "
-            "byte of a parameter"
-        )
-    if not 0 <= optimizer < inf:
-        raise ValueError(
-            "an optimizer has no less than 0 bytes of state for each byte of a parameter "
-            f"(optimizer: {optimizer}); pass 0 for SGD, 1 with momentum, 2 for Adam"
-        )
-    return float(optimizer)
+    rule = "optimizer must be a function that makes one of parameters, or a number from 0 on"
+    remedy = (
+        "pass such as torch.optim.AdamW, or 0 bytes of state for SGD, 1 with momentum, 2 for Adam"
+    )
+    if not callable(optimizer):
+        verify_number(optimizer, rule, "optimizer", remedy)
+        return float(optimizer)
+    weight = nn.Parameter(torch.zeros(64, 64))
+    made = optimizer([weight])
+    verify_kind(made, torch.optim.Optimizer, rule, "made", remedy)
+    weight.grad = torch.zeros_like(weight)
+    made.step()
+    state = [x for x in made.state[weight].values() if isinstance(x, Tensor)]
+    return sum(x.nbytes for x in state if x.dim()) / weight.nbytes
 
 
 def with_loss(
@@ -201,26 +187,24 @@ class Loss(nn.Module):
     def __init__(self, loss: Callable[..., Any], targets: Sequence[Any]) -> None:
         super().__init__()
         self.loss = loss
-        self._leaves, containers = targets_in(targets)
-        # A function, which a copy of the layer shares: not all that it holds can be copied.
+        leaves, containers = targets_in(targets)
+        # A function, since copies of this layer share it: the containers of targets may hold what
+        # ``deepcopy`` refuses.
         self._together = lambda leaves: containers.unflatten(leaves)
-        #: The number of each tensor among the leaves, and whether the loss gets it whole.
-        self._whole: dict[int, bool] = {}
+        self._leaves = [x.value if isinstance(x, NoChunk) else x for x in leaves]
+        #: The numbers of the tensors that are cut to the rows that come.
+        self._cut = [k for k, x in enumerate(leaves) if isinstance(x, Tensor) and x.dim()]
         for k, leaf in enumerate(self._leaves):
-            value = leaf.value if isinstance(leaf, NoChunk) else leaf
-            self._leaves[k] = value
-            if isinstance(value, Tensor):
-                self._whole[k] = isinstance(leaf, NoChunk) or not value.dim()
-                self.register_buffer(f"target{k}", value)
+            if isinstance(leaf, Tensor):
+                self.register_buffer(f"target{k}", leaf)
 
     def forward(self, output: Any) -> Tensor:
         rows = len(next(iter(Batch(output))))
-        leaves = [*self._leaves]
-        for k, is_whole in self._whole.items():
-            tensor = getattr(self, f"target{k}")
-            leaves[k] = tensor if is_whole else tensor[:rows]
-        found = self.loss(output, *self._together(leaves))
-        total: Tensor = found[0] if isinstance(found, tuple) else found
+        leaves = [getattr(self, f"target{k}", leaf) for k, leaf in enumerate(self._leaves)]
+        for k in self._cut:
+            leaves[k] = leaves[k][:rows]
+        loss = self.loss(output, *self._together(leaves))
+        total: Tensor = loss[0] if isinstance(loss, tuple) else loss
         return total
 
 
@@ -232,8 +216,8 @@ def input_of(sample: Any) -> Any:
             f"divided already (sample: {type(sample).__name__} with Chunks); pass a mini-batch "
             "that has rows"
         )
-    given = arguments_of(sample)
-    return arguments(given.args, given.kwargs)
+    call = arguments_of(sample)
+    return arguments(call.args, call.kwargs)
 
 
 def arguments_of(sample: Any) -> Arguments:

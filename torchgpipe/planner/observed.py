@@ -75,19 +75,20 @@ class Waits:
         """A mode that looks at the functions that the layers of a cell call."""
         return Looking(self._recorder, mark.stream.device, self._seen)
 
-    def found(self) -> list[Wait]:
+    def ended(self) -> list[Wait]:
         """The waits, once the devices are done."""
-        found = []
+        waits = []
         for name, before, at, after, others in self._seen:
             device = at.stream.device
             start, end = (self._recorder.bounds(x)[0] for x in (before, after))
             until, stop = self._recorder.bounds(at)
             if others:
-                found.append(Wait(name, stop - until, device, others))
-            # What the device had to do then, and whether the host went on before it was done.
+                waits.append(Wait(name, stop - until, device, others))
+            # The device still had work when the function was called, and had none when it returned:
+            # the host has waited for it.
             elif until > start + LEFT and until <= end + LEFT:
-                found.append(Wait(name, end - start, device, ()))
-        return found
+                waits.append(Wait(name, end - start, device, ()))
+        return waits
 
 
 class Looking(TorchFunctionMode):

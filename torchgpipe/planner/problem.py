@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -20,7 +20,8 @@ from torchgpipe.planner.given import (
     with_loss,
 )
 from torchgpipe.planner.layers import Layer, Line, measured, measured_links
-from torchgpipe.planner.sandbox import verify_timed
+from torchgpipe.planner.memory import Stage
+from torchgpipe.planner.sandbox import Bytes, verify_timed
 from torchgpipe.values.division import row_count
 from torchgpipe.values.microbatch import scatter
 
@@ -43,18 +44,36 @@ class Problem:
     #: Memory of the optimizer, for each byte of a parameter that it changes.
     state: float
     #: Memory of the input of a mini-batch.
-    given: float
+    input_bytes: float
     #: Memory of the targets of a mini-batch.
-    targets: float
+    target_bytes: float
     #: The checkpoint mode of each partition, if they are given; None to search them.
     modes: tuple[str, ...] | None = None
     #: Pairs of layers that share a weight, so they must be on one worker.
     ties: Sequence[tuple[int, int]] = ()
+    #: Caches of :meth:`stage`: partitions by their layers and rows, and the layers' memory by rows.
+    _stages: dict[tuple[int, int, int], Stage] = field(default_factory=dict, repr=False)
+    _bytes: dict[int, list[Bytes]] = field(default_factory=dict, repr=False)
 
     @property
     def count(self) -> int:
         """The number of layers, without the loss."""
         return len(self.layers) - self.has_loss
+
+    def rows(self, m: int) -> int:
+        """The rows of the largest of some micro-batches."""
+        return -(-self.batch // m)
+
+    def stage(self, start: int, stop: int, m: int) -> Stage:
+        """Some layers as a partition, of one of some micro-batches."""
+        rows = self.rows(m)
+        if rows not in self._bytes:
+            self._bytes[rows] = [x.bytes(rows) for x in self.layers]
+        if (start, stop, rows) not in self._stages:
+            here, memory = range(start, stop), self._bytes[rows]
+            stage = Stage(self.layers, memory, rows, here, is_summed=self.has_loss)
+            self._stages[start, stop, rows] = stage
+        return self._stages[start, stop, rows]
 
 
 def problem_of(
@@ -81,23 +100,23 @@ def problem_of(
     progress = checked_flag(progress, "progress")
     have = max(1, row_count(input))
     after = [loss] if isinstance(loss, nn.Module) else []
-    # On one device, as on the CPU, all are together.
+    # Where all workers are on one device, as on the CPU, shared weights are together anyway.
     ties = _ties([*layers, *after]) if len({*places}) > 1 else []
     module, looks = with_loss(layers, loss, targets), looks_of(input, have, rows)
-    found = measured(module, looks, places[0], timeout=timeout, progress=progress)
+    profile = measured(module, looks, places[0], timeout=timeout, progress=progress)
     if loss is not None:
-        # The targets are counted by themselves.
-        own = [x for own in after for x in chain(own.parameters(), own.buffers())]
-        weights = found[-1].weights._replace(all=sum(x.nbytes for x in own))
-        found[-1] = replace(found[-1], weights=weights)
+        # The measured loss holds the targets as buffers, which ``target_bytes`` counts.
+        tensors = [x for module in after for x in chain(module.parameters(), module.buffers())]
+        weights = profile[-1].weights._replace(all=sum(x.nbytes for x in tensors))
+        profile[-1] = replace(profile[-1], weights=weights)
     elsewhere = f"on the CPU, by devices=['cpu'] * {len(places)}"
-    verify_timed([x.time(rows) for x in found], places[0], "layers", elsewhere)
+    verify_timed([x.time(rows) for x in profile], places[0], "layers", elsewhere)
     number = {place: w for w, place in reversed([*enumerate(places)])}
     links = measured_links(places).items()
     (whole,) = scatter(input, 1)
     scale = rows / have
     problem = Problem(
-        found,
+        profile,
         loss is not None,
         rows,
         places,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import Any, NamedTuple, TypeVar
+from statistics import mean
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,112 +19,102 @@ from torchgpipe.devices.recorder import Stopwatch, forget_peak, memory_allocated
 from torchgpipe.devices.streams import CPU, has_streams
 from torchgpipe.planner.given import FILLED
 from torchgpipe.planner.problem import Problem
-from torchgpipe.planner.search import search
-from torchgpipe.planner.trial import Trial, by_device
+from torchgpipe.planner.search import again, search
+from torchgpipe.planner.trial import Proof, Trial, by_device
 from torchgpipe.values.structure import is_of_input, leaves_of, map_leaves
 
 __all__: list[str] = []
 
-#: How many candidates are proven, if nobody says how many.
-PROVEN = 2
+#: Proofs end when so many candidates have fitted, by default, or so many times as many were tried.
+PROVEN, TRIES = 2, 3
 
-#: How often the search is repeated, and how many candidates are tried each time, at most, for each
-#: that is to be proven: most of those may have too little memory.
-SEARCHES, TRIES = 3, 3
-
-#: How many times the limits the search may take for them, where proofs have taken less than was
-#: predicted.
+#: A predicted peak may be above a limit this many times at most, if proofs have taken less memory
+#: than was predicted.
 MOST = 1.5
 
+#: Before any proof, a predicted peak may be above a limit this many times: where one run of a layer
+#: does not tell how much memory a step takes, more is counted, and not less.
+HOPED = 1.2
 
-class Proof(NamedTuple):
-    """The milliseconds of a step that a candidate was trained for, and its memory."""
-
-    time: float
-    memory: dict[torch.device, int]
-
-
-class Ranked(NamedTuple):
-    """A candidate, by how many bytes it has too little memory, and what its steps have taken."""
-
-    trial: Trial
-    excess: float
-    proof: Proof | None = None
-
-    @property
-    def key(self) -> tuple[bool, bool, float, float]:
-        """The place in a ranking: what fits, then what is proven, then what is fast."""
-        time = self.trial.time if self.proof is None else self.proof.time
-        return self.excess > 0, self.proof is None, self.excess, time
+#: Trains the layers for two steps as a trial says. It returns None if it has run out of memory for
+#: another reason than the trial's: that the model itself is on a device.
+Prove: TypeAlias = Callable[[Trial], Proof | None]
 
 
-#: Trains the layers as a trial says, for two steps; None if they have taken nothing to go by.
-Prove = Callable[[Trial], Proof | None]
-
-
-def ranked(problem: Problem, chunks: Sequence[int], most: int, prove: Prove) -> list[Ranked]:
+def ranked(problem: Problem, chunks: Sequence[int], most: int, prove: Prove) -> list[Trial]:
     """Search a problem, and prove so many of the best candidates, if devices have streams.
 
-    What steps have taken, beside what was predicted, corrects the limits of the next search. What
-    is not proven fills a share of each device's memory.
+    Returns:
+        The trials: what fits, then what is proven, then what is fast. What is not proven fits if
+        it fills no more than a share of each device's memory.
     """
-    limits, proofs = problem.memory, dict[Any, Ranked]()
-    margin = [FILLED * x for x in limits]
-    is_proven = most > 0 and all(map(has_streams, problem.places))
-    found: list[Trial] = []
-    room = limits
-    for _ in range(SEARCHES if is_proven else 0):
-        trials = search(replace(problem, memory=room), chunks)
-        found = found or trials
-        new = _proven(trials, proofs, limits, most, prove)
-        if not new or min(limits) == inf:
-            break
-        room = [_corrected(new, w, limit) for w, limit in enumerate(limits)]
-    if all(x.excess for x in proofs.values()):
-        trials = search(replace(problem, memory=margin), chunks)
-        found = found or trials
-        if is_proven:
-            _proven(trials, proofs, limits, most, prove)
-    rest = [Ranked(x, x.excess or x.over(margin)) for x in found if x.settings not in proofs]
-    return sorted([*proofs.values(), *rest], key=lambda x: x.key)
+    trials: list[Trial] = []
+    proven: list[Trial] = []
+    if most > 0 and all(map(has_streams, problem.places)):
+        trials = search(problem, chunks, [HOPED * x for x in problem.memory])
+        proven = _proven(trials, problem.memory, most, prove)
+    margin = [FILLED * x for x in problem.memory]
+    if all(x.excess for x in proven):
+        trials = search(problem, chunks, margin)
+    known = {x.settings for x in proven}
+    rest = [x for x in trials if x.settings not in known]
+    for trial in rest:
+        trial.excess = trial.over(margin)
+    times = {x: x.proof.time if x.proof else x.time for x in (*proven, *rest)}
+    return sorted(times, key=lambda x: (x.excess > 0, not x.proof, x.excess, times[x]))
 
 
 def _proven(
-    trials: Sequence[Trial],
-    proofs: dict[Any, Ranked],
-    limits: Sequence[float],
-    most: int,
-    prove: Prove,
-) -> list[Ranked]:
-    """Prove some trials, as long as one that fits by its prediction may be faster."""
-    best = min([x.proof.time for x in proofs.values() if x.proof and not x.excess], default=inf)
-    # If nothing fits by its prediction, the next best one tells how far that is off.
-    fits = [x for x in trials if not x.excess] or [x for x in trials[:1] if not proofs]
-    left = [x for x in fits if x.settings not in proofs]
-    new: list[Ranked] = []
-    for trial in sorted(left, key=lambda x: x.time)[: TRIES * most]:
-        if trial.time >= best or sum(not x.excess for x in new) == most:
+    trials: Sequence[Trial], limits: Sequence[float], most: int, prove: Prove
+) -> list[Trial]:
+    """Prove the fastest trials, until so many fit, or none of the rest may be faster.
+
+    What a step has taken, as a share of what was predicted, corrects the limits for its schedule,
+    which is searched again with these. A schedule without a proof goes by the mean of all shares.
+    """
+    proven: list[Trial] = []
+    # Before any proof a guess stands in for the shares.
+    shares = [1 / HOPED]
+    # The next trial of each setting that still has one.
+    left = {x.setting: x for x in trials if not x.over([HOPED * y for y in limits])}
+    # If nothing fits by its prediction, the nearest one tells how far that is off.
+    left = left or {x.setting: x for x in trials[:1]}
+    best = inf
+    while left and len(proven) < TRIES * most and sum(not x.excess for x in proven) < most:
+        trial = min(left.values(), key=lambda x: x.time)
+        if trial.time >= best:
             break
-        proof = prove(trial)
-        if proof is None:
-            break
-        room = by_device(trial.problem.places, limits)
-        over = [size - room[x] for x, size in proof.memory.items() if x in room]
-        # Nobody knows how much a step lacks that has failed.
-        excess = max(0.0, float(proof.time == inf), *over)
-        new.append(Ranked(trial, excess, proof))
-        proofs[trial.settings] = new[-1]
-        best = best if excess else min(best, proof.time)
-    return new
+        del left[trial.setting]
+        room = [x / mean(shares) for x in limits]
+        if not proven or trial.setting in {x.setting for x in proven} or not trial.over(room):
+            if (proof := prove(trial)) is None:
+                break
+            trial.proof, trial.excess = proof, _excess(trial, proof, limits)
+            proven.append(trial)
+            best = best if trial.excess else min(best, proof.time)
+            taken = _shares(trial, proof)
+            room = [x / share for x, share in zip(limits, taken)]
+            shares.append(taken[trial.memory.index(max(trial.memory))])
+        following = again(trial, room)
+        if not following.over(room) and following.settings not in {x.settings for x in proven}:
+            left[trial.setting] = following
+    return proven
 
 
-def _corrected(proofs: Sequence[Ranked], w: int, limit: float) -> float:
-    """The limit of a worker for predictions, by what steps have taken there beside these."""
-    shares = []
-    for trial, _, proof in proofs:
-        taken = proof.memory.get(trial.problem.places[w]) if proof else None
-        shares.append(1 / FILLED if taken is None else taken / trial.memory[w])
-    return limit / max([1 / MOST, min(1 / FILLED, max(shares, default=1.0))])
+def _excess(trial: Trial, proof: Proof, limits: Sequence[float]) -> float:
+    """By how many bytes the fullest device has had too little."""
+    room = by_device(trial.problem.places, limits)
+    over = [size - room[x] for x, size in proof.memory.items() if x in room]
+    # A step that has run out of memory has no peaks, and does not fit all the same.
+    return max(0.0, float(proof.time == inf), *over)
+
+
+def _shares(trial: Trial, proof: Proof) -> list[float]:
+    """The memory that a step has taken on each device, as a share of what was predicted."""
+    pairs = zip(trial.problem.places, trial.memory)
+    # A step that has run out of memory has no peaks, and has taken more than was predicted.
+    taken = [(proof.memory.get(x, size / FILLED), max(1.0, size)) for x, size in pairs]
+    return [max(1 / MOST, real / size) for real, size in taken]
 
 
 def proof_of(
@@ -157,16 +147,16 @@ def proof_of(
             model.zero_grad()
             time = _step(model, devices, input, targets if trial.setting.name else ())
     except torch.OutOfMemoryError:
-        # If the layers themselves are on one of the devices, that tells nothing.
+        # The user's own layers may have taken the memory, if they are on one of the devices.
         return None if any(x.device in devices for x in layers.parameters()) else Proof(inf, {})
     finally:
-        for generator, own in numbers.items():
-            set_state(generator, own)
+        for generator, state in numbers.items():
+            set_state(generator, state)
     memory = {}
-    for place, old in before.items():
-        here = [x for x in model.parameters() if x.requires_grad and x.device == place]
-        state = trial.problem.state * sum(x.nbytes for x in here)
-        memory[place] = (peak_memory(place) or 0) - old + round(state)
+    for device, old in before.items():
+        here = [x for x in model.parameters() if x.requires_grad and x.device == device]
+        optimizer = round(trial.problem.state * sum(x.nbytes for x in here))
+        memory[device] = (peak_memory(device) or 0) - old + optimizer
     return Proof(time, memory)
 
 
@@ -187,13 +177,14 @@ def _step(
     """The milliseconds of a step."""
     watches = [Stopwatch(device) for device in devices]
     for device, watch in zip(devices, watches):
-        # What was issued before is over then.
+        # The first stop waits for all that was issued before, which the time must not include.
         watch.start()
         watch.stop()
         forget_peak(device)
         watch.start()
     ends = [x for x in leaves_of(model(input, *targets)) if isinstance(x, Tensor)]
-    # A loss outside is taken to make a gradient as large as its input.
+    # Where the loss is outside the pipeline, a loss stands in whose gradient is as large as the
+    # output.
     terms = [F.mse_loss(x, x.detach()) if x.dim() else x for x in ends]
     torch.autograd.backward([x for x in terms if x.requires_grad])
     return 1000 * max(watch.stop() for watch in watches)
@@ -210,14 +201,14 @@ def agreed(choose: Callable[[], T]) -> T:
     group = torch.distributed
     if not (group.is_available() and group.is_initialized() and group.get_world_size() > 1):
         return choose()
-    found: list[Any] = [None, None]
+    answer: list[Any] = [None, None]
     if group.get_rank() == 0:
         try:
-            found[0] = choose()
+            answer[0] = choose()
         except Exception as error:
-            found[1] = error
-    group.broadcast_object_list(found)
-    if found[1] is not None:
-        raise found[1]
-    choice: T = found[0]
-    return choice
+            answer[1] = error
+    group.broadcast_object_list(answer)
+    choice, raised = answer
+    if raised is not None:
+        raise raised
+    return cast(T, choice)

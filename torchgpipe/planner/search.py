@@ -1,153 +1,39 @@
-"""The search: balances, chunks, checkpoints and schedules, simulated under each device's memory.
+"""The search: for each schedule, the balance and the modes that are fastest, and fit into memory.
 
-There are too many to try all. So each schedule, at each number of micro-batches, begins with the
-balance whose slowest partition is fastest, and with the modes that fit there: cells keep less,
-those first that free the most memory for their time, until all fits, and then some keep more. From
-the fastest of these on, one layer is moved at a time, again with the modes that fit, as long as
-that helps.
+There are too many balances to try all. So each schedule, at each number of micro-batches, begins
+with the balance whose slowest partition is fastest. From there one layer at a time is moved, as
+long as that helps. Each balance has the modes that fit and compute the least again
+(``Setting.fitted``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from functools import cache
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from math import inf
-from operator import attrgetter
 
 from torchgpipe.planner.cuts import cut, others
 from torchgpipe.planner.problem import Problem
-from torchgpipe.planner.trial import Setting, Trial, Trials, settings
+from torchgpipe.planner.trial import Setting, Trial, settings
 
 __all__: list[str] = []
 
-#: What cells may keep, the most first.
-MODES = ("never", "except_last", "always")
+#: The search of a schedule ends when the simulator has gone through so many instructions. A million
+#: took about a second when this was set.
+EFFORT = 1_000_000
 
-#: How many instructions are timed, in all trials together, before nothing more is improved. A
-#: million took about 0.8 seconds when this was set. To count the memory of one takes three times as
-#: long, and to find out what it waits for 25 times.
-EFFORT = 50_000_000
-
-#: How many times the time of the fastest one a setting may take, with its first balance and nothing
-#: computed again, to be improved.
+#: A schedule is not searched if its step with the first balance, recomputation aside, takes more
+#: than this many times the fastest step so far.
 HOPE = 1.5
 
 
-class Search(Trials):
-    """The search for the best trials of a problem."""
-
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem)
-        self.even = cache(self._even)
-
-    def begun(self, setting: Setting) -> Trial:
-        """The first trial of a setting: the fastest slowest partition, and as much kept as fits."""
-        balance = self.even(setting.schedule.chunks, setting.schedule.placement)
-        if self.problem.modes is not None:
-            return self.trial(setting, balance, self.problem.modes)
-        best = self.fitted(self.fastest(setting, balance))
-        if "always" in best.modes:
-            found = self.fitted(self.trial(setting, balance, ("always",) * len(balance)))
-            best = found if found.beats(best) else best
-        return best
-
-    def _even(self, m: int, placement: tuple[int, ...]) -> tuple[int, ...]:
-        """The balance whose slowest partition is fastest."""
-        problem, count, rows = self.problem, len(placement), self.rows(m)
-        #: The time of all layers before each, that of their forwards, and their weights' memory.
-        times = [*accumulate([x.time(rows) for x in problem.layers], initial=0.0)]
-        again = [*accumulate([x.times(rows).forward for x in problem.layers], initial=0.0)]
-        own = [x.weights for x in problem.layers]
-        each = [x.all + (1 + problem.state) * x.trainable for x in own]
-        sizes = [*accumulate(each, initial=0.0)]
-
-        def cost(j: int, start: int, stop: int) -> float:
-            w, end = placement[j], stop + (problem.has_loss and j == count - 1)
-            # Where a worker has several partitions, the other layer may be in another of them.
-            if placement.count(w) == 1 and any(
-                (start <= a < end) != (start <= b < end) for a, b in problem.ties
-            ):
-                return inf
-            filled = (sizes[end] - sizes[start]) / problem.memory[w]
-            if filled > 1:
-                # More than whatever fits. If nothing does, the one that needs the least fits first.
-                return 2 * times[-1] * filled
-            is_again = problem.modes is not None and problem.modes[j] != "never"
-            return times[end] - times[start] + (again[end] - again[start] if is_again else 0.0)
-
-        return tuple(cut(problem.count, count, cost))
-
-    def fitted(self, trial: Trial, than: Trial | None = None) -> Trial:
-        """Keep less until all fits, and then more where that is faster and fits.
-
-        It ends early once the trial cannot become faster than another one that fits. Modes that are
-        given stay.
-        """
-        if self.problem.modes is not None:
-            return trial
-        count = 1
-        while trial.excess and not (than and not than.excess and trial.time >= than.time):
-            less = self._less(trial, count)
-            if less == trial.modes:
-                return trial
-            trial, count = self.trial(trial.setting, trial.balance, less), 2 * count
-        for j in range(len(trial.modes)) if not trial.excess else ():
-            for mode in MODES[: MODES.index(trial.modes[j])]:
-                modes = (*trial.modes[:j], mode, *trial.modes[j + 1 :])
-                more = self.trial(trial.setting, trial.balance, modes)
-                if more.beats(trial):
-                    trial = more
-                    break
-        return trial
-
-    def _less(self, trial: Trial, count: int) -> tuple[str, ...]:
-        """The modes of which some, of each worker that has too little memory, keep less."""
-        setting, modes = trial.setting, [*trial.modes]
-        stages = self.stages(trial.balance, setting.schedule.chunks)
-        found: list[list[tuple[float, int]]] = [[] for _ in trial.memory]
-        for j, (w, stage) in enumerate(zip(setting.schedule.placement, stages)):
-            less = stage.kept - stage.stored
-            if less > 0 and modes[j] != "always":
-                found[w].append((stage.durations(splits=setting.splits)[3] / less, j))
-        for own, size, limit in zip(found, trial.memory, self.problem.memory):
-            for _, j in sorted(own)[:count] if size > limit else ():
-                modes[j] = "always"
-        return tuple(modes)
-
-    def improved(self, trial: Trial) -> Trial:
-        """Change the balance as long as that helps, each time with the modes that fit."""
-        found: Trial | None = trial
-        while found is not None:
-            trial = found
-            tried = (self.fitted(x, trial) for x in self._beside(trial))
-            found = next((x for x in tried if x.beats(trial)), None)
-        return trial
-
-    def fastest(self, setting: Setting, balance: tuple[int, ...]) -> Trial:
-        """The trial of which nothing is computed again."""
-        return self.trial(setting, balance, ("never",) * len(balance))
-
-    def _beside(self, trial: Trial) -> Iterator[Trial]:
-        """Yield trials with another balance, of which those that cannot be better are left out."""
-        setting, placement = trial.setting, trial.setting.schedule.placement
-        fullest = trial.memory.index(max(trial.memory)) if 0 < trial.excess < inf else None
-        for balance in map(tuple, others(trial.balance)):
-            if self.effort > EFFORT:
-                return
-            if fullest is not None:
-                # Only the fullest worker's loss of a layer makes anything fit.
-                pairs = zip(trial.balance, balance, placement)
-                is_hopeful = any(y < x for x, y, w in pairs if w == fullest)
-            else:
-                # Nothing is faster than without recomputation.
-                is_hopeful = trial.excess > 0 or (self.fastest(setting, balance).time < trial.time)
-            if is_hopeful:
-                yield self.trial(setting, balance, trial.modes)
-
-
-def search(problem: Problem, chunks: Iterable[int]) -> list[Trial]:
+def search(problem: Problem, chunks: Iterable[int], limits: Sequence[float]) -> list[Trial]:
     """Find the fastest trials that fit, one for each schedule and number of micro-batches.
+
+    Args:
+        problem: the layers and the devices.
+        chunks: the numbers of micro-batches.
+        limits: the bytes that each worker may use by predictions.
 
     Returns:
         The trials: those that fit before those that do not, the fastest first.
@@ -155,16 +41,15 @@ def search(problem: Problem, chunks: Iterable[int]) -> list[Trial]:
     Raises:
         ValueError: no trial keeps layers together that share a weight.
     """
-    found = Search(problem)
-    begun = [found.begun(x) for x in settings(problem, chunks)]
-    best = min(begun, key=attrgetter("key"))
-    ranked = []
-    for trial in sorted(begun, key=lambda x: (x.excess > 0, x.time)):
-        if best.excess or found.fastest(trial.setting, trial.balance).time < HOPE * best.time:
-            trial = found.improved(trial)
-            best = min(best, trial, key=attrgetter("key"))
-        ranked.append(trial)
-    trials = sorted([x for x in ranked if x.excess < inf], key=attrgetter("key"))
+    begun = [x.fitted(_even(x), limits) for x in settings(problem, chunks)]
+    best = min(begun, key=lambda x: x.rank(limits))
+    trials = []
+    for trial in sorted(begun, key=lambda x: (x.over(limits) > 0, x.time)):
+        if best.over(limits) or Trial(trial.setting, trial.balance).time < HOPE * best.time:
+            trial = _improved(trial, limits)
+            best = min(best, trial, key=lambda x: x.rank(limits))
+        trials.append(trial)
+    trials = sorted([x for x in trials if x.over(limits) < inf], key=lambda x: x.rank(limits))
     if not trials:
         a, b = problem.ties[0]
         raise ValueError(
@@ -174,3 +59,68 @@ def search(problem: Problem, chunks: Iterable[int]) -> list[Trial]:
             f"ones{'' if problem.has_loss else ', or plan with a loss, for schedules that do so'}"
         )
     return trials
+
+
+def again(trial: Trial, limits: Sequence[float]) -> Trial:
+    """Search the setting of a trial under other limits, from the trial's balance and its first."""
+    setting = trial.setting
+    if min(limits) == inf:
+        return trial
+    starts = {trial.balance, _even(setting)}
+    trials = [_improved(setting.fitted(x, limits), limits) for x in sorted(starts)]
+    return min(trials, key=lambda x: x.rank(limits))
+
+
+def _even(setting: Setting) -> tuple[int, ...]:
+    """The balance whose slowest partition is fastest."""
+    problem, placement = setting.problem, setting.placement
+    count, rows = len(placement), problem.rows(setting.chunks)
+    # Sums over the first k layers, so that a range of layers costs a subtraction.
+    times = [*accumulate([x.time(rows) for x in problem.layers], initial=0.0)]
+    forwards = [*accumulate([x.times(rows).forward for x in problem.layers], initial=0.0)]
+    weights = [x.weights.all + (1 + problem.state) * x.weights.trainable for x in problem.layers]
+    sizes = [*accumulate(weights, initial=0.0)]
+
+    def cost(j: int, start: int, stop: int) -> float:
+        w, end = placement[j], stop + (problem.has_loss and j == count - 1)
+        # Layers that share a weight must be on one worker. A worker with several partitions may
+        # have the two layers in different ones, so this is for workers with one partition.
+        if placement.count(w) == 1 and any(
+            (start <= a < end) != (start <= b < end) for a, b in problem.ties
+        ):
+            return inf
+        filled = (sizes[end] - sizes[start]) / problem.memory[w]
+        if filled > 1:
+            # The weights alone do not fit. This costs more than any partition that fits, and the
+            # more they need, the more it costs.
+            return 2 * times[-1] * filled
+        is_again = problem.modes is not None and problem.modes[j] != "never"
+        return times[end] - times[start] + (forwards[end] - forwards[start] if is_again else 0.0)
+
+    return tuple(cut(problem.count, count, cost))
+
+
+def _improved(trial: Trial, limits: Sequence[float]) -> Trial:
+    """Change the balance as long as that helps, each time with the modes that fit."""
+    setting = trial.setting
+    most = setting.effort + EFFORT
+    better: Trial | None = trial
+    while better is not None and setting.effort < most:
+        trial = better
+        better = next((x for x in _near(trial, limits) if _is_better(x, trial, limits)), None)
+    return trial
+
+
+def _near(trial: Trial, limits: Sequence[float]) -> Iterator[Trial]:
+    """Yield trials with another balance, but for those that cannot be better."""
+    for balance in map(tuple, others(trial.balance)):
+        # No step takes less than its busiest worker computes.
+        if trial.over(limits) or Trial(trial.setting, balance).least < trial.time:
+            yield trial.setting.fitted(balance, limits)
+
+
+def _is_better(trial: Trial, than: Trial, limits: Sequence[float]) -> bool:
+    """Whether a trial fits, or is nearer to it, or is faster; it is timed only if need be."""
+    if over := than.over(limits):
+        return trial.over(limits) < over
+    return not trial.over(limits) and trial.time < than.time

@@ -1,16 +1,25 @@
-"""Trials: the time and the memory of a schedule with a balance and checkpoint modes, simulated."""
+"""Trials: a schedule with a balance and checkpoint modes, and its simulated time and memory.
+
+What a worker holds at a moment of a schedule is what its cells keep, the values that wait for it,
+and the workspace of one computation. That depends on its own stages and modes alone, apart from the
+order in which values arrive, which is the schedule's. So each worker's modes are found by
+themselves::
+
+    worker 1 at 1B0    cells 1F0, 1F1 keep       an input waits       workspace of stage 1's B
+                     2 × the bytes of a cell   + its bytes          + bytes
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, lru_cache, partial
-from itertools import accumulate, pairwise
+from dataclasses import replace
+from functools import cache, cached_property, lru_cache
+from itertools import accumulate, pairwise, product
 from math import inf
-from operator import add
-from typing import Any
+from operator import add, mul
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -21,98 +30,316 @@ from torchgpipe.schedule.built_in import fill_drain
 from torchgpipe.schedule.by_name import built_in
 from torchgpipe.schedule.costs import Costs, Table
 from torchgpipe.schedule.language import Schedule
-from torchgpipe.schedule.program import Instruction, Overlap, Skips, operations, operations_of
+from torchgpipe.schedule.program import Op, Overlap, Skips, operations_of
 from torchgpipe.schedule.rewrite import recomputes, with_modes
 from torchgpipe.schedule.simulator import Rehearsal
 
 __all__: list[str] = []
 
+#: What cells may keep, the most first.
+MODES = ("never", "except_last", "always")
 
-@dataclass(frozen=True, eq=False)
+#: How many values wait for a worker, or gradients, on each of its ways.
+Counts: TypeAlias = tuple[int, ...]
+
+
+class Timetable(NamedTuple):
+    """The instructions of a worker, each with what waits before and during it."""
+
+    #: The stages from and to which values and gradients come to the worker.
+    ways: list[tuple[int, int]]
+    moments: list[tuple[Op, Counts, Counts]]
+
+
+class Part(NamedTuple):
+    """The share of a worker in a balance: all that its memory and its modes depend on."""
+
+    worker: int
+    #: The layers of each of its stages, from one number up to another.
+    ranges: tuple[tuple[int, int], ...]
+    #: The bytes of a value, or a gradient, on each way to it.
+    sizes: tuple[float, ...]
+    #: The pairs of stages, apart from each other, from and to which some values of the model go.
+    skips: tuple[tuple[int, int], ...]
+
+
+class Proof(NamedTuple):
+    """The milliseconds of a step that a candidate was trained for, and its memory."""
+
+    time: float
+    memory: dict[torch.device, int]
+
+
 class Setting:
-    """A schedule before it has modes; that of :class:`~torchgpipe.GPipe` has no name."""
+    """A schedule before it has modes, with what its trials share; that of GPipe has no name."""
 
-    name: str | None
-    schedule: Schedule
+    def __init__(self, problem: Problem, name: str | None, schedule: Schedule) -> None:
+        self.problem, self.name, self.schedule = problem, name, schedule
+        self.placement, self.chunks = schedule.placement, schedule.chunks
+        #: Whether backward is in halves.
+        self.splits = any(op.kind == "W" for op in operations_of(schedule.program))
+        #: The stages of each worker.
+        self.of_worker: list[list[int]] = [[] for _ in schedule.program]
+        for j, w in enumerate(self.placement):
+            self.of_worker[w].append(j)
+        #: How many instructions were timed, or counted, so far.
+        self.effort = 0
+        self.cells = cache(lambda mode: recomputes(schedule.program, mode, schedule.chunks))
+        self.durations = cache(lambda *x: self.stage(*x).durations(splits=self.splits))
+        # Bounded, since a model with skips has other pairs of stages for nearly each balance.
+        self.rehearsal = lru_cache(64)(self._rehearsal)
+        self.lines = lru_cache(64)(self._waiting)
+        self.peak = lru_cache(4096)(self._peak)
+        self._lightest = lru_cache(4096)(self._modes_of)
 
-    @cached_property
-    def splits(self) -> bool:
-        """Whether its backward is in halves."""
-        return any(op.kind == "W" for op in operations_of(self.schedule.program))
+    def stage(self, start: int, stop: int) -> Stage:
+        """Some layers as a partition."""
+        return self.problem.stage(start, stop, self.chunks)
+
+    def _rehearsal(self, skips: Skips) -> Rehearsal:
+        """The program without recomputation, ready to be timed."""
+        # To make a rehearsal takes 25 times as long as to time it.
+        self.effort += 25 * sum(map(len, self.schedule.program))
+        return Rehearsal(self.schedule.program, skips)
+
+    def _waiting(self, skips: Skips) -> list[Timetable]:
+        """The instructions of each worker, in the order in which the host issues all of them.
+
+        That order is the same whatever they cost. A value waits from the instruction that makes it
+        to the one that uses it. What the next stage of the same worker uses is not counted: that
+        comes next, or is part of what the cell keeps.
+        """
+        there = [*pairwise(range(len(self.placement))), *skips]
+        apart = [(a, b) for a, b in there if self.placement[a] != self.placement[b] or b > a + 1]
+        lines = [Timetable([], []) for _ in self.of_worker]
+        for a, b in (*apart, *((b, a) for a, b in apart)):
+            lines[self.placement[b]].ways.append((a, b))
+        rehearsal = self.rehearsal(skips)
+        start, _ = rehearsal.times(Table(Costs(), self.placement, skips))
+        waiting = Counter[tuple[int, int]]()
+        for w, op, _ in rehearsal.order(start):
+            assert isinstance(op, Op)
+            ways = lines[w].ways
+            before = tuple([waiting[x] for x in ways])
+            # Values go to later stages, gradients to earlier ones.
+            for a, b in apart if op.kind != "W" else ():
+                source, target = (a, b) if op.kind == "F" else (b, a)
+                waiting[source, target] += (op.stage == source) - (op.stage == target)
+            lines[w].moments.append((op, before, tuple([waiting[x] for x in ways])))
+        return lines
+
+    def _peak(self, part: Part, modes: tuple[str, ...]) -> float:
+        """The most memory of a worker at any moment, in bytes."""
+        mine = self.of_worker[part.worker]
+        stages = {j: self.stage(*x) for j, x in zip(mine, part.ranges)}
+        again = {j: self.cells(mode) for j, mode in zip(mine, modes)}
+        moments = self.lines(part.skips)[part.worker].moments
+        self.effort += 2 * len(moments)
+        #: The bytes that all cells keep at the moment, and the peak so far.
+        now = most = 0.0
+        for (j, kind, i), before, during in moments:
+            stage, is_again = stages[j], (j, i) in again[j]
+            works = stage.workspaces
+            waiting = sum(map(mul, before, part.sizes))
+            most = max(most, now + waiting)
+            if kind == "F":
+                now += stage.stored if is_again else stage.kept
+            elif kind in "BI" and is_again:
+                now += stage.kept - stage.stored
+                most = max(most, now + waiting + works["R"])
+            work = works["again" if kind == "F" and is_again else kind]
+            most = max(most, now + sum(map(mul, during, part.sizes)) + work)
+            if kind != "F":
+                now -= stage.pending if kind == "W" else stage.kept
+            if kind == "I":
+                now += stage.pending
+        return most + self._resident(part.worker, [*stages.values()])
+
+    def _resident(self, w: int, stages: Sequence[Stage]) -> float:
+        """The memory that is there all the time: weights, the optimizer, inputs and targets."""
+        problem, is_last = self.problem, w == self.placement[-1]
+        size = sum(x.weights + (1 + problem.state) * x.trainable for x in stages)
+        size += problem.input_bytes if w == self.placement[0] else 0.0
+        size += problem.target_bytes if is_last else 0.0
+        if problem.has_loss:
+            return size
+        if is_last:
+            return size + OUTSIDE * self.chunks * stages[-1].output
+        return size + sum(
+            (EARLY if j else EARLY_AT_FIRST) * x.gets for j, x in zip(self.of_worker[w], stages)
+        )
+
+    def _modes_of(self, part: Part, limit: float) -> tuple[str, ...]:
+        """The modes of a worker's stages: of those that fit, what computes the least again.
+
+        If none fit, they are those that keep the least.
+        """
+        stages = [self.stage(*x) for x in part.ranges]
+        least = tuple(["always" if x.stored < x.kept else "never" for x in stages])
+        if self.peak(part, least) > limit:
+            return least
+        again = [
+            {
+                mode: self.durations(*x)[3] * sum(k == j for k, _ in self.cells(mode))
+                for mode in MODES
+            }
+            for j, x in zip(self.of_worker[part.worker], part.ranges)
+        ]
+        # All combinations of modes are tried. With three stages or more, ``except_last`` would make
+        # them too many.
+        every = product(MODES if len(stages) <= 2 else MODES[::2], repeat=len(stages))
+        lightest = sorted(every, key=lambda x: sum(map(dict.__getitem__, again, x)))
+        return next(x for x in lightest if self.peak(part, x) <= limit)
+
+    def fitted(self, balance: tuple[int, ...], limits: Sequence[float]) -> Trial:
+        """The trial of a balance whose modes fit and compute the least again; given ones stay."""
+        never = Trial(self, balance)
+        if self.problem.modes is not None:
+            return Trial(self, balance, self.problem.modes)
+        if min(limits) == inf:
+            return never
+        modes = [*never.modes]
+        for mine, part, limit in zip(self.of_worker, never.parts, limits):
+            for j, mode in zip(mine, self._lightest(part, limit)):
+                modes[j] = mode
+        return Trial(self, balance, (*modes,))
 
 
-@dataclass(frozen=True, eq=False)
 class Trial:
-    """A setting with the layers and the mode of each partition, simulated when somebody asks."""
+    """A setting with the layers and the mode of each partition, simulated when somebody asks.
 
-    _trials: Trials = field(repr=False)
-    setting: Setting
-    balance: tuple[int, ...]
-    modes: tuple[str, ...]
+    Without modes, nothing is computed again.
+    """
+
+    def __init__(
+        self, setting: Setting, balance: tuple[int, ...], modes: tuple[str, ...] | None = None
+    ) -> None:
+        self.setting, self.balance = setting, balance
+        self.modes = ("never",) * len(balance) if modes is None else modes
+        #: What a step has taken, if the trial was trained for one.
+        self.proof: Proof | None = None
+        #: By how many bytes the fullest device has too little, once this trial is ranked.
+        self.excess = 0.0
 
     @property
     def problem(self) -> Problem:
         """The problem, with all that was measured."""
-        return self._trials.problem
+        return self.setting.problem
 
     @property
-    def settings(self) -> tuple[Any, ...]:
+    def settings(self) -> tuple[object, ...]:
         """The settings, which tell this trial from others of the same model."""
-        return self.setting.name, self.setting.schedule.chunks, self.balance, self.modes
+        return self.setting.name, self.setting.chunks, self.balance, self.modes
+
+    @cached_property
+    def ranges(self) -> list[tuple[int, int]]:
+        """The layers of each partition, the last of which has the loss."""
+        ends = [*accumulate(self.balance, initial=0)]
+        ends[-1] += self.problem.has_loss
+        return [*pairwise(ends)]
+
+    @cached_property
+    def arrivals(self) -> list[tuple[int, int, float, float]]:
+        """The values that go from one partition to another: their bytes, and those of gradients."""
+        ends = [*accumulate(self.balance)]
+        return [
+            (bisect_right(ends, layer), k, size, gradient)
+            for k, x in enumerate(self.ranges)
+            for layer, size, gradient in self.setting.stage(*x).arrivals
+        ]
 
     @cached_property
     def skips(self) -> tuple[tuple[int, int], ...]:
         """The pairs of partitions, apart from each other, from and to which some values go."""
-        ways = self._trials.ways(self.balance, self.setting.schedule.chunks)
-        return tuple(sorted({(j, k) for j, k, *_ in ways if k > j + 1}))
+        return tuple(sorted({(j, k) for j, k, *_ in self.arrivals if k > j + 1}))
 
     @cached_property
-    def table(self) -> Table:
-        """The costs of its partitions, in milliseconds and bytes."""
-        return self._trials.table(self.setting, self.balance, self.skips)
-
-    @cached_property
-    def time(self) -> float:
-        """The simulated time of a step, in milliseconds."""
-        rehearsal = self._trials.rehearsal(self.setting, self.skips)
-        again = self._trials.again(self.setting, self.modes)
-        self._trials.effort += len(rehearsal.steps) + len(again)
-        return rehearsal.makespan(self.table, again)
+    def parts(self) -> list[Part]:
+        """The share of each worker."""
+        sizes = defaultdict[tuple[int, int], float](float)
+        for j, k, size, gradient in self.arrivals:
+            sizes[j, k] += size
+            sizes[k, j] += gradient
+        lines = self.setting.lines(self.skips)
+        return [
+            Part(
+                w,
+                tuple([self.ranges[j] for j in mine]),
+                tuple([sizes[x] for x in lines[w].ways]),
+                self.skips,
+            )
+            for w, mine in enumerate(self.setting.of_worker)
+        ]
 
     @cached_property
     def memory(self) -> list[float]:
         """The most memory of each worker, in bytes."""
-        return self._trials.peaks(self)
+        return [
+            self.setting.peak(part, tuple([self.modes[j] for j in mine]))
+            for mine, part in zip(self.setting.of_worker, self.parts)
+        ]
 
-    @cached_property
-    def excess(self) -> float:
-        """By how many bytes the fullest worker has too little; 0 if all fit.
+    def over(self, limits: Sequence[float]) -> float:
+        """By how many bytes the fullest worker has too little under some limits; 0 if all fit.
 
         It is infinite if layers are apart that share a weight.
         """
         # The loss is after the last layer, on the last worker.
-        placement = self.setting.schedule.placement
-        own = [w for size, w in zip(self.balance, placement) for _ in range(size)]
-        own.append(placement[-1])
-        is_apart = any(own[a] != own[b] for a, b in self.problem.ties)
-        return inf if is_apart else self.over(self.problem.memory)
-
-    def over(self, limits: Sequence[float]) -> float:
-        """By how many bytes the fullest worker has too little under some limits."""
+        placement = self.setting.placement
+        workers = [w for (a, b), w in zip(self.ranges, placement) for _ in range(a, b)]
+        if any(workers[a] != workers[b] for a, b in self.problem.ties):
+            return inf
         if min(limits) == inf:
             return 0.0
         return max(0.0, *(x - limit for x, limit in zip(self.memory, limits)))
 
-    def beats(self, other: Trial) -> bool:
-        """Whether it fits, or is nearer to it, or is faster; no more is simulated than needed."""
-        if other.excess:
-            return self.excess < other.excess
-        return self.time < other.time and not self.excess
+    def rank(self, limits: Sequence[float]) -> tuple[float, float, float]:
+        """The place among predictions: what fits, then what is fast, then what needs little."""
+        return self.over(limits), self.time, max(self.memory)
+
+    @cached_property
+    def again(self) -> frozenset[tuple[int, int]]:
+        """The cells that are computed again."""
+        cells = ((mode, x) for mode in {*self.modes} for x in self.setting.cells(mode))
+        return frozenset(x for mode, x in cells if self.modes[x[0]] == mode)
+
+    @cached_property
+    def table(self) -> Table:
+        """The costs of its partitions, in milliseconds and bytes."""
+        placement, links, count = self.setting.placement, self.problem.links, len(self.balance)
+        copy = {way: 0.0 for j in range(1, count) for way in ((j - 1, j), (j, j - 1))}
+        #: By stage, the time of the clones of what it sends: of values, and of gradients.
+        there, back = ([0.0] * count for _ in range(2))
+        for j, k, size, gradient in self.arrivals:
+            for clones, a, b, x in ((there, j, k, size), (back, k, j, gradient)):
+                w, v = placement[a], placement[b]
+                if x and w != v:
+                    # Values on one way are copied at the same time, each on a stream of its own.
+                    copy[a, b] = max(copy.get((a, b), 0.0), links.get((w, v), Line()).at(x))
+                    clones[a] += links.get((w, w), Line()).at(x)
+        durations = zip(*[self.setting.durations(*x) for x in self.ranges])
+        forward, input, weight, again = map(list, durations)
+        stages = [self.setting.stage(*x) for x in self.ranges]
+        costs = Costs(
+            *([*map(add, forward, there)], [*map(add, input, back)], weight, again, copy),
+            activation=[x.kept for x in stages],
+            pending=[x.pending for x in stages],
+            checkpoint=[x.stored for x in stages],
+        )
+        return Table(costs, placement, self.skips)
 
     @property
-    def key(self) -> tuple[float, float, float]:
-        """The place in a ranking: what fits, then what is fast, then what needs little."""
-        return self.excess, self.time, max(self.memory)
+    def least(self) -> float:
+        """The milliseconds that the busiest worker computes, recomputation aside."""
+        times = [sum(self.setting.durations(*x)[:3]) for x in self.ranges]
+        return self.setting.chunks * max(sum(times[j] for j in x) for x in self.setting.of_worker)
+
+    @cached_property
+    def time(self) -> float:
+        """The simulated time of a step, in milliseconds."""
+        rehearsal = self.setting.rehearsal(self.skips)
+        self.setting.effort += len(rehearsal.steps) + len(self.again)
+        return rehearsal.makespan(self.table, self.again)
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -129,16 +356,16 @@ class Trial:
     @property
     def devices(self) -> list[torch.device]:
         """The device of each partition."""
-        return [self.problem.places[w] for w in self.setting.schedule.placement]
+        return [self.problem.places[w] for w in self.setting.placement]
 
 
 def by_device(places: Iterable[torch.device], sizes: Iterable[float]) -> dict[torch.device, int]:
     """The bytes of each device that are not infinite; those of workers of one device add up."""
-    found: dict[torch.device, int] = {}
-    for place, size in zip(places, sizes):
+    total = Counter[torch.device]()
+    for device, size in zip(places, sizes):
         if size < inf:
-            found[place] = found.get(place, 0) + round(size)
-    return found
+            total[device] += round(size)
+    return {**total}
 
 
 def settings(problem: Problem, chunks: Iterable[int]) -> Iterator[Setting]:
@@ -146,150 +373,10 @@ def settings(problem: Problem, chunks: Iterable[int]) -> Iterator[Setting]:
     workers = min(len(problem.places), problem.count)
     for m in chunks:
         if not problem.has_loss:
-            yield Setting(None, fill_drain(workers, m))
+            yield Setting(problem, None, fill_drain(workers, m))
             continue
         for name, schedule in built_in(workers, m):
-            # What two computations of one device gain side by side, nobody can tell beforehand.
+            # Nobody can tell beforehand how long two computations take that overlap on a device.
             overlaps = any(isinstance(x, Overlap) for line in schedule.program for x in line)
             if not overlaps and len(schedule.placement) <= problem.count:
-                yield Setting(name, schedule)
-
-
-class Trials:
-    """The trials of a problem, whose parts are found once."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.trial = cache(partial(Trial, self))
-        self.stages = cache(self._stages)
-        self._bytes = cache(lambda m: [x.bytes(self.rows(m)) for x in problem.layers])
-        self._stage = cache(self._stage_of)
-        self._cells = cache(self._cells_of)
-        # Each has thousands of instructions.
-        self.rehearsal = lru_cache(256)(self._rehearsal)
-        self.waiting = lru_cache(256)(self._waiting)
-        self._program = lru_cache(256)(self._program_of)
-        self.table = lru_cache(256)(self._table)
-        #: The number of instructions that could have been timed so far.
-        self.effort = 0
-
-    def rows(self, m: int) -> int:
-        """The rows of the largest micro-batch."""
-        return -(-self.problem.batch // m)
-
-    def _stage_of(self, start: int, stop: int, m: int) -> Stage:
-        layers, rows, is_summed = self.problem.layers, self.rows(m), self.problem.has_loss
-        return Stage(layers, self._bytes(m), rows, range(start, stop), is_summed=is_summed)
-
-    def _stages(self, balance: tuple[int, ...], m: int) -> list[Stage]:
-        """The partitions, the last of which has the loss."""
-        ends = [*accumulate(balance, initial=0)]
-        ends[-1] += self.problem.has_loss
-        return [self._stage(*x, m) for x in pairwise(ends)]
-
-    def ways(self, balance: tuple[int, ...], m: int) -> Iterator[tuple[int, int, float, float]]:
-        """Yield what goes from one stage to another: the bytes, and those of the gradient."""
-        ends = [*accumulate(balance)]
-        for k, stage in enumerate(self.stages(balance, m)):
-            for layer, size, gradient in stage.arrivals:
-                yield bisect_right(ends, layer), k, size, gradient
-
-    def again(self, setting: Setting, modes: Sequence[str]) -> frozenset[tuple[int, int]]:
-        """The cells that are computed again."""
-        found = (x for y in {*modes} for x in self._cells(setting, y) if modes[x[0]] == y)
-        return frozenset(found)
-
-    def _cells_of(self, setting: Setting, mode: str) -> frozenset[tuple[int, int]]:
-        return recomputes(setting.schedule.program, mode, setting.schedule.chunks)
-
-    def _rehearsal(self, setting: Setting, skips: Skips) -> Rehearsal:
-        """A setting of which nothing is computed again, ready to be timed."""
-        self.effort += 25 * sum(map(len, setting.schedule.program))
-        return Rehearsal(setting.schedule.program, skips)
-
-    def _waiting(self, setting: Setting, skips: Skips) -> Counter[tuple[int, int]]:
-        """Count the most values that wait on each way between stages.
-
-        A value waits from the computation that makes it to the one that uses it, unless that comes
-        next on the same worker. All instructions are in the order in which the host issues them,
-        whatever they cost.
-        """
-        rehearsal, placement = self.rehearsal(setting, skips), setting.schedule.placement
-        there = [*pairwise(range(len(placement))), *skips]
-        now, most = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
-        start, _ = rehearsal.times(Table(Costs(), placement, skips))
-        for _, instruction, _ in rehearsal.order(start):
-            for j, kind, _ in operations(instruction):
-                # Values go to later stages, gradients to earlier ones.
-                ways = {"F": there, "B": [(k, j) for j, k in there]}
-                for a, b in ways.get("B" if kind == "I" else kind, ()):
-                    if placement[a] != placement[b] or abs(a - b) > 1:
-                        now[a, b] += (a == j) - (b == j)
-                        most[a, b] = max(most[a, b], now[a, b])
-        return most
-
-    def _program_of(
-        self, setting: Setting, again: frozenset[tuple[int, int]]
-    ) -> list[list[Instruction]]:
-        """The program of a setting, with an R right before the backward of some cells."""
-
-        def added(x: Instruction) -> list[Instruction]:
-            cells = [op for op in operations(x) if op.kind in "BI" and op[::2] in again]
-            return [*(op._replace(kind="R") for op in cells), x]
-
-        return [[y for x in line for y in added(x)] for line in setting.schedule.program]
-
-    def peaks(self, trial: Trial) -> list[float]:
-        """The most memory of each worker."""
-        problem, setting, table = self.problem, trial.setting, trial.table
-        placement, m = setting.schedule.placement, setting.schedule.chunks
-        stages, again = self.stages(trial.balance, m), self.again(setting, trial.modes)
-        program = self._program(setting, again)
-        self.effort += 3 * sum(map(len, program))
-        found = []
-        for line in program:
-            most = 0.0
-            for level, x in zip(table.held(line), line):
-                works = (
-                    stages[j].workspaces["again" if kind == "F" and (j, i) in again else kind]
-                    for j, kind, i in operations(x)
-                )
-                most = max(most, level + max(works))
-            found.append(most)
-        for w, stage in zip(placement, stages):
-            found[w] += stage.weights + (1 + problem.state) * stage.trainable
-        waiting = self.waiting(setting, trial.skips)
-        for j, k, size, gradient in self.ways(trial.balance, m):
-            found[placement[k]] += waiting[j, k] * size
-            found[placement[j]] += waiting[k, j] * gradient
-        found[placement[0]] += problem.given
-        found[placement[-1]] += problem.targets
-        if not problem.has_loss:
-            found[placement[-1]] += OUTSIDE * m * stages[-1].output
-            for j, (w, stage) in enumerate(zip(placement, stages[:-1])):
-                found[w] += (EARLY if j else EARLY_AT_FIRST) * stage.gets
-        return found
-
-    def _table(self, setting: Setting, balance: tuple[int, ...], skips: Skips) -> Table:
-        """The costs of a setting."""
-        placement, links, count = setting.schedule.placement, self.problem.links, len(balance)
-        stages = self.stages(balance, setting.schedule.chunks)
-        copy = {way: 0.0 for j in range(1, count) for way in ((j - 1, j), (j, j - 1))}
-        #: By stage, the time of the clones of what it sends: of values, and of gradients.
-        there, back = ([0.0] * count for _ in range(2))
-        for j, k, size, gradient in self.ways(balance, setting.schedule.chunks):
-            for clones, a, b, x in ((there, j, k, size), (back, k, j, gradient)):
-                w, v = placement[a], placement[b]
-                if x and w != v:
-                    # Each part has a lane of its own: there, and its gradient back.
-                    copy[a, b] = max(copy.get((a, b), 0.0), links.get((w, v), Line()).at(x))
-                    clones[a] += links.get((w, w), Line()).at(x)
-        each = zip(*[x.durations(splits=setting.splits) for x in stages])
-        forward, input, weight, again = map(list, each)
-        costs = Costs(
-            *([*map(add, forward, there)], [*map(add, input, back)], weight, again, copy),
-            activation=[x.kept for x in stages],
-            pending=[x.pending for x in stages],
-            checkpoint=[x.stored for x in stages],
-        )
-        return Table(costs, placement, skips)
+                yield Setting(problem, name, schedule)
