@@ -7,7 +7,6 @@ recorded once. Each device gets blocks that follow each other, so all maps are s
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from itertools import accumulate, chain, pairwise
 from math import inf
@@ -285,10 +284,13 @@ def _maps(
     yield first
     for blocks in (wholes.blocks(), wholes.coarsest()):
         if [*blocks] != [*measured.blocks] and len(blocks) >= len(places):
-            # The first map has fitted. If these do not, the error of its rehearsal says more.
-            with suppress(ValueError):
+            try:
                 measured = measure(blocks)
-                yield map_of(measured)
+                coarser = map_of(measured)
+            except ValueError:
+                # The first map has fitted, so the error of its rehearsal says more than this one.
+                continue
+            yield coarser
 
 
 def _too_large(
