@@ -79,8 +79,11 @@ class Stage:
         # What is kept after each layer, and what of its output nobody has kept so far, which the
         # next layer may keep as its input.
         kept, output, ends = 0.0, 0.0, [0.0]
-        for x in here:
+        #: What I lets go of in layers that keep their output, though the next layer's W needs it.
+        shared = 0.0
+        for x, before in zip(here, [Bytes(), *here]):
             held = min(output, x.kept_input)
+            shared += min(before.output, x.kept_input) - held
             kept += held + x.kept
             # A layer that has made nothing returns its input, or computes in place.
             output = x.left - x.kept if x.left else output - held
@@ -89,7 +92,7 @@ class Stage:
         freed = sum(max(0.0, x - memory[b].kept_input) for _, b, x in arriving)
         self.kept = self.stored + kept - freed
         # From I until W, a cell has the gradients that W begins with, and lacks what only I needed.
-        noted = sum(x.pending - x.kept for x in here) if self.gives_back else 0.0
+        noted = shared + sum(x.pending - x.kept for x in here) if self.gives_back else 0.0
         self.pending = self.kept + self.gets + noted
         forward = max(before + x.forward for before, x in zip(ends, here)) - kept
         forward = max(0.0, forward) + freed + leaving + (0.0 if is_last else last.output)
