@@ -255,7 +255,7 @@ class Plans:
 
     Args:
         candidates: those that fit.
-        misfits: those that do not, the nearest to fit first.
+        misfits: those that do not: what was proven first, and then the nearest to fit.
         layers: what was measured.
         limits: the bytes that each device may use, if there is a limit.
     """

@@ -25,8 +25,8 @@ __all__: list[str] = []
 # Such memory is pinned: the host need not wait for copies of it. Pinning takes long, so buffers
 # are used again, from step to step. They are as large as the next power of two, as PyTorch makes
 # them anyway, so that micro-batches of many sizes find some that fit. PyTorch's own pool gives out
-# a buffer again only when its last copy is done. It would take twice the memory if the host issues
-# the next step before that.
+# a buffer again only when its last copy is done, so it would make as many again for a host that
+# issues the next step before that. Here a buffer is given out at once, and the stream waits.
 
 
 class HostMemory:

@@ -263,8 +263,8 @@ def _verify(joint: Joint) -> None:
         if effects.written_by(node) & effects.memory[saved]:
             raise UntraceableError("its backward changes what its forward has made")
         for x in effects.memory[saved] & effects.reads(node):
-            # A write after ``saved`` was computed is refused. To a buffer or parameter any write
-            # is, since the forward of the next micro-batch writes to the same memory.
+            # A write after ``saved`` was computed is refused. Where ``saved`` is in a buffer's or a
+            # parameter's memory, each write is: the next micro-batch's forward writes there, too.
             lasts = any(x in effects.memory[tensor] for tensor in joint.state)
             writers = effects.writers.get(x, ())
             if any(lasts or effects.position[y] > effects.position[saved] for y in writers):

@@ -73,7 +73,7 @@ def _proven(
     which is searched again with these. A schedule without a proof goes by the mean of all shares.
     """
     proven: list[Trial] = []
-    # Before any proof a guess stands in for the shares.
+    # The shares begin with a guess, which the first trials go by and which stays in the mean.
     shares = [1 / HOPED]
     # The next trial of each setting that still has one.
     left = {x.setting: x for x in trials if not x.over([HOPED * y for y in limits])}

@@ -189,11 +189,12 @@ def critical_path(spans: list[Span]) -> list[int]:
     return path[::-1]
 
 
-# The cell and the layer that a piece of work belongs to, by labels. The library has their numbers.
+# The cell and the layer that a piece of work belongs to.
 #
-# It keeps two labels for each piece of work: one of the thread that issued the work, and one of the
-# autograd node that ran, under which the node's forward was computed. If the thread has a label, as
-# under a schedule, it tells the cell. Otherwise the work is the backward of the node's cell.
+# For each piece of work the C++ library keeps the numbers of two labels: the label of the thread
+# that issued the work, and that of the autograd node that ran. A node has the label under which its
+# forward was computed. If the thread has a label, as under a schedule, it tells the cell. Otherwise
+# the work is the backward of the node's cell.
 
 
 _ops: Any = torch.ops.virtual_accelerator
