@@ -162,8 +162,8 @@ class Call(CallAlone):
 
     def __init__(self, mapped: Mapped, inner: Callable[..., Any] | None, lasting: Lasting) -> None:
         super().__init__(mapped, inner, lasting)
-        #: The devices of the module's tensors when this object was made, and its devices by the
-        #: map. If its tensors are on none of these, ``device_of()`` takes the module for moved.
+        #: The devices of the module's tensors at first, and its devices by the map; empty without
+        #: tensors. If tensors are on none of these, ``device_of()`` takes the module for moved.
         self._homes = devices_of(mapped.module)
         if self._homes:
             self._homes |= {x.device for x in (mapped, *mapped.names)}

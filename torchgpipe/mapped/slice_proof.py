@@ -20,7 +20,7 @@ from torchgpipe.values.structure import leaves_of
 
 __all__: list[str] = []
 
-#: The number of tokens that a model computes for the proof, at once and in two slices.
+#: The most tokens that a model computes for the proof, at once and in two slices.
 TOKENS = 32
 
 #: The most entries of a parameter's gradient, from the first one, that ``prove()`` compares.
