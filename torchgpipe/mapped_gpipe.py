@@ -164,8 +164,8 @@ class MappedGPipe(Wrapper):
             for mapped in mapped_modules(self.module, self._map)
         ]
         self._mapped = {call.mapped.module for call in self._calls}
-        #: The modules around mapped ones, with their names. None may be compiled: compiled code
-        #: would not call mapped modules through the wrapper.
+        #: The modules that contain mapped modules, with their names. None of them may be compiled:
+        #: compiled code would not call mapped modules through the wrapper.
         self._around = [
             (name, module)
             for name, module in self.module.named_modules()
@@ -179,7 +179,8 @@ class MappedGPipe(Wrapper):
         """The devices by the names of modules."""
         return dict(self._map)
 
-    #: The map as Trainers of Hugging Face look for it: they do not move a model that has one.
+    #: The device map by the name that Trainers of Hugging Face look for. They do not move a model
+    #: that has this attribute.
     hf_device_map = device_map
 
     @property

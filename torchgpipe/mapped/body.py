@@ -27,7 +27,7 @@ from torchgpipe.values.structure import Structure
 __all__: list[str] = []
 
 
-#: ``current.course`` while a mapped module runs: calls of mapped modules within it are plain calls.
+#: ``current.course`` while a mapped module runs: all modules that it calls run as plain modules.
 INSIDE: Any = object()
 
 
@@ -35,8 +35,8 @@ class Current(threading.local):
     """The course of the micro-batch that a thread runs, or ``INSIDE``; None outside of a step."""
 
     course: Any = None
-    #: How often each module was called that has several names in the map, on several devices. Its
-    #: calls are computed on the devices of these names in turn.
+    #: For each module with names on several devices in the map, the number of its calls so far: it
+    #: is computed on these devices in turn. None unless ``calling_by_name()`` runs.
     counts: Counter[Mapped] | None = None
 
 
@@ -112,18 +112,19 @@ class MappedBody(Body):
         # run() must not clone an input that the module changes in place: the model may read the
         # changes. Instead, kept() makes the clones that the recomputation needs.
         self.changes_input, self.in_place = self.in_place, False
-        #: How many micro-batches are computed under checkpointing: those with the lowest numbers.
+        #: The number of micro-batches, from the first, that are computed under checkpointing.
         self.checkpointed = 0
-        #: Whether outputs of the code after this module may be computed only when the caller reads
-        #: them. Each micro-batch runs once more for that: only mode "always" checkpoints them all.
+        #: Whether outputs computed after this module may be left out until the caller reads them.
+        #: Only in mode "always" has every micro-batch a checkpoint that can compute them.
         self.omits = False
         #: Whether the module may use tensors of other devices that are not among its arguments.
-        #: Then a torch-function mode, ``Foreign``, watches it.
+        #: Then ``Foreign``, a torch-function mode, brings these tensors to its device.
         self.foreign = False
-        #: Whether another stage calls the module, too. Then calls of a later visit do not use the
-        #: weights that autocast has cast and cached on another stage's stream.
+        #: Whether several stages call the module. If so, visits of a device after the first ignore
+        #: autocast's cached weights, whose memory may belong to the stream of another stage.
         self.shared = False
-        #: Layers with buffers, which calls may change: stages call such a layer in turn.
+        #: The layers within the module that have buffers, which calls may change, so that stages
+        #: call such a layer one after the other. None until the model comes back to a device.
         self.buffered: Sequence[nn.Module] | None = None
 
     def run_alone(self, arguments: tuple[Any, Any]) -> Any:

@@ -98,8 +98,8 @@ class CallAlone(Interception):
         return self.unwrapped(module) if is_spread and module is not None else None
 
 
-#: The name of the attribute with a module's :class:`OnCopy`, by which a deep copy of the module
-#: gets a :class:`CallAlone`. Modules have it if the model is on several devices.
+#: The name of the attribute in which a mapped module holds its :class:`OnCopy`, by which a deep
+#: copy of the module gets a :class:`CallAlone`. Only modules of a model on several devices have it.
 ON_COPY = "_torchgpipe_on_copy"
 
 
@@ -162,8 +162,8 @@ class Call(CallAlone):
 
     def __init__(self, mapped: Mapped, inner: Callable[..., Any] | None, lasting: Lasting) -> None:
         super().__init__(mapped, inner, lasting)
-        #: The devices of the module's tensors and their copies, by the map; empty without tensors.
-        #: If the tensors are on none of these devices, somebody has moved the module.
+        #: The devices of the module's tensors at first, and its devices by the map; empty without
+        #: tensors. If tensors are on none of these, ``device_of()`` takes the module for moved.
         self._homes = devices_of(mapped.module)
         if self._homes:
             self._homes |= {x.device for x in (mapped, *mapped.names)}

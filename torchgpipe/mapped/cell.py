@@ -52,21 +52,25 @@ class Cell:
 
     def __init__(self, step: MappedStep, i: int, stage: DeviceVisit) -> None:
         self.step, self.i, self.stage = step, i, stage
-        #: The compute stream of the device's previous visit, whose tensors this cell takes over.
+        #: The compute stream of the device's previous visit, from which ``taken_over()`` hands
+        #: tensors over to this cell's stream; in the first visit, the cell's own stream.
         self.before = stage.compute
-        #: Whether a mapped module was called here: if the course returns, it begins a new cell.
+        #: Whether a mapped module was called here: if so, a course that returns begins a new cell.
         self.entered = False
         #: The copy stream (lane) on which tensors arrive and leave.
         self.lane = stage.lanes[i % len(stage.lanes)]
         self.checkpoints: list[Checkpoint] = []
-        #: The offloadings of the modules called so far, which move saved tensors to the host.
+        #: The ``Offloading`` of each module called so far that has one. ``offload()`` has them move
+        #: saved tensors to the host's memory after the last module of the cell.
         self._leaving: list[Offloading] = []
-        #: In a later visit, the tensors made in it, by id(): only others need to be taken over.
+        #: For the id() of each tensor made in a second or further visit: a reference to the tensor,
+        #: which ``taken_over()`` leaves as it is, since it belongs to this visit's stream.
         self._made: dict[int, weakref.ref[Tensor]] = {}
-        #: Copies of tensors that came from other devices, and clones of tensors that leave.
+        #: ``_come`` has the copies of tensors that this cell has received or taken over, ``_left``
+        #: the clones of tensors that it has sent to other devices.
         self._come, self._left = Copies(), Copies()
-        #: Whether receive() has joined the phonies that order backward (see ``engine/pipeline``) to
-        #: a tensor that needs a gradient. If not, _fenced() joins them to tensors that leave.
+        #: Whether ``receive()`` has joined phonies, which order backward (see ``engine/pipeline``),
+        #: to a tensor that needs a gradient. If not, ``_fenced()`` joins them to what leaves.
         self._held = False
 
     @property
@@ -244,7 +248,8 @@ class Copies:
     """A table of copies of tensors, by the identities of the originals."""
 
     def __init__(self) -> None:
-        #: The original, held so that no other tensor gets its identity; its version; and the copy.
+        #: For the id() of each original: the original, held so that no other tensor gets its id();
+        #: its version, which shows whether it has changed since; and its copy.
         self._entries: dict[int, tuple[Tensor, int, Tensor]] = {}
 
     def get(self, tensor: Tensor) -> Tensor | None:
@@ -304,12 +309,12 @@ class CourseNumbers:
         self._numbers, self._i = numbers, i
         self._states = numbers.states[i]
         self._all = [*dict.fromkeys(map(generator_of, devices))]
-        #: The generators that are watched for draws; none if other courses draw from them, too.
+        #: The generators watched for draws; empty if courses in other threads draw from them, too.
         self._generators = self._all if is_only else []
-        #: Whether code has drawn random numbers on another device than that of the course's cell.
-        #: With several threads, it might draw the numbers of another micro-batch.
+        #: Whether code has drawn random numbers on a device while the course was on another one.
+        #: With several threads, such code might draw the numbers of another micro-batch.
         self.drawn_behind = False
-        #: The state in which each generator was seen last: another state shows that code has drawn.
+        #: For each generator's device, the state seen last: another state shows a draw since then.
         self._known: dict[torch.device, Tensor] = {}
         for device in self._generators:
             self._known[device] = self._states[device.type]

@@ -16,7 +16,8 @@ from torchgpipe.values.structure import ATOMS, flatten
 __all__: list[str] = []
 
 
-#: The containers in which tensors of arguments are looked for, and replaced.
+#: ``CONTAINERS`` are the types of containers in which tensors are looked for and replaced.
+#: ``KNOWN`` are the types of elements that ``map_tensors()`` may replace.
 CONTAINERS = (tuple, list, dict, deque)
 KNOWN = (Tensor, *CONTAINERS)
 
@@ -132,10 +133,10 @@ class handing_back:
     """Do to lists, dicts and objects what a module does to copies of them, in a ``with`` block."""
 
     def __init__(self, value: Any, copy: Any) -> None:
-        #: Each list, dict or object that was copied, and its copy.
+        #: Each list, dict or object that was copied, and its copy: ``end()`` hands changes back.
         self._pairs: list[tuple[Any, Any]] = []
-        #: For the id() of each element of a copy: the element, its version, and the original, which
-        #: end() puts back unless the element has changed.
+        #: For the id() of each element of a copy: the element, its version, and the original
+        #: element, which ``end()`` puts back unless the module has changed the element of the copy.
         self._originals: dict[int, tuple[Any, int, Any]] = {}
         self._compare(value, copy)
 
@@ -172,15 +173,16 @@ def _version(x: Any) -> int:
     return version_of(x) if isinstance(x, Tensor) else 0
 
 
-#: The most levels, and the most values, of a search in containers. It skips larger containers.
+#: ``DEPTH`` limits the levels of nested containers that ``within()`` and ``mappings_of()`` search.
+#: ``COUNT`` limits the values that ``within()`` finds in all, and ``mappings_of()`` in a container.
 DEPTH, COUNT = 6, 1000
 
 _SEQUENCES = (list, deque, set)
 _DICTS = (dict, OrderedDict, defaultdict)
 
-#: Packages whose objects are not searched, since their attributes lead far away: those of a Python
-#: module are all its globals, and a mapped module's call refers to the wrapper's state.
-_OTHERS = ("builtins", "torch", "torchgpipe", "threading", "logging")
+#: The packages whose objects count as plain values without attributes. A search would lead from a
+#: Python module to all its globals, and from a mapped module's call to the wrapper's state.
+_UNSEARCHED = ("builtins", "torch", "torchgpipe", "threading", "logging")
 
 
 def within(value: Any) -> list[Any]:
@@ -236,7 +238,7 @@ def _container(x: Any) -> Any:
 def attributes_of(x: Any) -> dict[str, Any] | None:
     """The attributes of a plain object; None of anything else."""
     kind = type(x)
-    if kind.__module__.split(".")[0] in _OTHERS or isinstance(x, Tensor | nn.Module):
+    if kind.__module__.split(".")[0] in _UNSEARCHED or isinstance(x, Tensor | nn.Module):
         return None
     # Objects whose class has ``__setattr__`` are not plain: fill() of a ``__dict__`` bypasses it.
     owners = [owner for owner in kind.__mro__[:-1] if owner is not SimpleNamespace]

@@ -89,7 +89,8 @@ class CourseCells:
         self._all: list[Cell] = []
         self._visited: list[torch.device] = []
         self._latest: dict[torch.device, Cell] = {}
-        #: The latest cell on each device visited again: Glue hands tensors over to its stream.
+        #: For each device that the micro-batch has come back to, its latest cell there. ``Glue``
+        #: hands tensors of earlier visits of the device over to the stream of this cell.
         self.later: dict[torch.device, Cell] = {}
         self.numbers = CourseNumbers(step.numbers, i, step.devices, is_only=turns is None)
 
@@ -201,16 +202,18 @@ class Course:
     def __init__(self, step: MappedStep, i: int, turns: Turns | None = None) -> None:
         self.step, self.i = step, i
         self.cells = CourseCells(step, i, turns)
-        #: For notes on errors: the module called last, and whether its call runs or has raised.
+        #: The mapped module called last, which ``note()`` names in errors; None before any call.
         self._latest: Mapped | None = None
+        #: Whether ``call()`` notes an error that is raised now, so that ``note()`` does not.
         self._noted = False
-        #: As before the course: the label of the thread's work, which close() puts back, and the
-        #: saved-tensor hooks, by which _compute() recognizes a checkpoint of PyTorch.
+        #: The label of the thread's work before the course, which ``close()`` puts back.
         self._outer = labels.current.label
+        #: The saved-tensor hooks before the course: others are those of a checkpoint of PyTorch.
         self._hooks = current_hooks()
-        #: The torch-function mode for code between mapped modules, which is off within them.
+        #: The torch-function mode for code between mapped modules; None if the step needs none.
         self.glue: TorchFunctionMode | None = None
-        #: Notes the functions called after a mapped module, to recompute them if it is the last.
+        #: Notes functions called after the latest mapped module, which a recomputation calls again;
+        #: None if this module is not recomputed, or cannot be the last one.
         self.tail: Tail | None = None
 
     def calling(self, model: Callable[..., Any]) -> Callable[..., Any]:

@@ -166,9 +166,10 @@ class Mapped:
     ) -> None:
         self.name, self.key, self.device, self.words = name, key, device, words
         self._module = weakref.ref(module)
-        #: For ``Lent``: entries of the module's dicts whose tensors several devices use; or None.
+        #: The entries, in the module's dicts of parameters and buffers, of tensors that several
+        #: devices use. ``Lent`` replaces these by copies while the module runs; None without any.
         self.lent: list[TableEntry] | None = None
-        #: If the map has the module on several devices: a ``Mapped`` for each name but the first.
+        #: A ``Mapped`` for each name but the first, if the module has names on several devices.
         self.names: Sequence[Mapped] = ()
 
     @property

@@ -75,7 +75,8 @@ class Exchanged:
         lock: AbstractContextManager[Any],
     ) -> None:
         self._lock = lock
-        #: Each mapping, and the items that it gets while the module runs, on the module's device.
+        #: Each mapping, and the items that ``call()`` puts into it while the module runs: those
+        #: that the mapping had, with their tensors on the module's device.
         self._items = [
             (mapping, {k: _fresh(x) for k, x in fetch({**mapping}).items()}) for mapping in mappings
         ]
@@ -144,7 +145,7 @@ def _fresh(value: Any) -> Any:
 # checkpoint modes. A list may grow, since several modules may note in it what they do.
 
 
-#: Attributes that are not compared: those of all modules, and ``forward``, which libraries wrap.
+#: ``HeldValues`` ignores attributes that all modules have, and ``forward``, which libraries wrap.
 _COMMON = frozenset(vars(nn.Module())) | {"forward"}
 
 
@@ -152,7 +153,8 @@ class HeldValues:
     """Attributes and buffers that mapped modules hold, from call to call of a step."""
 
     def __init__(self) -> None:
-        #: For each module: the name of the mapped module that ran it last, and its attributes then.
+        #: For each module in a mapped module that was called: the mapped module's name, and, for
+        #: each attribute, its value after the latest call, followed by all that the value held.
         self._left: dict[nn.Module, tuple[str, dict[str, list[Any]]]] = {}
 
     def note(self, name: str, module: nn.Module) -> None:

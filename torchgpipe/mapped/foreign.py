@@ -27,10 +27,10 @@ from torchgpipe.mapped.functions import APART, TARGETS, changed_argument
 
 __all__: list[str] = []
 
-#: For a module's name, and whether gradients were recorded: whether it has used foreign tensors.
+#: Whether the module of a name has used foreign tensors, without gradients (False) and with (True).
 Met: TypeAlias = dict[tuple[str, bool], bool]
 
-#: Copies tensors to the device of a module, and returns the copies by the originals' identities.
+#: A function that copies tensors to a module's device, and gives the copies by the originals' id().
 Bring: TypeAlias = Callable[[Sequence[Tensor]], Mapping[int, Tensor]]
 
 

@@ -13,11 +13,11 @@ from torchgpipe.devices.streams import canonical_device
 
 __all__: list[str] = []
 
-#: Moves a value to a device if it is a tensor, and returns it.
+#: A function that returns a value, copied to a device if it is a tensor of another accelerator.
 Move: TypeAlias = Callable[[Any, torch.device], Any]
 
 
-#: Functions whose second and third arguments are running statistics, which they may change.
+#: Functions whose second and third arguments are running statistics, which they may update.
 STATISTICS = frozenset({"batch_norm", "instance_norm"})
 
 
@@ -38,10 +38,11 @@ def changed_argument(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     return kwargs.get("out")
 
 
-#: Functions that a recomputation cannot repeat: they have a side effect, or run backward.
+#: Functions that a recomputation must not call again: they set an attribute, or run backward.
 ONCE = frozenset({"__set__", "grad", "backward"})
 
-#: Functions that take tensors of several devices: they read no values, or treat each tensor alone.
+#: Functions that take tensors of several devices, since they read no values, or treat each tensor
+#: alone: ``Glue`` and ``Foreign`` copy no tensors for them.
 APART = frozenset({"expand_as", "view_as", "reshape_as", "is_same_size", "is_set_to", "grad"})
 APART |= {"result_type", "can_cast", "broadcast_tensors"}
 
@@ -72,8 +73,8 @@ def _as_tensor(move: Move, data: Any, /, *args: Any, **kwargs: Any) -> tuple[Any
     return data, *args
 
 
-#: For each function that copies a tensor to a device: a function that has a ``Move`` copy it first,
-#: and returns the positional arguments of the call with the copy.
+#: For each function that copies a tensor to a device: a function that has a ``Move`` copy the
+#: tensor beforehand, and returns the call's positional arguments with the copy.
 TARGETS: dict[Any, Callable[..., tuple[Any, ...]]] = {
     Tensor.to: _to,
     Tensor.cuda: _cuda,

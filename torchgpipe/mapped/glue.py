@@ -177,11 +177,12 @@ class Glue(TorchFunctionMode):
         return self._course.cells.move(tensor, device)
 
 
-#: Functions that are about a tensor object, and not its values: its device does not matter.
+#: Functions about tensor objects, not their values: they take tensors of any devices as they are.
 ATTRIBUTES = frozenset({"__get__", "__set__", "register_hook", "retain_grad", "backward"})
 ATTRIBUTES |= {"register_post_accumulate_grad_hook", "requires_grad_", "record_stream"}
 
-#: Functions that change a tensor's shape, storage or graph: no clone is changed in its place.
+#: Functions that change a tensor's shape, storage or graph. ``Glue`` calls them for the tensor
+#: itself: such a change of a clone could not be copied back to the tensor.
 SHAPES = frozenset({"detach_", "resize_", "resize_as_", "set_", "squeeze_", "unsqueeze_", "t_"})
 SHAPES |= {"transpose_", "swapaxes_", "swapdims_", "as_strided_", "share_memory_", "rename_"}
 

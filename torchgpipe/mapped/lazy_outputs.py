@@ -92,7 +92,7 @@ class Omitted:
     """The omitted outputs of a step."""
 
     def __init__(self) -> None:
-        #: For each micro-batch: indices of its omitted tensors, and a checkpoint to compute them.
+        #: For each micro-batch: the indices of its omitted tensors, and a checkpoint to make these.
         self._makers: dict[int, tuple[Sequence[int], Checkpoint]] = {}
         self._rows: list[list[Tensor]] = []
         self._places: list[int] = []
@@ -208,7 +208,7 @@ def is_meta(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_meta
 
 
-#: The attribute of an output with the names of missing values, and a function to compute them.
+#: An output's attribute with the names of its missing values, and a function to compute them.
 MISSING = "_torchgpipe_missing"
 
 
@@ -234,7 +234,7 @@ def on_reading(like: Any, values: Mapping[str, Any], make: Callable[[], Mapping[
     return output
 
 
-#: Attributes whose use does not make an output compute its missing values.
+#: Attributes that can be used without making an output compute its missing values.
 HARMLESS = {"__class__", "__init__", "__new__", "__init_subclass__", "__subclasshook__"}
 HARMLESS |= {"__class_getitem__", "__del__", "__getattribute__", "__setattr__", "__post_init__"}
 HARMLESS |= {"__contains__", "__len__", "__iter__", "__reversed__", "keys"}

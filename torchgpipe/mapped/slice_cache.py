@@ -63,8 +63,9 @@ class Past:
     def __init__(self, starts: Sequence[int], window: int | None) -> None:
         self._starts, self.window = starts, window
         self._buffer: Tensor | None = None
-        #: The latest output of seen(), whose graph the next one continues. The graph refers to a
-        #: checkpoint, and that to this cache: a cycle through C++ that only let_go() breaks.
+        #: The output of the latest call of ``seen()``, whose graph the next call continues; None
+        #: before the first call. The graph leads to a checkpoint, and back to this cache: only
+        #: ``let_go()`` breaks this cycle through C++.
         self._latest: Tensor | None = None
 
     def first(self, k: int) -> int:

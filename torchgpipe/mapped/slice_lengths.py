@@ -13,8 +13,8 @@ from torchgpipe.values.division import divided
 
 __all__: list[str] = []
 
-#: The number of slices; or their lengths; or "auto", for slices of about TOKENS tokens that take
-#: equally long.
+#: The number of slices of a sequence; or their lengths in tokens; or "auto", for slices of about
+#: ``TOKENS`` tokens that take equally long to compute.
 Slices: TypeAlias = int | Sequence[int] | str
 TOKENS = 2048
 

@@ -13,7 +13,7 @@ from torchgpipe.values.structure import flatten_tree
 
 __all__: list[str] = []
 
-#: For one micro-batch: the number of rows, and the lengths of its slices.
+#: For one micro-batch: the number of rows, and the lengths of its slices in tokens.
 Extent: TypeAlias = tuple[int, Sequence[int]]
 
 

@@ -20,21 +20,23 @@ from torchgpipe.values.structure import leaves_of
 
 __all__: list[str] = []
 
-#: How many tokens are computed, at once and in two slices.
+#: The most tokens that a model computes for the proof, at once and in two slices.
 TOKENS = 32
 
-#: How many entries of the gradient of each parameter are compared.
+#: The most entries of a parameter's gradient, from the first one, that ``prove()`` compares.
 SAMPLE = 4096
 
-#: Errors are relative to a gradient's norm, or at least to this share of the norm of all gradients.
+#: ``furthest()`` divides errors by gradients' norms, or at least by this share of the norm of all.
 LEAST = 1e-3
 
-#: How far outputs of the first tokens may change, by rounding, when later tokens are others. It may
-#: be EXPERTS times as much with experts, each of which then gets another number of tokens.
+#: The most that outputs of the first tokens may change by rounding, relative to their norm, when
+#: other tokens come behind them: ``EARLY`` by data type, ``HALF_EARLY`` for half precision.
+#: ``EXPERTS`` is a factor for models with experts, which then get other numbers of tokens.
 EARLY = {torch.float64: 1e-9, torch.float32: 1e-5}
 HALF_EARLY, EXPERTS = 1e-3, 20
 
-#: How far gradients may differ by rounding, relative to their norms; HALF is for half precision.
+#: The most that the gradient of a parameter may differ by rounding, relative to its norm: ``CLOSE``
+#: by data type, ``HALF`` for half precision.
 CLOSE = {torch.float64: 1e-4, torch.float32: 1e-3}
 HALF = 0.2
 

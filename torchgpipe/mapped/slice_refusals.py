@@ -14,13 +14,13 @@ from torchgpipe.mapped.hugging_face import base_of
 
 __all__: list[str] = []
 
-#: The names that the argument with the sequence may have.
+#: The names that a model's argument with the sequence may have.
 SEQUENCES = ("input_ids", "inputs_embeds")
 
-#: The names that the argument for the cache may have.
+#: The names that a model's argument for the cache of keys and values may have.
 CACHES = ("cache", "past_key_values", "layer_past")
 
-#: What names of arguments with images or sounds begin with.
+#: The beginnings of the names of arguments with images or sounds, which ``verify_part()`` refuses.
 MEDIA = ("pixel_values", "image_", "video_", "audio_", "input_features", "input_values")
 
 

@@ -40,7 +40,7 @@ from torchgpipe.values.structure import Arguments
 
 __all__: list[str] = []
 
-#: The names of arguments that say where packed sequences begin.
+#: Arguments that say where each text of a packed row begins, which ``_texts()`` refuses.
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
 
@@ -68,11 +68,11 @@ class Slicing:
 
     def __init__(self, slices: Any) -> None:
         self.slices = checked_slices(slices)
-        #: Whether a few tokens have shown that the model can be computed in slices.
+        #: Whether ``prove()`` has shown, by a few tokens, that slices compute what the model does.
         self._is_proven = False
-        #: The :class:`SliceNumber` of each slice, while a call is computed; empty between calls.
+        #: In a call, the :class:`SliceNumber` that ``number()`` returns for each slice; else empty.
         self._numbers: Sequence[int] = ()
-        #: The lengths of the slices of the first micro-batch, in the latest call.
+        #: The lengths in tokens of the slices of the first micro-batch, in the latest call.
         self.lengths: Sequence[int] = ()
 
     def number(self, i: int) -> int:
@@ -158,12 +158,12 @@ class SlicedCall:
         self._cache = verified(model, bound, self.sequence)
         flat = FlatInput(bound)
         division = flat.division(chunks)
-        #: Whether the caller has divided the rows, and so gets a list of outputs, not joined.
+        #: Whether the caller has divided rows into micro-batches, and so gets a list of outputs.
         self._is_ready = division.is_ready
         parts = [*flat.split(division)]
         self._first = parts[0]
-        #: How many tokens at the end of a row have no output. Fused heads of TRL that get labels
-        #: which are not shifted leave out the last token, since the row ends before its label.
+        #: The number of tokens at the end of a row that have no output. Fused heads of TRL that get
+        #: labels which are not shifted leave out the last token, which has no label behind it.
         self._left_out = int(bool(bound.get("fused_lm_head")) and bound.get("shift_labels") is None)
         #: For each micro-batch: the number of rows, and the lengths of its slices.
         self._sizes: list[Extent] = []

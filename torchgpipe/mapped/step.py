@@ -88,24 +88,25 @@ class Lasting:
     """The parts that last from step to step: streams, locks, knowledge of buffers."""
 
     def __init__(self) -> None:
-        #: Pools of streams: one for the first visit of each device, the others for later visits.
+        #: A pool for the first visit of each device, and others that further visits use in turn.
         self.pools = [StreamPool() for _ in range(4)]
         self.lock = threading.RLock()
-        #: The thread that runs a step; None between steps.
+        #: The identifier of the thread that called the wrapper, while a step runs; None between
+        #: steps. During a step, ``Call`` refuses calls in a thread that runs no micro-batch.
         self.thread: int | None = None
         self.learned: Learned = weakref.WeakKeyDictionary()
-        #: The mapped module that the latest micro-batch called last, by name; None before the first
-        #: one. A checkpoint of this module also recomputes the code after it, the tail.
+        #: The name of the mapped module that the latest micro-batch called last; None before the
+        #: first one. A checkpoint of this module also recomputes the tail, the code after it.
         self.last: str | None = None
-        #: Takes the times of cells while somebody traces the model; None otherwise.
+        #: The recording of the times of cells while somebody traces the model; None otherwise.
         self.recording: Recording | None = None
-        #: Whether a step has recorded gradients: only the first such step checks what modules hold.
+        #: Whether a step has recorded gradients: only the first such step has ``MappedStep.held``.
         self.trained = False
-        #: Which modules have used tensors of other devices that were not among their arguments.
+        #: Which modules have so far used tensors of other devices that were not their arguments.
         self.met: Met = {}
-        #: Whether the map gives a module several devices, by several names: see Mapped.called().
+        #: Whether a module has names on several devices of the map: see ``Mapped.called()``.
         self.has_names = False
-        #: The figures of the last step that was traced.
+        #: The figures of the last step that was traced; None if none was.
         self.figures: StepFigures | None = None
 
 
@@ -130,40 +131,45 @@ class MappedStep:
         self.numbers = StepNumbers(self.devices, m)
         #: The outputs that are computed only when the caller reads them.
         self.omitted = Omitted()
-        #: In the first training step: what modules hold as attributes, and they alone may change.
+        #: In the first training step, the attributes of modules, to verify that nothing but the
+        #: modules themselves sets them; None in all other steps.
         self.held: HeldValues | None = None
         if torch.is_grad_enabled() and not lasting.trained:
             self.held = HeldValues()
-        #: Keeps backward in the reverse order of forward; None without streams or gradients.
+        #: What keeps backward in the reverse order of forward; None without streams or gradients.
         self.fence: Fence | None = None
         if torch.is_grad_enabled() and any(map(has_streams, self.devices)):
             self.fence = Fence(defaultdict(dict))
-        #: Whether tensors go from device to device on copy streams (lanes).
+        #: Whether the map has several devices, and any has streams, so that micro-batches overlap.
         self.is_spread = len(self.devices) > 1 and any(map(has_streams, self.devices))
-        #: Whether a torch-function mode watches the code between mapped modules.
+        #: Whether ``Glue``, a torch-function mode, watches the model's code between mapped modules:
+        #: to bring tensors to other devices, or to note down code that is recomputed.
         self.needs_glue = self.is_spread or any(
             checkpointed(recomputed_by(x), m) for x in {*modes.values()}
         )
         self._stages: dict[tuple[torch.device, int], DeviceVisit] = {}
         # A weak reference: the graph of a step may hold this object, and must not hold the model.
         self._model = weakref.ref(model)
-        #: The storage addresses of parameters and buffers; None until has_state() needs them.
+        #: The storage addresses of parameters and buffers; None until ``has_state()`` needs them.
         self._state: set[int] | None = None
-        #: The devices of the previous micro-batch's outputs, to which the next outputs go, too.
+        #: The device of each output tensor of the previous micro-batch. The next micro-batch copies
+        #: its output there, too, since outputs are joined.
         self.places: list[torch.device] = []
         #: Whether the model has come back to a device, so that two stages may call the same layer.
         self._comes_back = False
-        #: Whether two stages have called the same layer with buffers, which rules threads out.
+        #: Whether two stages have called the same layer with buffers. If so, ``is_divisible`` is
+        #: false, since several threads might change the buffers in another order.
         self._depends = False
-        #: For each layer with buffers: the stage that called it last, for which the next one waits.
+        #: For each layer with buffers, the stage that called it last. The stream of the next stage
+        #: that calls the layer waits for the stream of this one.
         self._last: dict[nn.Module, DeviceVisit] = {}
         self._weights: StepWeights | None = None
         self._contexts: list[Context] = []
         self._outside = {device: current_stream(device) for device in self.devices}
         self._streams = current_streams(self.devices)
         self._lock = threading.Lock()
-        #: Whether code has drawn random numbers on another device than its course was on, which
-        #: rules threads out.
+        #: Whether code has drawn random numbers on a device while its course was on another one. If
+        #: so, ``is_divisible`` is false, since several threads might draw other numbers.
         self.drawn_behind = False
 
     def stage(self, device: torch.device, visit: int) -> DeviceVisit:

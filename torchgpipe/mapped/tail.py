@@ -83,18 +83,18 @@ class Tail:
 
     def __init__(self, checkpoint: Checkpoint, output: Batch, omits: bool = False) -> None:
         self._checkpoint = checkpoint
-        #: Whether outputs may be computed only when the caller reads them.
+        #: Whether outputs of this code may be left out until the caller reads them.
         self.omits = omits
         self._numbers = FirstNumbers(get_device(checkpoint.stream))
-        #: The state of each tensor in the module's output, or computed from one.
+        #: The ``TensorState`` of each tensor in the module's output, or computed from one of these.
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._count = 0
         self._calls: list[Noted] = []
-        #: The slots of tensors that the code saves: end() empties them, recomputation fills them.
+        #: Slots of tensors that the code saves: ``end()`` empties them, recomputation fills them.
         self._slots: list[Slot] = []
-        #: How many calls backward needs again: up to the last one that saves a tensor.
+        #: The number of noted calls that backward repeats: up to the last that saves a tensor.
         self._needed = 0
-        #: Whether a recomputation would repeat all that the code has done so far.
+        #: Whether a recomputation of noted calls repeats all that this code has done so far.
         self._repeats = True
         self._note(output.parts[VALUE])
 

@@ -32,7 +32,7 @@ __all__: list[str] = []
 # number generator, and may share a module.
 
 
-#: A stage: its device, and which visit of the device it is.
+#: The key of a stage: its device, and the index of its visit of this device.
 VisitKey: TypeAlias = tuple[torch.device, int]
 
 
@@ -44,17 +44,17 @@ class Turns:
     """The turns of the courses of a step."""
 
     def __init__(self, m: int) -> None:
-        #: The stages that each micro-batch has left for good.
+        #: The stages that each micro-batch has left for good: the next micro-batch may come there.
         self._left: list[set[VisitKey]] = [set() for _ in range(m)]
         self._over = [False] * m
-        #: For each device on which a micro-batch has the turn: the number of the micro-batch.
+        #: For each device that a micro-batch holds alone: the index of this micro-batch.
         self._holders: dict[torch.device, int] = {}
-        #: The stage that each micro-batch came to last, and may still compute.
+        #: For each micro-batch, the stage that it came to last; None before its first stage.
         self._stages: list[VisitKey | None] = [None] * m
-        #: Autograd's next sequence number when a micro-batch left a stage. The next micro-batch
-        #: there numbers its nodes from this one on: backward runs nodes with higher numbers first.
+        #: For each stage, autograd's next sequence number when a micro-batch left it. The next
+        #: micro-batch numbers its nodes from there: backward runs nodes with higher numbers first.
         self._numbers: dict[VisitKey, int] = {}
-        #: The number of the first micro-batch that has failed; ``m`` if none has.
+        #: The lowest index of a failed micro-batch: ``m`` if none has failed, -1 to stop them all.
         self._failed = m
         # A Condition's lock is reentrant, so end() can call leave() while it holds the lock.
         self._changed = threading.Condition()
@@ -133,7 +133,7 @@ class Threads:
 
     def __init__(self) -> None:
         self._workers = Workers([])
-        #: For training and evaluation mode: whether several threads compute the same as one.
+        #: For training (True) and evaluation mode: whether several threads compute what one does.
         self._equal = {True: False, False: False}
 
     def are_equal(self, training: bool) -> bool:

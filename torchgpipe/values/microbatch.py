@@ -33,7 +33,7 @@ from torchgpipe.values.structure import (
 
 __all__: list[str] = []
 
-#: The key of a micro-batch's value in ``Batch.parts``, beside the keys of its skips.
+#: The key, in ``Batch.parts``, of the tensors of a micro-batch's value; other keys are of skips.
 VALUE = None
 
 
@@ -62,14 +62,15 @@ class Batch:
 
     def __init__(self, value: Any, spec: Spec | None = None) -> None:
         tensors, structure = flatten(value, spec)
-        #: The tensors of the value, by VALUE, and those of each skip, by the skip's key.
+        #: The tensors of the value, by key ``VALUE``, and those of each skip, by the skip's key.
         self.parts: dict[Any, Tensors] = {VALUE: tensors}
-        #: For each key of ``parts``, the part's containers, and its objects that are no tensors.
+        #: For each key of ``parts``, the containers that its tensors were in, and the objects in
+        #: these containers that are no tensors.
         self.structures = {VALUE: structure}
         # Whether one tensor is all, as in most micro-batches: methods take a shorter way then.
         self._single = len(tensors) == 1
-        #: The keys of parts of which a tensor shares memory with another tensor: layers must not
-        #: change such parts in place.
+        #: The keys of ``parts`` under which a tensor shares memory with another tensor. Layers must
+        #: not change tensors under these keys in place.
         self.shared: frozenset[Any] = frozenset() if self._single else self._aliased()
 
     @classmethod

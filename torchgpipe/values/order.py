@@ -27,20 +27,21 @@ from torchgpipe.values.structure import Tensors, is_dense
 
 __all__: list[str] = []
 
-#: What is known of a tensor. DEPENDS: it depends on the micro-batch, in no known order. HAS_ROWS:
-#: dimension 0 has the micro-batch's rows, row by row. IN_BLOCKS: dimension 0 has several rows for
-#: each of them, block by block.
+#: What ``BlockWatch`` knows of a tensor. ``DEPENDS``: it depends on the micro-batch, in no known
+#: order. ``HAS_ROWS``: dimension 0 has the micro-batch's rows, row by row. ``IN_BLOCKS``: dimension
+#: 0 has several rows for each row of the micro-batch, block by block.
 DEPENDS, HAS_ROWS, IN_BLOCKS = 1, 2, 3
 
-#: Functions that concatenate their arguments, or copies of one: the result is block by block.
+#: Functions that concatenate arguments, or copies of one: rows of the result are block by block.
 JOINING = {"cat", "concat", "concatenate", "vstack", "row_stack", "repeat", "tile"}
 #: Functions that may merge several dimensions into dimension 0.
 RESHAPING = {"flatten", "reshape", "reshape_as", "view", "view_as"}
-#: Functions that return views, whose dimension 0 may be another dimension of the tensor.
-#: Properties such as ``x.T`` have the name ``__get__``.
+#: Functions that return views, whose dimension 0 may be another dimension of the tensor. Properties
+#: such as ``x.T`` have the name ``__get__``.
 TURNING = {"t", "transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis"}
 TURNING |= {"unbind", "select", "narrow", "__get__"}
-#: Functions that split a tensor: where rows are block by block, one block of them is row by row.
+#: Functions that split a tensor. If its rows are block by block, and a result has as many rows as
+#: the micro-batch, this result is one block, and so row by row.
 SPLITTING = {"chunk", "split", "tensor_split", "split_with_sizes"}
 #: Functions that may put rows into another order.
 REORDERING = {"index_select", "gather", "take", "take_along_dim", "sort", "argsort", "flip", "roll"}
@@ -62,8 +63,8 @@ class Order:
 
     def __init__(self, layers: nn.Module, before: Order | None = None) -> None:
         self._layers, self._before = layers, before
-        #: Whether the layers have returned more rows than they were given; None before they have
-        #: computed the first micro-batch.
+        #: Whether the layers have returned more rows than they were given, for the first
+        #: micro-batch; None before they have computed it.
         self._grows: bool | None = None
         self._watch: BlockWatch | None = None
         self.blocks: frozenset[int] = frozenset()

@@ -26,7 +26,7 @@ __all__: list[str] = []
 # Python's garbage collector frees such cycles, and a step must not have to wait for it.
 
 
-#: Tells whether a container counts as a leaf.
+#: A function that tells whether ``flatten_tree()`` keeps a container whole, as a leaf.
 IsLeaf: TypeAlias = Callable[[Any], bool]
 
 
@@ -43,7 +43,7 @@ class Spec:
 
     def __init__(self, kind: Any, context: Any, children: Sequence[Spec]) -> None:
         self.kind, self.context, self.children = kind, context, children
-        #: The number of leaves.
+        #: The number of leaves of the tree.
         self.count: int = 1 if kind is None else sum([x.count for x in children])
 
     def __eq__(self, other: object) -> bool:
@@ -212,11 +212,11 @@ def _restored(containers: Any, others: dict[int, Any]) -> Structure:
     return Structure(flatten_tree(containers)[1], others)
 
 
-#: The types of most leaves beside tensors. ``verify_leaf`` need not look for tensors in these.
+#: Types of most leaves that are no tensors: ``verify_leaf()`` need not look for tensors in them.
 ATOMS = frozenset({type(None), bool, int, float, str})
 
-#: The structures of most values: a tensor alone, and a tuple of tensors. Nothing but identity tells
-#: them apart.
+#: The structures of most values: ``ALONE`` of a tensor alone, ``TUPLE`` of a tuple of tensors.
+#: Nothing but their identity tells them apart.
 ALONE = Structure(None, {})
 TUPLE = Structure(None, {})
 
