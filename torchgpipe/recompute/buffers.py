@@ -123,7 +123,7 @@ class Buffers:
                 self._unknown.add(key)
         #: Whether the partition has buffers. Without any, recomputations need no copies.
         self.any = bool(self._changing or self._steady)
-        #: The buffers in `_steady` as the first cell found them, and shared copies; None before it.
+        #: The buffers in `_steady` as the first cell found them, with shared copies; None before.
         self._common: Common | None = None
         #: The indices in `_common.keys` of buffers that changed, which are in `_changing` as well.
         self._changed: set[int] = set()

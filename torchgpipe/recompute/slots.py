@@ -202,7 +202,7 @@ class Filling:
         self.whole = whole
         self.count = 0
         #: Autograd's next sequence number when an operator last saved a tensor to which it may
-        #: still write; -1 if none did. While that is still the next number, the operator may still
+        #: still write; -1 if none did. As long as it is the next number, that operator may still
         #: run.
         self.unwritten = -1
         #: How many of `places` this run must reach: all if `whole`, else those up to the last slot.

@@ -42,7 +42,8 @@ class Storage:
         self.buffer: Tensor | None = None
         #: The event after the last copy from or to `buffer`, for which its next user waits.
         self.event: Event | None = None
-        #: The stream of the last copy; None once the compute stream has waited for that copy.
+        #: The stream of a copy that __del__() must announce; None once the compute stream waits for
+        #: it.
         self.lane: AbstractStream | None = None
 
     def to_host(self) -> None:
