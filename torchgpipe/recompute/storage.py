@@ -42,7 +42,7 @@ class Storage:
         self.buffer: Tensor | None = None
         #: The event after the last copy from or to `buffer`, for which its next user waits.
         self.event: Event | None = None
-        #: The stream of a copy that __del__() must announce; None once the compute stream waits for
+        #: The stream of a copy that __del__() must announce; None if the compute stream waits for
         #: it.
         self.lane: AbstractStream | None = None
 
