@@ -42,8 +42,7 @@ class Storage:
         self.buffer: Tensor | None = None
         #: The event after the last copy from or to `buffer`, for which its next user waits.
         self.event: Event | None = None
-        #: The stream of a copy that __del__() must announce; None if the compute stream waits for
-        #: it.
+        #: The stream of a copy for which the compute stream has not waited yet; None without any.
         self.lane: AbstractStream | None = None
 
     def to_host(self) -> None:
