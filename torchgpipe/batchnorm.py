@@ -89,13 +89,13 @@ class DeferredBatchNorm(Base):
         ValueError: chunks is out of range.
     """
 
-    #: The number of runs that are one mini-batch outside of a wrapper.
+    #: How many forwards in training are one mini-batch, outside of a wrapper.
     chunks = 1
     #: Whether a wrapper runs a step now, at whose end it updates the running statistics.
     _collects = False
-    #: The moments of the micro-batches of this mini-batch so far.
+    #: The moments of all micro-batches so far of the present mini-batch; None before any.
     _moments: Moments | None = None
-    #: Outside of a wrapper, the number of runs of this mini-batch so far.
+    #: How many of the `chunks` forwards of a mini-batch have run, outside of a wrapper.
     _runs = 0
 
     def __init__(

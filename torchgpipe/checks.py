@@ -14,13 +14,13 @@ from typing import Any, TypeGuard
 
 __all__: list[str] = []
 
-#: The most stages, workers or micro-batches: a schedule of more would fill the memory.
+#: The greatest number of stages, workers or micro-batches: more would fill the memory.
 MOST = 10**6
 
-#: The classes whose values a message shows; others have texts of several lines, or addresses.
+#: The classes whose values shown() prints. Other texts may have several lines, or addresses.
 SHORT = (str, bytes, Real, complex, type(None), list, tuple, dict, set, frozenset)
 
-#: The most characters of a value in a message.
+#: In characters, the longest text of a value that shown() prints.
 WIDTH = 80
 
 

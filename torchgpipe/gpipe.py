@@ -54,9 +54,9 @@ class GPipe(Wrapper):
     """
 
     _own = (*Wrapper._own, "_stages", "_plain")
-    #: Whether batch normalisations are deferred.
+    #: Whether batch norms update running statistics once per mini-batch, not per micro-batch.
     deferred_batch_norm: bool
-    #: The layers, as an :class:`nn.ModuleList` of :class:`nn.Sequential`.
+    #: For each partition, an :class:`nn.Sequential` of its layers.
     partitions: nn.ModuleList
 
     def __init__(

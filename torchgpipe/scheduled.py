@@ -314,7 +314,7 @@ def _verify_recompute(recompute: Any) -> None:
     verify(valid, rule, "recompute", recompute, "use the first one for eager stages")
 
 
-#: For each attribute, the function that checks a value when it is set.
+#: For each attribute of a ScheduledLoss, the function that raises an error if a value is wrong.
 _CHECKS: dict[str, Callable[[Any], object]] = {
     "model": _verify_model,
     "schedule": verify_choice,

@@ -89,7 +89,7 @@ class Swap:
 
 Result = TypeVar("Result")
 
-#: Hooks for tensors saved for backward: one packs a tensor, and the other unpacks it.
+#: Hooks for tensors saved for backward: the first packs a tensor, the second unpacks it.
 Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
@@ -297,9 +297,10 @@ class SavedSettings:
 
     def __init__(self, devices: Sequence[torch.device], expected: Modes | None = None) -> None:
         self.grad = torch.is_grad_enabled()
-        #: The error that the code around the block is handling, at which leave_checkpoints() stops.
+        #: The error that was being handled when the block began, at which leave_checkpoints()
+        #: stops; None if no error was.
         self.handled = sys.exc_info()[1]
-        #: The modes of this thread, but for the grad mode, which `grad` has.
+        #: The modes of this thread before the block, but for the grad mode, which `grad` has.
         self.modes = expected if expected and expected.are_current() else Modes.current()
         # Ctrl-C interrupts only the main thread, so other threads need not save what follows.
         self.interruptible = get_ident() == main_thread().ident

@@ -95,10 +95,10 @@ Result = TypeVar("Result")
 class Computing(threading.local):
     """The cell that a thread computes, in forward or in recomputation."""
 
-    #: Whether the thread computes a cell, and so must not take locks.
+    #: Whether the thread computes a cell, and so takes no locks of generators: its step has them.
     within = False
-    #: The number of the cell's micro-batch, by which OncePerMiniBatch sorts values. Only schedules
-    #: set it: without a schedule, the values come in the order of the micro-batches.
+    #: The index of the cell's micro-batch, by which OncePerMiniBatch sorts what layers give. Only
+    #: schedules set it: without a schedule, the values come in the order of the micro-batches.
     number = 0
 
 
@@ -115,7 +115,7 @@ def first_run() -> Swap:
     return Swap(computing, within=True)
 
 
-#: The lock of each device's default generator.
+#: For each device, the lock of its default generator, which steps and recomputations hold.
 _locks: dict[torch.device, threading.RLock] = {}
 
 

@@ -44,8 +44,8 @@ class CurrentLabel(threading.local):
 
 current = registered(CurrentLabel())
 
-#: A function that is called with each new label, in the thread that has it, during an observation.
-#: It is one for all threads, so that the threads of autograd and of workers call it, too.
+#: The function that put() calls with each new label, in the label's thread; None without an
+#: observation. All threads share it, so that those of autograd and of workers call it, too.
 observer: Callable[[Label | None], None] | None = None
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()

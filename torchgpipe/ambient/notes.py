@@ -77,7 +77,7 @@ def note_layer(error: BaseException, note: object) -> None:
         add_note(error, f"{note}{name}")
 
 
-#: Finds the words of PyTorch's errors about tensors of several devices.
+#: Matches PyTorch's errors about tensors on several devices, to which add_note() adds a remedy.
 _DEVICES = re.compile(
     "same device|expected device|current device|different from other tensors|on one device .found"
 )

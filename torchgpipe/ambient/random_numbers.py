@@ -55,7 +55,8 @@ class StepNumbers:
     def __init__(self, devices: Sequence[torch.device], m: int) -> None:
         self._m = m
         self._devices = list(dict.fromkeys(map(generator_of, devices)))
-        #: For each type of device, the device whose generator continues the caller's sequence.
+        #: For each type of device, the step's first device of that type. Its generator has the
+        #: caller's RNG state before the step, and gets the caller's new state after it.
         self._first_devices: dict[str, torch.device] = {}
         for device in self._devices:
             self._first_devices.setdefault(device.type, device)
@@ -74,10 +75,10 @@ class StepNumbers:
         self._first: list[dict[str, Tensor]] = [
             _States(partial(self._begin.of, i)) for i in range(self._m)
         ]
-        #: The present RNG states of each micro-batch by type of device, made when a cell asks.
+        #: For each micro-batch, its present RNG states by type of device, each made when asked for.
         self.states: list[dict[str, Tensor]] = [_States(first.__getitem__) for first in self._first]
-        #: The micro-batches that drew random numbers here, went to another process, and came back
-        #: with new states. has_drawn() cannot see from the new states that they drew.
+        #: The micro-batches that drew random numbers here before go_on() replaced their states by
+        #: those from another process, so that has_drawn() cannot compare the states.
         self._drew: set[int] = set()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -157,8 +158,8 @@ class _Beginnings:
         self, first_devices: Mapping[str, torch.device], callers: Mapping[torch.device, Tensor]
     ) -> None:
         self._first_devices, self._callers = first_devices, callers
-        #: For each device, a number made of the caller's state. The seed of a micro-batch after the
-        #: first one is this number plus the number of the micro-batch.
+        #: For each device, a number made of the caller's RNG state. The seed of micro-batch ``i``,
+        #: from 1 on, is this number plus ``i``.
         self._seeds: dict[torch.device, int] = {}
 
     def of(self, i: int, kind: str) -> Tensor:
@@ -185,8 +186,8 @@ class CellNumbers(Swap):
         self.states = states
         self.device = device
         self.kind = device.type
-        #: The state at the end of the block, if it was read within the block, so that the end of
-        #: the block need not read it again.
+        #: The RNG state at the end of the block, if FirstNumbers has read it already, so that
+        #: __exit__() need not; None otherwise.
         self.after: Tensor | None = None
 
     def __enter__(self) -> None:

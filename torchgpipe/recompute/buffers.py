@@ -32,20 +32,21 @@ from torchgpipe.values.structure import is_dense
 
 __all__: list[str] = []
 
-#: Only buffers of these classes are copied together: a subclass may change what torch.cat() does.
+#: Only buffers of these classes may be copied by one torch.cat(), which a subclass may override.
 PLAIN = (Tensor, nn.Buffer)
 
-#: A buffer of at most this many bytes is small: each step copies it, even if no layer changes it.
-#: So it may be changed between a forward and its backward.
+#: In bytes, the largest size of a small buffer. Each step copies small buffers, also those that no
+#: layer changes, so that a user may change them between a forward and its backward.
 SMALL = 1 << 16
 
-#: The statistics of norms. A norm in training mode changes them, but not their version.
+#: The names of norms' statistics. A norm in training mode changes them without a new version.
 UNCOUNTED = ("running_mean", "running_var")
 
-#: A layer and the name of its buffer.
+#: A layer, and the name of one of its buffers.
 BufferKey: TypeAlias = tuple[nn.Module, str]
 
-#: For each layer: whether it changes a buffer, by the buffer's name and the layer's training flag.
+#: For each layer: (name of a buffer, training flag of the layer) -> whether forwards change the
+#: buffer. The first step finds it out, and the steps after it need fewer copies.
 Learned: TypeAlias = WeakKeyDictionary[nn.Module, dict[tuple[str, bool], bool]]
 
 
@@ -57,10 +58,10 @@ class Common:
     ) -> None:
         self.keys, self.tensors, self.copies = keys, tensors, copies
         self.before = identities(tensors)
-        #: The statistics of norms in eval mode, with their copies. Recomputations always get these
-        #: copies: a norm in training mode may share the buffer, and changes it unnoticed.
+        #: The keys and copies of statistics of norms in eval mode. put() always gives layers these
+        #: copies: a norm in training mode may share a buffer, and changed() would not notice.
         self.read = [pair for pair in zip(keys, copies) if pair[0][1] in UNCOUNTED]
-        #: The indices in `keys` of buffers changed without a new version, as through ``.data``.
+        #: The indices in `keys` of buffers that learn() found changed, but without a new version.
         self.uncounted: set[int] = set()
 
     def changed(self) -> list[int]:
@@ -104,11 +105,11 @@ class Buffers:
 
     def __init__(self, keys: Iterable[BufferKey], learned: Learned) -> None:
         self._learned = learned
-        #: The buffers that layers change, so that each first run copies them.
+        #: The buffers that forwards may change: each cell copies them before its first run.
         self._changing: list[BufferKey] = []
-        #: The buffers that no cell has changed so far.
+        #: The buffers that forwards do not change, as far as is known when the step begins.
         self._steady: list[BufferKey] = []
-        #: The buffers in `_steady` of which `learned` does not say yet whether layers change them.
+        #: The buffers in `_steady` of which `_learned` does not say yet whether forwards change it.
         self._unknown: set[BufferKey] = set()
         for key in keys:
             module, name = key
@@ -120,11 +121,11 @@ class Buffers:
             self._steady.append(key)
             if changes is None:
                 self._unknown.add(key)
-        #: Whether there are buffers, so that cells need copies for recomputations.
+        #: Whether the partition has buffers. Without any, recomputations need no copies.
         self.any = bool(self._changing or self._steady)
-        #: The buffers in `_steady` as the first cell found them.
+        #: The buffers in `_steady` as the first cell found them, with shared copies; None before.
         self._common: Common | None = None
-        #: The indices in `_common` of buffers that have changed since then, and joined `_changing`.
+        #: The indices in `_common.keys` of buffers that changed, which are in `_changing` as well.
         self._changed: set[int] = set()
 
     def not_lasting(self) -> set[int]:

@@ -110,22 +110,23 @@ class Checkpoint:
         self.function, self.context = function, context
         self.stream, self.within = stream, within
         self.lasting, self.whole = lasting, whole
-        #: For each tensor that the first run saves, in order: a slot, or the tensor if it is kept.
+        #: For each tensor that the first run saves, in order: its slot, or itself if it is kept.
         self.places: list[Saved] = []
-        #: The tensors that are kept, since they exist anyway, as weights do.
+        #: The saved tensors that are not dropped, since they exist anyway, as weights do.
         self.kept = Kept()
         #: The values that layers pass to keep() in the first run, which the recomputation takes.
         self.values = Values()
-        #: Makes the slot of a dropped tensor. Under verify_recomputation() slots compare values.
+        #: Makes a dropped tensor's slot, which compares values if verify_recomputation() is on.
         self.dropped: Callable[[Tensor, dict[torch.Size, torch.Size]], Slot] = Slot
         self.shapes = shapes
-        #: The ids of the input's tensors, which are kept. Empty after the first run: the id of a
-        #: freed tensor is used again.
+        #: During the first run, the ids of the input's tensors and of their bases, which _drop()
+        #: keeps. Empty afterwards, since a new tensor may get the id of a freed tensor.
         self.inputs: set[int] = set()
-        #: The input and the RNG states of the first run, until the recomputation takes them.
+        #: The input and the RNG states of the first run; None if no recomputation will take them.
         self.stored: tuple[StoredInput, FirstNumbers] | None = None
         self.lock = threading.RLock()
-        #: Whether layers save tensors on side streams, so unpack() has these wait; None on the CPU.
+        #: Whether layers saved tensors on side streams, so that unpack() has those streams wait for
+        #: `stream`; None on the CPU, which has no streams.
         self.has_side_streams = None if isinstance(stream, CPUStream) else False
 
     def forward(

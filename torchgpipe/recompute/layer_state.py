@@ -54,21 +54,22 @@ class LayersState:
         self._parameters: list[Tensor] = []
         #: For each parameter and buffer: the dict of its module that holds it, and its name there.
         self._entries: list[tuple[dict[str, Any], str]] = []
-        #: The dicts in `_entries`, each once.
+        #: The dicts that hold parameters or buffers, `_parameters` and `_buffers` of each module.
         self._tables: list[dict[str, Any]] = []
-        #: The modules' dicts of forward hooks and pre-hooks. Without hooks, only these are read.
+        #: Each module's dicts of forward pre-hooks and of forward hooks. As long as all are empty,
+        #: _read() does not look at `_hook_tables`.
         self._main_hook_tables: list[dict[int, Any]] = []
-        #: The same dicts, and those with options of hooks, such as `_forward_hooks_with_kwargs`.
+        #: For all modules, the dicts that _forward_hooks() lists: restore() restores their content.
         self._hook_tables: list[dict[int, Any]] = []
         self._hooks: list[dict[int, Any]] = []
         self._has_hooks = False
         #: Whether a hook has ``always_call=True``, so that recomputations must not end early.
         self.always_calls = False
-        #: The shapes of dropped tensors, so that slots share one object for equal shapes.
+        #: For each shape of a dropped tensor, the one object that all slots of that shape share.
         self.shapes: dict[torch.Size, torch.Size] = {}
-        #: What checkpoints keep, and do not recompute. For each parameter's id: the parameter. For
-        #: the id of each buffer that no layer changes: a detached alias, which has the old values
-        #: after ``buffer.data = ...``, and never a graph that would hold it.
+        #: What checkpoints keep instead of recomputing it, by id: each parameter, and under the id
+        #: of each buffer that is known not to change, a detached alias. After ``buffer.data = ...``
+        #: the alias has the old values, and it never has a graph that would hold it.
         self.lasting: dict[int, Tensor] = {}
         others = exchanged(self._modules)
         keys: list[BufferKey] = []
@@ -110,9 +111,10 @@ class LayersState:
             [*chain.from_iterable(map(dict.values, self._tables))],
         )
         self._before = identities(self._parameters)
-        #: The versions and addresses of parameters after the last run; the next must find the same.
+        #: The versions and addresses of `_parameters` at the end of the forward, or of the last
+        #: recomputation. restore() must find the same. None until the forward ends.
         self._after: Identities | None = None
-        #: A parameter that layers have changed in their forward, which is an error.
+        #: A parameter that layers changed in their forward, an error; None if they changed none.
         self._changed_parameter: BufferKey | None = None
 
     def end_forward(self) -> None:

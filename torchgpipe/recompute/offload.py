@@ -103,9 +103,9 @@ class Offloading:
         self.memory, self.j, self.recorder = memory, j, recorder
         self._share, self._leaving = offload.share, leaving
         self._is_scheduled, self.window = window is not None, window or Window()
-        #: The cell whose layers run, once cell() has made it.
+        #: The cell whose layers run; None until cell() has made it.
         self._present: Offloaded | None = None
-        #: The cell made last, for the next cell to fetch in backward; None under a schedule.
+        #: The cell made last, which the cell made next fetches in backward. None under a schedule.
         self._last: Offloaded | None = None
 
     def sends(self, i: int) -> bool:
@@ -161,11 +161,11 @@ class Offloaded:
         self.stream, self._share, self._before = stream, share, before
         self._memory, self._recorder = offloading.memory, offloading.recorder
         self._way = offloading.j, i
-        #: The saved tensors by storage_key(). Those under the key 0 stay on the device.
+        #: For each storage_key(), the saved tensors that have it. Those with 0 stay on the device.
         self._views: dict[int, list[ref[View]]] = {}
-        #: The storages that leave; none once the compute stream has waited for the copies back.
+        #: The storages that were copied out, until the compute stream waits for the copies back.
         self._storages: list[Storage] = []
-        #: An event after the last copies of `_storages`, out or back.
+        #: The event after the last copies of `_storages`, to the host or back; None without any.
         self._copied: Event | None = None
         #: Whether the device memory of `_storages` was freed, so that fetch() must take new memory.
         self._has_left = False

@@ -30,7 +30,7 @@ from torchgpipe.values.structure import map_leaves
 
 __all__ = ["OncePerMiniBatch"]
 
-#: The buffers of PyTorch's norms, which may change without a warning.
+#: The names of buffers of PyTorch's norms: warn_of_changes() does not warn if these change.
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -123,7 +123,7 @@ class Collected:
         return gather(batches) if batches else None
 
 
-#: The layers within a mini-batch now, each with its calls, and the values passed to give().
+#: For each layer whose mini-batch is under way: its calls so far, and what it passed to give().
 _open: dict[nn.Module, Collected] = {}
 
 

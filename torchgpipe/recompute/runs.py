@@ -30,7 +30,7 @@ class Phase(threading.local):
     checkpointing = False
     #: Whether layers run for the second time, within backward.
     recomputing = False
-    #: Where keep() puts values, and takes them from; None where there will be no recomputation.
+    #: Where keep() puts values for the recomputation, which takes them; None if there will be none.
     values: Any = None
 
 
@@ -88,7 +88,7 @@ class StoredInput:
         self._versions = [*map(version_of, self._tensors)]
         #: The name and the class of the layer that changed the input in place; None if none did.
         self._changed_by: tuple[str | None, str | None] | None = None
-        #: For each tensor what the caller's pack hook returned, and whether it needs a gradient.
+        #: For each input tensor: what the caller's pack hook returned; the tensor's requires_grad.
         self._packed: Sequence[tuple[Any, bool]] = ()
 
     @property

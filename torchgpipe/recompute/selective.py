@@ -25,11 +25,11 @@ from torchgpipe.partition.keeping import Policy
 
 __all__: list[str] = []
 
-#: The context managers of the first run and the recomputation of one cell.
+#: The context managers of a cell's first run, and of its recomputation.
 Contexts: TypeAlias = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 CheckpointPolicy = checkpoint.CheckpointPolicy
-#: The choices of a policy by which a result is kept. PyTorch takes True for MUST_SAVE.
+#: What a policy returns for an operator whose result is kept. PyTorch takes True for MUST_SAVE.
 KEPT = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE, True)
 
 

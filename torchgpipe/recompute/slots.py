@@ -139,10 +139,11 @@ class Kept:
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
-        #: For each tensor's id: its version when a layer first saved it, and that layer's name.
+        #: For each tensor's id, its version when a layer first saved it; any other is an error.
         self.versions: dict[int, int] = {}
+        #: For each tensor's id, the name of the first layer that saved it; None if unknown.
         self.layers: dict[int, str | None] = {}
-        #: The ids of tensors that several layers have saved: a recomputation accepts any layer.
+        #: The ids of tensors that several layers saved: verify_like() accepts them of any layer.
         self._several = _NONE
 
     def add(self, tensor: Tensor) -> Tensor:
@@ -173,7 +174,7 @@ class Kept:
         return modified(tensor, self.versions[id(tensor)], self.layers[id(tensor)])
 
 
-#: The slot of a dropped tensor, or a kept tensor itself.
+#: What autograd holds of a saved tensor: its slot if it is dropped, else the tensor itself.
 Saved: TypeAlias = Slot | Tensor
 
 
@@ -200,10 +201,11 @@ class Filling:
         self.kept = kept
         self.whole = whole
         self.count = 0
-        #: The sequence number of autograd's next node when an operator saved a tensor that it may
-        #: write to later. While the next node has this number, that operator may still run.
+        #: Autograd's next sequence number when an operator last saved a tensor to which it may
+        #: still write; -1 if none did. As long as it is the next number, that operator may still
+        #: run.
         self.unwritten = -1
-        #: How many places this run must reach: all if it is whole, otherwise up to the last slot.
+        #: How many of `places` this run must reach: all if `whole`, else those up to the last slot.
         self.due = len(places)
         while not whole and not isinstance(places[self.due - 1], Slot):
             self.due -= 1

@@ -24,7 +24,7 @@ from torchgpipe.values.structure import is_dense
 
 __all__: list[str] = []
 
-#: Storages of fewer bytes stay on the device: to copy them takes no less time, and frees less.
+#: The fewest bytes of a storage that leaves: to copy fewer takes no less time, and frees less.
 LEAST = 1024
 
 
@@ -34,14 +34,15 @@ class Storage:
     __slots__ = ("__weakref__", "buffer", "event", "here", "lane", "memory", "size")
 
     def __init__(self, tensor: Tensor, memory: HostMemory) -> None:
-        #: The bytes on the device (`here`), and on the host (`buffer`); None where they are not.
+        #: The bytes on the device; None while only `buffer` has them.
         self.here: Tensor | None = flat(tensor)
         self.size = len(self.here)
         self.memory = memory
+        #: Pinned memory of the host with the bytes, and maybe more; None before to_host().
         self.buffer: Tensor | None = None
-        #: An event after the last copy, until which nobody else may use `buffer`.
+        #: The event after the last copy from or to `buffer`, for which its next user waits.
         self.event: Event | None = None
-        #: The stream of the last copy; None once the compute stream has waited for the copy.
+        #: The stream of a copy for which the compute stream has not waited yet; None without any.
         self.lane: AbstractStream | None = None
 
     def to_host(self) -> None:

@@ -310,7 +310,7 @@ def _repeated(
     """
     p = workers
     lines = []
-    #: When each of the four legs begins: F down the V, F up, I down and I up.
+    #: For each leg (F down the V, F up, I down, I up), the time when its first computation starts.
     begin = [0, *accumulate(step * (p - 1) + 1 + gap for step, gap in zip(steps, gaps))]
     for w in range(p):
         down, up = w, 2 * p - 1 - w
@@ -370,8 +370,8 @@ def wave(workers: int, chunks: int, waves: int = 1) -> Schedule:
     return min(made, key=lambda schedule: simulate(schedule).makespan)
 
 
-#: The functions above whose schedules have one stage per worker, two, or any number.
-#: :func:`wave` is apart: it has two stages per worker for each wave.
+#: The functions above whose schedules have one stage per worker (`ONE_STAGE`), two (`TWO_STAGES`),
+#: or as many as an argument says (`ANY_STAGES`). :func:`wave` has two for each wave.
 ONE_STAGE = (fill_drain, one_f_one_b, zero_bubble_h1, zero_bubble_h2)
 TWO_STAGES = (zero_bubble_v, v_half, v_min, dualpipe_v)
 ANY_STAGES = (interleaved, looped_bfs, interleaved_zero_bubble)

@@ -14,7 +14,7 @@ __all__: list[str] = ["named"]
 
 
 _BUILT_IN = {f.__name__: f for f in (*ONE_STAGE, *ANY_STAGES, *TWO_STAGES, wave)}
-#: Further names that :func:`named` takes, from papers and from torch.distributed.pipelining.
+#: Names from papers and from torch.distributed.pipelining, which :func:`named` takes as well.
 _ALIASES = {
     "gpipe": "fill_drain",
     "1f1b": "one_f_one_b",

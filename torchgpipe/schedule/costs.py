@@ -15,7 +15,7 @@ from torchgpipe.schedule.trips import Known, Tracks, stops, trips
 
 __all__ = ["Costs", "Each", "Table", "numbers"]
 
-#: One number for all stages (or workers), or one for each.
+#: One number for all stages (or workers), or a sequence with a number for each of them.
 Each: TypeAlias = float | Sequence[float]
 
 
@@ -137,7 +137,7 @@ class Table:
             "use 1, or 2 where copies take longer",
         )
         #: For each stage, how many instructions before its backward a cell comes back from the
-        #: host; 0 if its cells stay on the device.
+        #: host's memory; 0 if the cells of the stage stay on the device.
         self.prefetch = tuple([int(k) if x else 0 for k, x in zip(prefetch, self.away)])
 
     def duration(self, instruction: Instruction) -> float:

@@ -75,7 +75,7 @@ def greedy(
     near = by_stage(skips)
     sources = {op: needs(op, ops, near.get(op.stage, ())) for op in ops}
     missing = {op: len(needed) for op, needed in sources.items()}
-    #: For each computation, the time when the last of its inputs arrives that are computed so far.
+    #: For each computation, when the last of those inputs arrives that are computed by now.
     arrived: dict[Op, float] = dict.fromkeys(ops, 0)
     targets: dict[Op, list[Op]] = {op: [] for op in ops}
     for op in ops:
@@ -84,7 +84,7 @@ def greedy(
 
     lines: list[list[Op]] = [[] for _ in range(workers)]
     free: list[float] = [0] * workers
-    #: For each worker, a heap of computations that wait for inputs: (arrival of the last, op).
+    #: For each worker, a heap of computations whose inputs are on their way: (last arrival, op).
     coming: list[list[tuple[float, Op]]] = [[] for _ in range(workers)]
     #: For each worker, the computations that can start, the most urgent first: (priority, op).
     ready: list[list[tuple[Any, Op]]] = [[] for _ in range(workers)]
@@ -130,9 +130,10 @@ class _Memory:
         self.limits = capacities(capacity, workers)
         self.stages = [[j for j, x in enumerate(placement) if x == w] for w in range(workers)]
         self.held: list[float] = [0] * workers
-        #: For each micro-batch that has begun, in that order: stage -> the kind computed last.
+        #: For each micro-batch that has begun and not ended, the earliest to begin first: stage ->
+        #: the kind of the stage's last computation of that micro-batch.
         self.begun: dict[int, dict[int, str]] = {}
-        #: The memory that one micro-batch needs on each worker.
+        #: For each worker, the peak memory that one micro-batch takes there if it is alone.
         self.least = [self._rest(w, 0, {})[0] for w in range(workers)]
         for w, (least, limit) in enumerate(zip(self.least, self.limits)):
             if least > limit and not isclose(least, limit):

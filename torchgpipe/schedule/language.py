@@ -31,7 +31,7 @@ from torchgpipe.schedule.rewrite import (
 __all__ = ["Schedule", "parse", "read", "read_csv", "write_csv"]
 
 
-#: The remedy in messages about a value that is no program.
+#: The remedy in Schedule's errors about what is no program, no line, or no instruction.
 PARSED = "use parse() to make it from text"
 
 
@@ -262,7 +262,7 @@ def parse(text: str, placement: Sequence[int], chunks: int) -> Schedule:
 
 
 _NUMBER = "0|[1-9][0-9]*"
-#: The patterns of a computation's parts, and the name of each part for the error message.
+#: For each piece of the text of a computation, or overlap: its pattern, and what errors call it.
 _OP = ((_NUMBER, "a stage"), ("[FBIWR]", "F, B, I, W or R"), (_NUMBER, "a micro-batch"))
 _OVERLAP = ((r"\(", "("), *_OP, (";", ";"), *_OP, (r"\)", ")"))
 

@@ -26,9 +26,9 @@ from torchgpipe.schedule.simulator import Report
 __all__ = ["Bounds", "bounds", "capacities"]
 
 #: For each kind and stage, the head of a computation (the least time from the beginning of a step
-#: to its start), or the tail (the least time from its end to the end of the step).
+#: to its start), or for all of them the tail (the least time from its end to the end of the step).
 Chains: TypeAlias = dict[tuple[str, int], float]
-#: All computations of one kind and stage: their head, the sum of their times, and their tail.
+#: All computations of a kind in a stage, for _one_machine(): head, sum of their times, tail.
 Job: TypeAlias = tuple[float, float, float]
 
 

@@ -55,11 +55,11 @@ class Overlap(NamedTuple):
 
 
 Instruction: TypeAlias = Op | Overlap
-#: The instructions of each worker.
+#: For each worker, its instructions in order.
 Program: TypeAlias = tuple[tuple[Instruction, ...], ...]
-#: A computation, then another one that needs it.
+#: A computation, and a computation that must wait for it.
 Edge: TypeAlias = tuple[Op, Op]
-#: The stage that stashes and the stage that pops each skip.
+#: For each skip, the stage that stashes and the stage that pops.
 Skips: TypeAlias = Sequence[tuple[int, int]]
 #: For each worker that waits: its next instruction, and a computation that this instruction needs.
 Waiting: TypeAlias = dict[int, tuple[Instruction, Op]]

@@ -76,7 +76,7 @@ def deferred(program: Program, k: int | Sequence[int]) -> Program:
 def _delayed(line: Sequence[Instruction], k: int) -> tuple[Instruction, ...]:
     """Delay each W of one worker until ``k`` more I have come after its own I."""
     inputs = [op for x in line for op in operations(x) if op.kind == "I"]
-    #: The number of I of this worker that must come before each W.
+    #: For each W, how many I of the line must come before it: those up to its own, and ``k`` more.
     due = {op._replace(kind="W"): number + k for number, op in enumerate(inputs, 1)}
     late: list[tuple[int, int, Op]] = []
     rewritten: list[Instruction] = []
@@ -265,11 +265,11 @@ class _Order:
     def __init__(self, program: Program, skips: Skips) -> None:
         all_ = [*chain(*program)]
         number = {op: n for n, x in enumerate(all_) for op in operations(x)}
-        #: For each instruction, the numbers of the instructions that need it.
+        #: For each instruction (by its number), the numbers of the instructions that need it.
         self._needing: list[set[int]] = [set() for _ in all_]
-        #: For each instruction, the number of the next one of the same worker.
+        #: For each instruction, the number of its worker's next instruction; None for the last.
         self._next: list[int | None] = [n + 1 for n in range(len(all_))]
-        #: For the second instruction of each pair, the first one, which stands for both of them.
+        #: For the second instruction of each pair, the number of the first, which stands for both.
         self._pair: dict[int, int] = {}
         numbers = []
         begin = 0
@@ -277,8 +277,8 @@ class _Order:
             numbers.append(iter(range(begin, begin := begin + len(line))))
             if line:
                 self._next[begin - 1] = None
-        #: When each instruction ends, and when each worker is free, if every instruction takes one
-        #: unit of time. At first, the order is that of these ends.
+        #: `end`: when each instruction ends, and `free`: when each worker is free, if every
+        #: instruction takes one unit of time. Until join() changes it, the order is that of `end`.
         end, free = [0] * len(all_), [0] * len(program)
         # In a deadlock, the waiting worker with the smallest number goes on. The rewritten program
         # has the same deadlock, and validate() finds it.

@@ -140,7 +140,7 @@ def _excesses(schedule: Schedule, capacity: Each, costs: Costs) -> Iterator[str]
 # takes several times as long as to add up their times. So a :class:`Rehearsal` finds that once.
 
 
-#: One item of :func:`walk`: a worker, its instruction, and the edges to that instruction.
+#: What :func:`walk` yields: a worker, its instruction, and the edges to that instruction.
 WorkerInstruction = tuple[int, Instruction, list[Edge]]
 
 
@@ -155,19 +155,20 @@ class Rehearsal:
     def __init__(self, program: Program, skips: Skips = ()) -> None:
         self.program = program
         self._stops: Known = {}
-        #: The instructions, each after those that it needs.
+        #: The instructions of all workers, each after those that it needs, as walk() yields them.
         self.steps: list[WorkerInstruction] = [*walk(program, lambda waiting: None, skips)]
-        #: For each kind and stage, one instruction, since its time depends on kind and stage alone.
+        #: For the kind and stage of each computation of an instruction: the first such instruction.
+        #: Instructions with equal keys take the same time.
         self._kinds: dict[tuple[tuple[str, int], ...], Instruction] = {}
-        #: For each two stages, one edge, since the time of a copy depends on the two stages alone.
+        #: For each two stages on two workers, one edge: all copies between them take the same time.
         self._ways: dict[tuple[int, int], Edge] = {}
         index: dict[Op, int] = {}
         kinds: dict[tuple[tuple[str, int], ...], int] = {}
         ways: dict[tuple[int, int], int] = {}
-        #: For each step: its worker, the index of its kind in `_kinds`, and the edges from other
-        #: workers. An edge is the step that it comes from, and the index of its stages in `_ways`.
+        #: For each step: its worker, the index of its kind in `_kinds`, and its edges from other
+        #: workers, each as (index of the step that it comes from, index of its stages in `_ways`).
         self._waits: list[tuple[int, int, tuple[tuple[int, int], ...]]] = []
-        #: For each cell, the step of its backward (B or I).
+        #: For each cell (stage, micro-batch), the index of the step with its backward (B or I).
         self._backward: dict[tuple[int, int], int] = {}
         for k, (w, instruction, edges) in enumerate(self.steps):
             ops = operations(instruction)
@@ -202,7 +203,7 @@ class Rehearsal:
         free: list[float] = [0] * len(self.program)
         start: list[float] = [0] * len(self._waits)
         end = [*start]
-        #: How long the worker recomputes cells of `again` right before each step.
+        #: For each step, how long its worker recomputes cells of `again` right before it.
         before = [*start]
         for cell in again:
             before[self._backward[cell]] += table.time["R"][cell[0]]
@@ -234,7 +235,7 @@ class Rehearsal:
         what needs it.
         """
         #: For each step, the length of the longest chain of steps that lead to it and start at the
-        #: same time as it does.
+        #: same time as it does. It sorts steps of equal starts.
         depth: list[int] = []
         last: list[int | None] = [None] * len(self.program)
         for k, (w, _, waits) in enumerate(self._waits):

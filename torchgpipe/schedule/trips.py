@@ -24,8 +24,8 @@ from torchgpipe.schedule.program import Instruction, operations
 __all__: list[str] = ["Tracks", "Trip", "leaving", "stops", "trips"]
 
 
-#: The least number of instructions between the forward and the backward of a cell that leaves. It
-#: leaves during the first, its memory is free during the second, and it comes back in the third.
+#: The least number of instructions between forward and backward of a cell that leaves: it leaves
+#: during the first of them, its memory is free in the second, and it comes back in the third.
 BETWEEN = 3
 
 
@@ -86,17 +86,17 @@ def leaving(m: int) -> range:
 class Stop(NamedTuple):
     """The trips around one instruction of a worker: copies that begin, or that it waits for."""
 
-    #: Copies back that begin before the instruction.
+    #: The trips whose copies from the host begin before the instruction.
     back: Sequence[Trip]
-    #: Copies back whose end the instruction waits for.
+    #: The trips whose copies from the host must end before the instruction starts.
     awaited: Sequence[Trip]
-    #: Copies out that begin after the instruction.
+    #: The trips whose copies to the host begin after the instruction.
     out: Sequence[Trip]
 
 
-#: The stop of an instruction without copies.
+#: The stop of an instruction around which nothing is copied.
 NOTHING = Stop((), (), ())
-#: For a worker and the prefetch distances of all stages, the stops that were found before.
+#: What stops() has found: (worker, prefetch distance of each stage) -> the worker's stops.
 Known = dict[tuple[int, tuple[int, ...]], list[Stop]]
 
 
@@ -132,7 +132,7 @@ def _stops(line: Sequence[Instruction], prefetch: Sequence[int]) -> list[Stop]:
     return [Stop(*at[k]) if k in at else NOTHING for k in range(len(line))]
 
 
-#: For each cell (its stage and micro-batch), the start and the end of its copy.
+#: For each cell (stage, micro-batch), the start and the end of its copy in one direction.
 CopyTimes = dict[tuple[int, int], tuple[float, float]]
 
 
@@ -152,12 +152,12 @@ class Tracks:
         back: Sequence[float],
     ) -> None:
         self._stops = [*map(iter, lines)]
-        #: For each worker, the copies out that begin after its present instruction.
+        #: For each worker, the trips whose copies to the host begin after its present instruction.
         self._begin: list[Sequence[Trip]] = [()] * len(lines)
         self._times = {"out": out, "back": back}
-        #: For each direction and worker, the time at which the last copy ends.
+        #: For each direction (out, back) and worker, the time when the last copy so far ends.
         self._free: dict[str, list[float]] = {way: [0] * len(lines) for way in self._times}
-        #: For each worker, the time at which the copies out of its previous instruction end.
+        #: For each worker, when the copies to the host end that began after its last instruction.
         self._left: list[float] = [0] * len(lines)
         self.copies: dict[str, CopyTimes] = {"out": {}, "back": {}}
 
