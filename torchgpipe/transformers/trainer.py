@@ -128,8 +128,7 @@ class Pipelined(SpreadTrainer):
             remedy = "joined=1 computes each mini-batch alone"
             joined = checked_count(joined, "joined", "mini-batches in one call", remedy)
         self._most = joined
-        #: Whether the micro-batches' loss may differ from the mini-batch's; otherwise it is an
-        #: error.
+        #: Whether the micro-batches' loss may differ from the mini-batch's. Else that is an error.
         self._accepts = accept_loss
         #: The mini-batches of the optimizer step for which ``training_step`` is still to be called.
         self._batches: list[Any] = []
@@ -137,8 +136,7 @@ class Pipelined(SpreadTrainer):
         self._losses: list[Tensor] = []
         #: For the id() of each mini-batch that cannot be cut by rows: it, and its micro-batches.
         self._collated: dict[int, Collated] = {}
-        #: The mini-batches of ``_collated`` that are on the inputs' device, and their
-        #: micro-batches.
+        #: The mini-batches of ``_collated`` that are on the inputs' device, with micro-batches.
         self._prepared: list[Prepared] = []
         self._joined_step: JoinedStep | None = None
         self._figures: Idleness | None = None
