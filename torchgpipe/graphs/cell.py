@@ -59,8 +59,8 @@ class GraphCell(Cell):
         #: The part of the graph that R or W will compute, with its arguments. F (for R) or I (for
         #: W) collects the arguments already, so that all other tensors are freed.
         self._late: tuple[Part, list[Any]] | None = None
-        #: For each role in the backward (such as ``saved``), the arguments in that role. Until the
-        #: backward begins, ``saved`` is the only role here.
+        #: For each role of arguments of the backward (``state``, ``saved`` or ``tangent``), the
+        #: arguments. Until the backward begins, only those of ``saved`` are here.
         self._arguments: dict[str, Sequence[Any]] = {}
         #: Tensors of the backward that others might change in place, each with its version counter
         #: after the forward: if that has changed, the backward raises an error.

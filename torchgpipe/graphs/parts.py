@@ -48,13 +48,14 @@ __all__: list[str] = []
 
 aten = torch.ops.aten
 
-#: Operators, besides ``VIEWS``, that need an argument to have the strides of the trace.
+#: Operators, besides ``VIEWS``, that need an argument to have the strides that the trace assumed.
 RELYING = {aten.as_strided.default, aten.view.dtype, aten.view_as_complex.default}
 RELYING |= {aten.as_strided_.default, aten.as_strided_scatter.default}
-#: Operators whose results have the strides of the trace on every device, so that no copy is needed.
+#: Operators whose results have the strides that the trace assumed, on every device.
 CERTAIN = {aten.new_empty_strided.default, aten.empty_strided.default, aten.mm.default}
 CERTAIN |= {aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
-#: Operators, besides elementwise ones, whose results have the trace's strides if all arguments do.
+#: Operators, besides elementwise ones, whose results have the strides that the trace assumed if all
+#: of their arguments have.
 FOLLOWING = {aten.sum.dim_IntList}
 
 
@@ -273,7 +274,7 @@ class Parts(BackwardParts):
         #: The parameters and buffers that the forward changes, as indices into ``joint.state``.
         self.changed = [k for k, x in enumerate(joint.state) if memory[x] & forward]
         #: The inputs, and the arguments of the loss, that the forward changes in place. A cell
-        #: passes clones instead, since others may need the originals.
+        #: passes clones of them, since the stage before, or R, may need the originals.
         self.changed_inputs = {x for x in (*joint.inputs, *joint.more) if memory[x] & forward}
         ends = {x for node in [*joint.inputs, *joint.outputs] for x in memory[node]}
         #: The saved values that share memory with inputs or outputs, as indices into ``saved``.

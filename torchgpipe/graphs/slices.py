@@ -112,7 +112,7 @@ def _same(node: Node) -> Node | None:
     return None
 
 
-#: Names of operators that are functions of ``torch``, too, with the same arguments, and faster.
+#: Names of operators that ``torch`` also has as functions of the same arguments, faster to call.
 FUNCTIONS = {"abs", "add", "addmm", "addcmul", "addcdiv", "amax", "baddbmm", "bmm", "cat"}
 FUNCTIONS |= {"clone", "conj", "convolution", "cos", "cumsum", "div", "embedding", "eq"}
 FUNCTIONS |= {"erf", "exp", "ge", "gt", "index_select", "le", "log", "log_softmax"}
@@ -122,7 +122,7 @@ FUNCTIONS |= {"native_layer_norm", "ne", "neg", "permute", "pow", "prod", "recip
 FUNCTIONS |= {"relu", "rsqrt", "select", "sigmoid", "sign", "sin", "softmax", "sqrt"}
 FUNCTIONS |= {"squeeze", "sub", "sum", "t", "tanh", "transpose", "tril", "triu", "unsqueeze"}
 FUNCTIONS |= {"where"}
-#: Names of operators that are methods of tensors, too, with the same arguments, and faster to call.
+#: Names of operators that tensors also have as methods of the same arguments, faster to call.
 METHODS = {"expand", "reshape", "view"}
 
 
