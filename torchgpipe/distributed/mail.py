@@ -30,7 +30,7 @@ from torchgpipe.engine.links import Post, Sent
 __all__: list[str] = []
 
 #: The tag of messages that travel on the CPU even if the device is an accelerator: forms and RNG
-#: states. It tells them from tensors of micro-batches, which have tag 0.
+#: states. It keeps them apart from tensors of micro-batches, which have tag 0.
 HOST = 1_000_001
 
 
@@ -50,7 +50,8 @@ class Mail(Post):
         #: For each message that is being received (kind F or B, receiving stage, micro-batch): its
         #: tensors, and the works of torch.distributed to wait for before they are read.
         self._coming: dict[tuple[str, int, int], tuple[list[Tensor], list[Any]]] = {}
-        #: For each stage and micro-batch, the RNG states that come with it, by type of device.
+        #: For each stage and micro-batch, the RNG states that are being received, by type of
+        #: device.
         self._states: dict[tuple[int, int], dict[str, Tensor]] = {}
         #: For each message that is being sent (kind F or B, sending stage, micro-batch), the works
         #: of torch.distributed to wait for until it has left.

@@ -47,7 +47,7 @@ class Packed(NamedTuple):
 
     key: Any
     structure: Structure
-    #: For each tensor of the value or skip, its index in ``metas``, which has no tensor twice.
+    #: For each tensor of the value or skip, its index in ``metas``, where each tensor is once.
     places: tuple[int, ...]
     metas: tuple[Meta, ...]
     #: Whether the value or skip shares memory with other tensors of the sending process.
