@@ -74,8 +74,9 @@ def ignored_pixels(model: nn.Module) -> int:
     return next((getattr(config, name) for name in names if hasattr(config, name)), IGNORED)
 
 
-#: How a model's loss weighs the losses of its rows: by the number of labels, tokens or objects that
-#: a row has (``shifted``: but for the first one in each row), or equally. ``sum`` adds them up.
+#: How a model's loss weighs its rows: by the number of labels, tokens or objects that a row has
+#: (``shifted``: without the first one in each row), or equally (``rows``); ``sum`` adds their
+#: losses.
 WAYS = ("labels", "shifted labels", "tokens", "shifted tokens", "objects", "rows", "sum")
 
 

@@ -37,7 +37,8 @@ __all__: list[str] = []
 # index: there labels stay as they are, and the proof waits for rows that differ by themselves.
 
 
-#: A way besides ``WAYS``: the loss is computed once for all rows, of what children have returned.
+#: One more way, besides ``WAYS``: the loss is computed once for all rows, from what the model's
+#: children have returned for the micro-batches.
 ONCE = "once"
 
 #: For each dtype of a model's weights, two relative differences: losses count as equal up to the
@@ -58,8 +59,8 @@ class Weighing:
 
     def __init__(self, pipe: MappedGPipe) -> None:
         self._pipe = ref(pipe)
-        #: For the set of names of a call's arguments, the ways that fit in the last proof of such a
-        #: call. The first of these ways is used.
+        #: For the set of names of a call's arguments, the ways of weighing rows that fit in the
+        #: last proof for such a call. The first of these ways is used.
         self._ways: dict[frozenset[str], list[str]] = {}
         #: The calls of the model's children whose outputs are kept in each step, to compute the
         #: loss of all rows from them; empty if no way is ``ONCE``.

@@ -63,9 +63,9 @@ class SpreadTrainer:
     #: Whether a step runs, in which ``self.model`` is the stand-in.
     _is_in_step = False
     _model: nn.Module | None = None
-    #: The model with its wrapper, which is made by the model's first call.
+    #: The Trainer's model, and its wrapper, which is made when the model is called first.
     _spread: Spread
-    #: What stands for the model in a step: its calls go through the wrapper.
+    #: What stands for the Trainer's model in a step. A call of it goes through the wrapper.
     _stand_in: PipelinedModel
     #: Whether ``_adopt`` has made ``_spread`` and ``_stand_in``.
     _is_made = False

@@ -134,9 +134,10 @@ class Pipelined(SpreadTrainer):
         self._batches: list[Any] = []
         #: Losses that were computed ahead: those of the first mini-batches in ``_batches``.
         self._losses: list[Tensor] = []
-        #: For the id() of each mini-batch that cannot be cut by rows: it, and its micro-batches.
+        #: For the id() of each mini-batch that cannot be cut by rows: the mini-batch, with its
+        #: micro-batches.
         self._collated: dict[int, Collated] = {}
-        #: The mini-batches of ``_collated`` that are on the inputs' device, with micro-batches.
+        #: The mini-batches of ``_collated`` on the inputs' device, each with its micro-batches.
         self._prepared: list[Prepared] = []
         self._joined_step: JoinedStep | None = None
         self._figures: Idleness | None = None
