@@ -242,8 +242,8 @@ CPU, _HOST = "cpu", -1
 LinkEnd: TypeAlias = int | str | tuple[int | str, ...]
 Link: TypeAlias = tuple[LinkEnd, LinkEnd]
 
-#: Operators that have kernels of their own on virtual devices. Of these only ``copy`` takes a cost
-#: that a user gives. All other operators share one kernel, which takes their cost, too.
+#: Operators that have kernels of their own on virtual devices. A user can give a cost to none of
+#: these but ``copy``. All other operators share a kernel that takes the time of their cost.
 _OWN = {
     *("copy", "empty", "empty_strided", "set", "record_stream", "native_dropout"),
     *("_copy_from", "_copy_from_and_resize", "_local_scalar_dense", "_efficientzerotensor"),
@@ -252,7 +252,8 @@ _OWN = {
 }
 
 
-#: The value of ``costs`` with which each operator takes the time that the CPU needs for it.
+#: The value of ``costs``, for ``observe()``, with which each operator takes the time that the CPU
+#: needs for it.
 MEASURED = "measured"
 
 
