@@ -25,7 +25,7 @@ __all__: list[str] = [
 ]
 
 
-#: For each kind of bar, its color, and what the legend says after the kind.
+#: For each kind of bar, its color, and the words after the kind in the legend.
 KINDS = {
     "F": ("#56b4e9", "forward"),
     "B": ("#e69f00", "backward"),
@@ -36,8 +36,7 @@ KINDS = {
     "out": ("#7f8cff", "to the host"),
     "back": ("#f07a4a", "from the host"),
 }
-#: For each kind of bar that is drawn thin, 1 for the lower edge of its row, or 0 for the upper
-#: edge.
+#: For each kind that is drawn as a thin bar, the edge of the row: 1 is the lower one, 0 the upper.
 EDGES = {"copy": 1, "out": 0, "back": 0}
 #: In pixels: ``_BAR`` is the width of the average bar, ``_ROW`` the height of a row, ``_MARGIN``
 #: the least width for the names of rows, ``_LINE`` the height of a line of text, ``_TICK`` the

@@ -28,8 +28,7 @@ __all__: list[str] = [
 #: Kinds of computation: F is forward, R recomputation, B backward, I and W its halves for the input
 #: and for the weights.
 COMPUTATIONS = "FRBIW"
-#: The kinds of copies of what a cell keeps for backward: ``out`` to the host's memory, and
-#: ``back``.
+#: The kinds of copies of what a cell keeps for backward: to the host's memory, and back from it.
 TRIPS = ("out", "back")
 
 
