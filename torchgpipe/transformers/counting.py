@@ -75,8 +75,7 @@ def ignored_pixels(model: nn.Module) -> int:
 
 
 #: How a model's loss weighs its rows: by the number of labels, tokens or objects that a row has
-#: (``shifted``: without the first one in each row), or equally (``rows``); ``sum`` adds their
-#: losses.
+#: (``shifted``: but for the first in each row), or equally (``rows``); ``sum`` adds their losses.
 WAYS = ("labels", "shifted labels", "tokens", "shifted tokens", "objects", "rows", "sum")
 
 
