@@ -119,11 +119,11 @@ class Reader:
 #: The dtypes that a sum of losses may have. Processes tell each other a dtype as its index here.
 DTYPES = (torch.float32, torch.float64)
 
-#: What may decide whether a layer draws random numbers: whether it is in train mode, and the plain
-#: values among its attributes.
+#: For one layer, what may decide whether it draws random numbers: whether it is in train mode, and
+#: the plain values among its attributes.
 Flags: TypeAlias = tuple[Any, ...]
 
-#: The names, in error messages, of the settings that all processes must share.
+#: The settings of a step that must be the same in all processes, as error messages name them.
 SETTINGS = ("method", "chunks", "checkpoint", "whether backward runs")
 
 PLAIN = {bool, int, float, str, type(None)}
@@ -157,8 +157,8 @@ class Agreement:
         self._peers = peers
         #: The :data:`Flags` of each layer of this process, in the present step.
         self._flags: Any = None
-        #: What ``_flags`` was in the step before, if no process drew random numbers in that step;
-        #: otherwise None. While every process keeps its flags, RNG states need not travel.
+        #: The ``_flags`` of the last step, if no process drew random numbers in it; otherwise None.
+        #: If no process's ``_flags`` have changed since then, RNG states need not travel.
         self._quiet: Any = None
 
     @contextmanager

@@ -32,13 +32,13 @@ from torchgpipe.distributed.peers import Peers
 
 __all__: list[str] = []
 
-#: How long other processes wait for the text of the process that failed first.
+#: How long a process that fails later than another one waits for the text of the first failure.
 PATIENCE = datetime.timedelta(seconds=5)
 
-#: The most characters of an error, or of a note on it, that other processes are sent.
+#: The most characters that other processes are sent of an error's text, and of each note on it.
 LONGEST = 10_000
 
-#: A tag that no message has: a receive with it runs into its timeout, which closes a connection.
+#: The tag of receives that nobody answers: they run into a timeout, which closes a connection.
 NOBODY = 1_000_002
 
 

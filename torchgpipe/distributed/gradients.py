@@ -152,12 +152,13 @@ class Tied:
                         holders.setdefault(x, set()).add(process)
                         if process == routes.rank:
                             places[x] = table, name
-        #: For the id of each weight that only other processes have, a weak reference to the weight.
+        #: For each weight that only other processes have, by its id, a weak reference to the
+        #: weight, by which :meth:`verify_here` finds that a stage uses it.
         self._elsewhere = {
             id(x): weakref.ref(x) for x, ranks in holders.items() if routes.rank not in ranks
         }
-        #: For each weight that this process shares with others: the dict of a module that has it
-        #: here, its name in that dict, and the ranks of all processes that have it.
+        #: For each weight that this process and others have: the ``_parameters`` of a module here,
+        #: the weight's name in that dict, and the ranks of all processes that have the weight.
         self._shared = [
             (*places[x], sorted(ranks))
             for x, ranks in holders.items()

@@ -29,8 +29,8 @@ from torchgpipe.engine.links import Post, Sent
 
 __all__: list[str] = []
 
-#: The tag of what always travels on the CPU: forms and RNG states. Where the device is the CPU, the
-#: tag keeps them apart from the tensors of micro-batches, which have tag 0.
+#: The tag of messages that travel on the CPU even if the device is an accelerator: forms and RNG
+#: states. It keeps them apart from tensors of micro-batches, which have tag 0.
 HOST = 1_000_001
 
 
@@ -40,18 +40,21 @@ class Mail(Post):
     def __init__(self, forms: Forms, routes: Routes, peers: Peers, *args: Any) -> None:
         super().__init__(*args)
         self.forms, self.routes = forms, routes
-        #: Whether states of generators travel with the micro-batches.
+        #: Whether RNG states travel with the micro-batches in this step.
         self.with_numbers = False
         self._device, self._peers = peers.device, peers
         self._connections = Connections(peers)
-        #: What the processes tell each other after the step; None before :meth:`expect_the_end`.
+        #: The exchange of numbers, such as the loss, between all processes at the end of the step;
+        #: None before :meth:`expect_the_end`.
         self.after: Exchange | None = None
-        #: For each message that is being received (its kind F or B, stage and micro-batch): the
-        #: tensors, and the works (of torch.distributed) to wait for before the tensors are read.
+        #: For each message that is being received (kind F or B, receiving stage, micro-batch): its
+        #: tensors, and the works of torch.distributed to wait for before they are read.
         self._coming: dict[tuple[str, int, int], tuple[list[Tensor], list[Any]]] = {}
-        #: For each stage and micro-batch, the RNG states that are being received.
+        #: For each stage and micro-batch, the RNG states that are being received, by type of
+        #: device.
         self._states: dict[tuple[int, int], dict[str, Tensor]] = {}
-        #: For each message that is being sent (its kind, stage and micro-batch), the works.
+        #: For each message that is being sent (kind F or B, sending stage, micro-batch), the works
+        #: of torch.distributed to wait for until it has left.
         self._going: dict[tuple[str, int, int], list[Any]] = {}
 
     def end(self) -> None:

@@ -30,7 +30,7 @@ from torchgpipe.values.structure import ATOMS, Structure, equal
 
 __all__: list[str] = []
 
-#: The most ``shapes`` (see :meth:`Forms.begin`) whose forms are remembered at a time.
+#: The most values of ``shapes`` (see :meth:`Forms.begin`) for which :class:`Forms` keeps forms.
 MOST = 100
 
 
@@ -47,10 +47,10 @@ class Packed(NamedTuple):
 
     key: Any
     structure: Structure
-    #: For each tensor of the part, its index in ``metas``, which has each distinct tensor once.
+    #: For each tensor of the value or skip, its index in ``metas``, where each tensor is once.
     places: tuple[int, ...]
     metas: tuple[Meta, ...]
-    #: Whether the part shares memory with other tensors of the sending process.
+    #: Whether the value or skip shares memory with other tensors of the sending process.
     is_shared: bool
 
     def is_like(self, other: Packed) -> bool:
@@ -137,10 +137,10 @@ class Forms:
 
     def __init__(self, routes: Routes) -> None:
         self._routes = routes
-        #: The forms, each for ``shapes`` of a step (see :meth:`begin`), the stage that receives,
-        #: and the rows of the micro-batch.
+        #: The forms that were sent or received, by the ``shapes`` of the step (see :meth:`begin`),
+        #: the stage that receives, and the micro-batch's entry in ``rows``.
         self._known: dict[tuple[Any, int, int], Form] = {}
-        #: The ``shapes`` of all steps whose forms are known.
+        #: The ``shapes`` of all steps whose forms are in ``_known``.
         self._seen: set[Any] = set()
 
     def begin(self, shapes: Any, rows: Sequence[int]) -> None:

@@ -21,7 +21,8 @@ from torchgpipe.values.microbatch import VALUE
 __all__: list[str] = []
 
 
-#: The tags of the exchanges before a step, and after it.
+#: Tags of messages with numbers that all processes tell each other: ``AFTER`` at the end of a step,
+#: ``NUMBERS`` at any other time.
 NUMBERS, AFTER = 1_000_003, 1_000_004
 
 
@@ -64,12 +65,12 @@ class Peers:
         #: The id of the process that made the pipeline. A forked child, which has no connections,
         #: has another id, so its steps raise an error.
         self.process = os.getpid()
-        #: A name of the group, the same in all processes, for keys in torch.distributed's store.
         ranks = dist.get_process_group_ranks(self.group)
+        #: A name of the group, the same in all processes, for keys in torch.distributed's store.
         self.name = f"torchgpipe {getattr(self.group, 'group_name', None)} {ranks}"
-        #: The failure after which the processes are no longer connected; empty if there is none.
+        #: The text of the failure that has cut all connections; empty if they are connected.
         self.failure = ""
-        #: An error that all processes raise by themselves, so that none of them tells the others.
+        #: An error that each process raises by itself, so that none tells the others; else None.
         self.known: Exception | None = None
         config = dist.get_backend_config(self.group)
         # If "gloo" stands alone, it is the backend of all devices, the CPU included.
@@ -255,12 +256,12 @@ class Routes:
         self.placement, self.rank = placement, rank
         #: The stages in this process.
         self.stages = [j for j, process in enumerate(placement) if process == rank]
-        #: For each stage, the skips that travel from it to the next one.
+        #: For each stage, the skips that are sent with its output to the next stage.
         self.carried: list[list[Any]] = [[] for _ in placement]
         #: For each skip, the stage that stashes it.
         self.sources: dict[Any, int] = {}
-        #: For the value and each skip, a number that names it in messages. Its key cannot do that,
-        #: since the key of a skip may be another object in each process.
+        #: For the value and each skip, the number that stands for its key in messages. The key
+        #: itself cannot, since a skip may have another object as its key in each process.
         self.names: dict[Any, int] = {VALUE: 0}
         for source, stashed in enumerate(layout.stashed):
             for skip, target in stashed.items():
@@ -270,7 +271,7 @@ class Routes:
                 while placement[k] != placement[target]:
                     self.carried[k].append(skip)
                     k += 1
-        #: For each number in ``names``, the key of the value or skip that it stands for.
+        #: For each number that ``names`` gives, the key of the value or skip.
         self.parts = {name: key for key, name in self.names.items()}
 
     @property

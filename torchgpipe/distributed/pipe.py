@@ -172,7 +172,7 @@ class Pipe(Wrapper):
         self._tied.equalise()
         if isinstance(loss, nn.Module) and self.is_last:
             place([loss], [self._device])
-        #: The names of layers in other processes, whose keys in a state dict are not loaded here.
+        #: The layers (and the loss) of other processes, by name. Their state is not loaded here.
         self._others = {*module._modules} - {name for x in partitions for name in x._modules}
         for partition in partitions:
             # add_module() refuses the name of an attribute, and a layer may be called "balance".
@@ -196,7 +196,7 @@ class Pipe(Wrapper):
         stages = Stages(layers, [self._device] * len(layers), self._layout)
         self._crew = Crew(stages, verify=self._tied.verify_here)
         self._forms = Forms(self._routes)
-        #: Makes Actions, once for each number of micro-batches, grad mode and checkpoint mode.
+        #: A cached function: makes Actions for a number of micro-batches, grad and checkpoint mode.
         self._actions = cache(
             partial(Actions, self._schedule, self._layout, self._routes, self._peers)
         )

@@ -45,11 +45,13 @@ from torchgpipe.skip.tracker import SkipLayout
 
 __all__: list[str] = []
 
-#: What to do (compute, send or receive), and for which operations.
+#: ``Action``: what to do (compute, send or receive), and the operations that are computed, or the
+#: one whose result travels. ``ActionCall``: a function that does it.
 Action: TypeAlias = tuple[str, Sequence[Op]]
 ActionCall: TypeAlias = Callable[[Executor, Mail], None]
 
-#: The method of Mail for each kind of message.
+#: The method of Mail for each thing to do (send or receive) and kind of message (F for the outputs
+#: of a forward, B for gradients).
 MESSAGES = {
     ("send", "F"): Mail.send_forward,
     ("send", "B"): Mail.send_backward,
@@ -88,12 +90,12 @@ class Actions:
             forward = [(does, [op for op in ops if op.kind == "F"]) for does, ops in todo]
             todo = [(does, ops) for does, ops in forward if ops]
         again = self.plan.again
-        #: The first computation, if it needs no message: it runs before all processes agree.
+        #: What this process computes before all agree on the step; None if a message comes first.
         self._first = together([*todo.pop(0)[1]]) if todo[0][0] == "compute" else None
-        #: The calls that carry out all other actions, in order.
+        #: The functions that carry out all actions after ``_first``, in order.
         self._calls = [*_calls(todo, again, routes)]
-        #: How many of ``_calls`` run before ``prepare``: 1 if the first call sends or receives (as
-        #: another process may be waiting for it), else 0.
+        #: How many of ``_calls`` run before ``prepare``: 1 if the first of them sends or receives
+        #: (as another process may be waiting for it), else 0.
         self._urgent = int(bool(todo) and todo[0][0] != "compute")
 
     def run(

@@ -54,20 +54,21 @@ class GraphCell(Cell):
     ) -> None:
         super().__init__(*of_cell)
         self._stage, self._traced, self._more = stage, traced, more
-        #: The part that :meth:`begin` has prepared, until the method for F, B, I or W computes it.
+        #: What :meth:`begin` has prepared for F, B, I or W to compute; None if it has not.
         self._begun: PartCall | None = None
-        #: The part that R or W will compute, with its arguments. F (for R) or I (for W) collects
-        #: the arguments already, so that all other tensors are freed.
+        #: The part of the graph that R or W will compute, with its arguments. F (for R) or I (for
+        #: W) collects the arguments already, so that all other tensors are freed.
         self._late: tuple[Part, list[Any]] | None = None
-        #: For each role, the backward's arguments; before the backward, those of ``saved`` alone.
+        #: For each role of arguments of the backward (``state``, ``saved`` or ``tangent``), the
+        #: arguments. Until the backward begins, only those of ``saved`` are here.
         self._arguments: dict[str, Sequence[Any]] = {}
-        #: Tensors that backward needs unchanged, each with its version (a counter of autograd), by
-        #: which backward notices a change in place, and raises.
+        #: Tensors of the backward that others might change in place, each with its version counter
+        #: after the forward: if that has changed, the backward raises an error.
         self._shared: list[tuple[Tensor, int]] = []
-        #: For the value and each skip of the input, the indices of its tensors among those of the
-        #: input. With these, backward sorts the gradients by the value and the skips.
+        #: For the value and each skip that the cell gets, the indices of its tensors among all
+        #: tensors of the micro-batch. By these, ``_by_part`` sorts the gradients.
         self._places: Mapping[Any, Sequence[int]] = {}
-        #: The RNG states from before the forward, for recomputation.
+        #: The RNG states from before the forward, for R; None if R draws no random numbers.
         self._first: FirstNumbers | None = None
 
     def forward(self, batch: Batch) -> Any:

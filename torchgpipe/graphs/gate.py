@@ -23,7 +23,7 @@ class Gate:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        #: For the id of each thread that computes, the number of its nested ``with gate`` blocks.
+        #: For each thread that computes, by its id, the number of its nested ``with gate`` blocks.
         self._computing: dict[int, int] = {}
         self.tracer: int | None = None
         self._depth = 0
@@ -70,5 +70,5 @@ class Gate:
                     self._changed.notify_all()
 
 
-#: The gate of all stages, since PyTorch's tracer is not thread-safe.
+#: The only gate of the process, for all stages: PyTorch's tracer is not thread-safe.
 gate = Gate()

@@ -121,10 +121,12 @@ def fakes_of(node: Node) -> list[Tensor]:
     return [x for x in values if isinstance(x, Tensor)]
 
 
-#: Arguments of norms that the operator writes to in training, though its schema does not say so.
+#: Names of the arguments for running statistics. In training a norm's operator writes to them,
+#: though its schema does not say so.
 STATISTICS = ("running_mean", "running_var")
 
-#: The storages of some fake tensors, each by the number that :func:`storage_of` returns.
+#: A set of storages, that is, of memory that a tensor and its views share. Each is named by the
+#: number that :func:`storage_of` returns.
 Storages = frozenset[int]
 
 

@@ -120,14 +120,15 @@ def _tensors(values: Any) -> list[Tensor]:
 # Fan, Graph-based pipeline parallelism (PyTorch), for the interleaving of graphs.
 
 
-#: Runs two parts interleaved. It takes the arguments of each part in a list, and empties the lists,
-#: so that tensors are freed at their last use; the third argument has the streams.
+#: A function that runs two parts interleaved. It takes a list of each part's arguments, which it
+#: empties, so that each tensor is freed at its last use; and the streams. It returns the results of
+#: each part.
 Interleaved = Callable[[list[Any], list[Any], Interleaving], tuple[Sequence[Any], Sequence[Any]]]
 
 _communicating: set[Any] = set()
 
 
-#: The classes that :func:`communicates` takes: of operators, and of overloads of operators.
+#: The classes of what :func:`communicates` takes: operators, and overloads of operators.
 OPERATORS = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
 
 

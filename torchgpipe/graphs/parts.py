@@ -48,13 +48,14 @@ __all__: list[str] = []
 
 aten = torch.ops.aten
 
-#: Operators, besides ``VIEWS``, whose result or validity depends on their argument's strides.
+#: Operators, besides ``VIEWS``, that need an argument to have the strides that the trace assumed.
 RELYING = {aten.as_strided.default, aten.view.dtype, aten.view_as_complex.default}
 RELYING |= {aten.as_strided_.default, aten.as_strided_scatter.default}
-#: Operators whose kernels return, on every device, the strides that their fake tensors have.
+#: Operators whose results have the strides that the trace assumed, on every device.
 CERTAIN = {aten.new_empty_strided.default, aten.empty_strided.default, aten.mm.default}
 CERTAIN |= {aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
-#: Operators, besides elementwise ones, whose strides follow from those of their arguments.
+#: Operators, besides elementwise ones, whose results have the strides that the trace assumed if all
+#: of their arguments have.
 FOLLOWING = {aten.sum.dim_IntList}
 
 
@@ -145,10 +146,10 @@ def _is_certain(effects: Effects, node: Node, certain: Collection[Node]) -> bool
     return source in certain and bool(memory) and memory <= effects.memory[source]
 
 
-#: For each role, such as ``state`` and ``saved``, the arguments of a part that have this role.
+#: For each role, such as ``state`` or ``saved``, the arguments of a part in that role.
 ByRole = Mapping[str, Sequence[Any]]
 Maker = Callable[[Joint, Slice], SliceFunction]
-#: Maps the name of an argument to its role, and to its index among the arguments of that role.
+#: For each argument of a part, by the name of its node: its role, and its index in that role.
 Roles = Mapping[str, tuple[str, int]]
 
 
@@ -264,7 +265,7 @@ class Parts(BackwardParts):
         roles = {x: self._roles.get(x.name, ("saved", 0)) for x in backward(joint).inputs}
         #: The parameters and buffers that the backward takes, as indices into ``joint.state``.
         self.state_of_backward = [k for role, k in roles.values() if role == "state"]
-        #: The nodes whose values the forward keeps for the backward, inputs among them.
+        #: The nodes whose values the forward keeps for the backward. Some may be inputs.
         self.saved = [x for x, (role, _) in roles.items() if role not in ("state", "tangent")]
         saved = {x.name: ("saved", k) for k, x in enumerate(self.saved)}
         super().__init__(joint, make, self._roles | saved)
@@ -272,11 +273,12 @@ class Parts(BackwardParts):
         forward = {x for node in joint.forward for x in self.effects.written_by(node)}
         #: The parameters and buffers that the forward changes, as indices into ``joint.state``.
         self.changed = [k for k, x in enumerate(joint.state) if memory[x] & forward]
-        #: The inputs, and the arguments of the loss, that the forward changes in place.
+        #: The inputs, and the arguments of the loss, that the forward changes in place. A cell
+        #: passes clones of them, since the stage before, or R, may need the originals.
         self.changed_inputs = {x for x in (*joint.inputs, *joint.more) if memory[x] & forward}
         ends = {x for node in [*joint.inputs, *joint.outputs] for x in memory[node]}
         #: The saved values that share memory with inputs or outputs, as indices into ``saved``.
-        #: Another stage might change that memory before the backward.
+        #: Another stage might change that memory before the backward, which then raises an error.
         self.exposed = [k for k, x in enumerate(self.saved) if memory[x] & ends]
 
     def bytes_of(self, nodes: Iterable[Node]) -> int:

@@ -25,7 +25,8 @@ from torchgpipe.values.structure import MISSING, leaves_of
 
 __all__: list[str] = []
 
-#: The attributes that nn.Module sets itself. Containers in all others are a layer's own state.
+#: Names of attributes that nn.Module sets itself. Lists, tuples and dicts in all other attributes
+#: are state of the layer, on which its graph depends.
 OWN = {*nn.Module().__dict__}
 
 CONTAINERS = (list, tuple, dict)
@@ -44,7 +45,7 @@ class Places:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = [*dict.fromkeys(x for some in modules for x in some.modules())]
-        #: Two dicts for each module: of its attributes, and of its submodules.
+        #: For each module, its dict of attributes and that of its submodules, for ``are_current``.
         self._tables = [table for x in self._modules for table in (x.__dict__, x._modules)]
         self._stores = [table for x in self._modules for table in (x._parameters, x._buffers)]
         self._keys: list[tuple[dict[str, Any], str]] = [
@@ -216,15 +217,16 @@ def verify_plain(tensors: Iterable[Tensor]) -> None:
 # the functions in ``READING``.
 
 
-#: Operators that PyTorch calls on a tensor which it has just made of numbers in the code, as in
-#: ``torch.tensor(2.0)``. Such a tensor has data, and may be a constant of the graph.
+#: Operators that PyTorch calls on a tensor made of numbers in the code, as by
+#: ``torch.tensor(2.0)``. A trace lets them take a tensor with data, as a constant of the graph.
 FRESH = (
     torch.ops.aten.lift_fresh.default,
     torch.ops.aten.lift_fresh_copy.default,
     torch.ops.aten.lift.default,
 )
 
-#: Functions that read a tensor's memory, shape, dtype or device without an operator.
+#: Names of functions that read a tensor's memory, shape, dtype or device without an operator. A
+#: trace refuses to call them on a tensor with data.
 READING = {
     *("tolist", "numpy", "__array__", "__dlpack__", "__repr__", "__format__"),
     *("__reduce_ex__", "__deepcopy__", "untyped_storage", "storage", "apply_", "map_"),
@@ -232,7 +234,7 @@ READING = {
     *("__len__", "size", "numel", "nelement", "dim", "ndimension", "stride"),
     *("to", "type_as", "view_as", "expand_as", "reshape_as"),
 }
-#: Attributes of tensors whose reads are refused like calls of the functions in ``READING``.
+#: Attributes of tensors that a trace refuses to read from a tensor with data.
 ASKING = [Tensor.shape, Tensor.ndim, Tensor.dtype, Tensor.device, Tensor.requires_grad]
 
 REASON = "it uses a tensor that is not among its parameters, buffers and attributes"

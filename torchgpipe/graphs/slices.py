@@ -64,9 +64,9 @@ def _mask_of(node: Node) -> int | None:
 
 aten = torch.ops.aten
 
-#: Operators that return their argument as it is.
+#: Operators that return their argument unchanged, so that :func:`tidy` removes them.
 SAME = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
-#: Operators that return their argument, if it has the shape already.
+#: Operators that :func:`tidy` removes if their argument has the wanted shape and strides already.
 RESHAPES = {aten.view.default, aten.expand.default, aten.reshape.default}
 
 
@@ -112,7 +112,7 @@ def _same(node: Node) -> Node | None:
     return None
 
 
-#: Operators that are also functions of ``torch``, with the same name and the same arguments.
+#: Names of operators that ``torch`` also has as functions of the same arguments, faster to call.
 FUNCTIONS = {"abs", "add", "addmm", "addcmul", "addcdiv", "amax", "baddbmm", "bmm", "cat"}
 FUNCTIONS |= {"clone", "conj", "convolution", "cos", "cumsum", "div", "embedding", "eq"}
 FUNCTIONS |= {"erf", "exp", "ge", "gt", "index_select", "le", "log", "log_softmax"}
@@ -122,7 +122,7 @@ FUNCTIONS |= {"native_layer_norm", "ne", "neg", "permute", "pow", "prod", "recip
 FUNCTIONS |= {"relu", "rsqrt", "select", "sigmoid", "sign", "sin", "softmax", "sqrt"}
 FUNCTIONS |= {"squeeze", "sub", "sum", "t", "tanh", "transpose", "tril", "triu", "unsqueeze"}
 FUNCTIONS |= {"where"}
-#: Operators that are also methods of tensors, with the same name and the same arguments.
+#: Names of operators that tensors also have as methods of the same arguments, faster to call.
 METHODS = {"expand", "reshape", "view"}
 
 
@@ -143,7 +143,8 @@ def call_directly(graph: Graph) -> None:
             node.target = function
 
 
-#: Computes a slice. It empties the list of arguments, so that tensors are freed at their last use.
+#: A function that computes a slice. It empties its list of arguments, so that each tensor is freed
+#: at its last use.
 SliceFunction = Callable[[list[Any]], Sequence[Any]]
 
 
@@ -299,8 +300,8 @@ def halves(joint: Joint) -> tuple[Slice, Slice]:
     return sliced(of_input, [*joint.input_grads, *live]), sliced(of_weights, joint.weight_grads)
 
 
-#: Chooses what R computes: takes the nodes whose values the backward needs, and returns the nodes
-#: to compute again for them, in order.
+#: A function that chooses what R computes. It takes the nodes whose values the backward needs, and
+#: returns the nodes to compute again, in the order of the graph.
 RecomputeChoice = Callable[[Joint, Effects, Sequence[Node]], list[Node]]
 
 

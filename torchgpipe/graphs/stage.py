@@ -38,7 +38,7 @@ from torchgpipe.values.structure import TUPLE, Structure, flatten
 
 __all__: list[str] = []
 
-#: The most states of the layers (such as training, and evaluation) whose graphs are kept.
+#: The most states of its layers (such as train mode, and eval mode) for which a stage keeps graphs.
 STATES = 8
 
 
@@ -61,9 +61,9 @@ class StageGraphs:
         self._make, self._recompute = make, recompute
         self.states: list[StageState] = []
         self._lock = threading.Lock()
-        #: Why cells of this stage are eager ones, each reason once.
+        #: Why cells of this stage run eagerly, without a graph: the reasons that were warned of.
         self.reasons: list[str] = []
-        #: The graph that was traced last, which :meth:`print` shows.
+        #: The graph that was traced last, for :meth:`print`; None if there is none.
         self.last: Traced | None = None
 
     def begin(self, settings: Settings, copies: Mapping[Tensor, Tensor]) -> StageInStep:
@@ -172,7 +172,8 @@ class StageInStep:
         copies: Mapping[Tensor, Tensor],
     ) -> None:
         self.graphs, self.state, self.settings = graphs, state, settings
-        #: The parameters and buffers, or their copies, which graphs take as arguments.
+        #: The stage's parameters and buffers, each replaced by its copy if there is one. Graphs
+        #: take them as arguments.
         self.tensors = [copies.get(x, x) for x in state.places.read()]
 
     def find(self, run: Forward, *, at_once: bool = False) -> tuple[Entry | None, Sequence[Tensor]]:

@@ -54,7 +54,8 @@ class OutputForm:
 
     def __post_init__(self) -> None:
         places, structure = self.rest
-        #: The further outputs, if no tensor is among them: they are the same in each step.
+        #: The further outputs (see ``rest``) if no tensor is among them, so that they are the same
+        #: in each step; otherwise None.
         self.fixed = None if places else structure.unflatten(())
 
     def output(self, tensors: Sequence[Tensor], shared: frozenset[Any]) -> Batch:
@@ -76,8 +77,8 @@ class Marks:
         return leaf
 
 
-#: Runs the layers on a micro-batch with further arguments of the loss; returns the output, and the
-#: further outputs with their structure.
+#: A function that runs the layers, on a micro-batch and the tensors among the further arguments of
+#: the loss. It returns the output, and the further outputs as tensors and their structure.
 StageRun = Callable[[Batch, Sequence[Tensor]], tuple[Batch, tuple[Sequence[Tensor], Structure]]]
 
 

@@ -33,12 +33,12 @@ class Traced:
     def __init__(self, parts: Parts, form: OutputForm, places: Places) -> None:
         self.parts, self.form = parts, form
         tensors = places.read()
-        #: The buffers that the backward reads, as indices into ``places.read()``. They must not
-        #: change between the forward and the backward.
+        #: The buffers that the backward reads, as indices into ``places.read()``. A cell raises an
+        #: error if one of them changes between its forward and its backward.
         self.lasting = [
             k for k in parts.state_of_backward if not isinstance(tensors[k], nn.Parameter)
         ]
-        #: For flags that tell whether each output has a gradient, the parts of the backward.
+        #: For flags that tell which outputs have a gradient, the parts of the backward.
         self._known: dict[tuple[bool, ...], BackwardParts] = {tuple(form.needs_grad): parts}
 
     def with_grads(self, grads: Sequence[Tensor | None]) -> BackwardParts:
@@ -95,7 +95,7 @@ def current_settings() -> Settings:
     )
 
 
-#: The most kinds of micro-batches that become graphs in each state of the layers.
+#: The most kinds of micro-batches for which a stage is traced, in each state of its layers.
 KINDS = 32
 
 
@@ -127,16 +127,17 @@ class StageState:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.places = Places(modules)
-        #: Why the stage cannot be a graph; empty if it may be one.
+        #: Why the stage cannot become a graph in this state; empty if it can.
         self.fault = "its modules have hooks" if self.places.has_hooks else ""
         if any(map(updated_in, modules)):
             self.fault = "it has state that is updated once per mini-batch"
         self._entries: dict[Any, list[Entry]] = {}
-        #: The number of kinds of micro-batches that were traced, with or without success.
+        #: The number of kinds of micro-batches that were traced; at most ``KINDS``.
         self.count = 0
-        #: The number of steps in which the layers were in this state.
+        #: The number of steps that found the layers in this state.
         self.steps = 0
-        #: Whether a trace is not worth its time, since the layers change their state in each step.
+        #: Whether the states before this one lasted for one step each. Then this one is not traced
+        #: in its first step, since a trace would most likely serve that step alone.
         self.is_brief = False
 
     def entry(self, key: Any, structures: Sequence[Structure]) -> Entry:

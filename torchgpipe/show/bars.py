@@ -25,7 +25,7 @@ __all__: list[str] = [
 ]
 
 
-#: The color of each kind of bar, and its name in the legend.
+#: For each kind of bar, its color, and the words after the kind in the legend.
 KINDS = {
     "F": ("#56b4e9", "forward"),
     "B": ("#e69f00", "backward"),
@@ -36,16 +36,18 @@ KINDS = {
     "out": ("#7f8cff", "to the host"),
     "back": ("#f07a4a", "from the host"),
 }
-#: The kinds that are drawn as thin bars: at the lower edge of a row (1), or the upper one (0).
+#: For each kind that is drawn as a thin bar, the edge of the row: 1 is the lower one, 0 the upper.
 EDGES = {"copy": 1, "out": 0, "back": 0}
-#: Pixels: the average bar's width, the height of a row, the margin for the names of rows, the
-#: height of a line of text, the least distance of ticks, and the height of a bar at an edge.
+#: In pixels: ``_BAR`` is the width of the average bar, ``_ROW`` the height of a row, ``_MARGIN``
+#: the least width for the names of rows, ``_LINE`` the height of a line of text, ``_TICK`` the
+#: least distance of ticks, and ``_COPY`` the height of a thin bar at an edge.
 _BAR, _ROW, _MARGIN, _LINE, _TICK, _COPY = 26, 26, 66, 20, 100, 5
 _LIGHT = """.page { fill: white } .words { fill: black } .waits { fill: #e8e8e8 }
 .on-bar { fill: black } rect.bar { stroke: white; stroke-width: 0.5 }"""
 _DARK = """.page { fill: #16181d } .words { fill: #e8e8e8 } .waits { fill: #33363d }
 rect.bar { stroke: #16181d }"""
-#: Pixels: the width of a digit, and the greatest width of a picture's bars without a given scale.
+#: In pixels: ``_DIGIT`` is the width of a digit, and ``_WIDEST`` the greatest width of all bars of
+#: a picture for which :func:`svg` chooses the scale.
 _DIGIT, _WIDEST = 7, 2400
 
 

@@ -19,7 +19,7 @@ __all__: list[str] = [
 ]
 
 
-#: The most names of layers that a row shows. Of more it shows the first two and the last one.
+#: The most names of layers that a row shows. Of more names it shows the first two and the last one.
 NAMES = 4
 
 

@@ -25,9 +25,10 @@ __all__: list[str] = [
 # simulations are computed. All have the type ``Span``, so that they can be drawn side by side.
 
 
-#: Kinds of computation: forward, recomputation, backward, and its halves for input and weights.
+#: Kinds of computation: F is forward, R recomputation, B backward, I and W its halves for the input
+#: and for the weights.
 COMPUTATIONS = "FRBIW"
-#: The kinds of copies of what a cell keeps for backward: to the memory of the host, and back.
+#: The kinds of copies of what a cell keeps for backward: to the host's memory, and back from it.
 TRIPS = ("out", "back")
 
 

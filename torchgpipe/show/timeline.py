@@ -211,7 +211,7 @@ def _tip(span: Span, unit: str) -> str:
     return f"{span.title} from {span.start:.6g} to {span.end:.6g} {unit}".rstrip()
 
 
-#: The characters of each row in a printed timeline, beside the row's name.
+#: The width, in characters, of each row of a printed timeline without the row's name.
 WIDTH = 96
 
 

@@ -22,7 +22,7 @@ DeviceLike = torch.device | int | str | None
 
 _ops: Any = torch.ops.virtual_accelerator
 
-#: If this were false, ``torch.utils.checkpoint`` would not restore the device's generator.
+#: ``torch.utils.checkpoint`` restores the device's generator only if this is true.
 _initialized = True
 
 #: The default generator of each device. PyTorch looks for a variable of this name.
@@ -163,7 +163,7 @@ def _index(device: DeviceLike) -> int:
 # biases. Both tensors are ``(N, 4 H)`` in an LSTM and ``(N, 3 H)`` in a GRU, and states ``(N, H)``.
 
 
-#: The registrations of kernels. They last as long as this list refers to them.
+#: The kernels below as registered with PyTorch, which forgets them when nothing refers to this.
 _library: list[torch.library.Library] = []
 
 

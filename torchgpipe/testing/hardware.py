@@ -26,15 +26,16 @@ __all__ = ["Hardware"]
 _ops: Any = torch.ops.virtual_accelerator
 
 
-#: The kinds of operators that an efficiency can be given for.
+#: The kinds of operators for which ``Hardware.efficiency`` may have an entry.
 KINDS = ("matmul", "convolution", "attention", "other")
 
 GIB = 2**30
 
-#: The fields of :class:`Hardware` that are times, and may be 0.
+#: The fields of :class:`Hardware` that are times in seconds, and may be 0.
 TIMES = ("launch", "host", "host_backward")
 
-#: The share of a rate that operators reach: one number, or a table by the size of an operator.
+#: The share of a rate that operators reach: one for all sizes of operators, or a dict from the size
+#: of an operator (in operations or bytes) to its share.
 Share: TypeAlias = float | Mapping[float, float]
 
 
@@ -145,10 +146,10 @@ def _times(share: Share, factor: float) -> Share:
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 
-#: Some accelerators, by their makers' data sheets. Rates are those of dense matrices, in float32
-#: without rounding to TF32, as PyTorch has it by default. ``memory`` is what one process can have.
-#: Over 16 lanes PCI Express carries 12 GB/s in its third generation, 25 GB/s in the fourth, and
-#: 50 GB/s in the fifth.
+#: The accelerators that a user can name, by their makers' data sheets. Rates are those of dense
+#: matrices, in float32 without rounding to TF32, as PyTorch has it by default. ``memory`` is what
+#: one process can have. Over 16 lanes PCI Express carries 12 GB/s in its third generation, 25 GB/s
+#: in the fourth, and 50 GB/s in the fifth.
 NAMED = {
     # NVIDIA A100 Tensor Core GPU data sheet (2021): SXM, NVLink 300 GB/s in each direction.
     "a100-40gb": Hardware(
@@ -233,15 +234,16 @@ def hardware_of(device: Hardware | str) -> Hardware:
     return NAMED[device]
 
 
-#: The host: its name in a table of bandwidths, and its number in the compiled library.
+#: The host as a device: ``CPU`` in a user's table of bandwidths, ``_HOST`` in the compiled library.
 CPU, _HOST = "cpu", -1
 
-#: An end of a link: a device, the host, or several that share the link.
+#: ``LinkEnd`` is an end of a link: a device by its index, the host by ``CPU``, or several of them
+#: that share the link. ``Link`` is a link from a source to a target.
 LinkEnd: TypeAlias = int | str | tuple[int | str, ...]
 Link: TypeAlias = tuple[LinkEnd, LinkEnd]
 
-#: Operators with kernels of their own on virtual devices. Of these ``copy`` alone takes the cost
-#: that a user gives. All other operators share one kernel, which takes it, too.
+#: Operators that have kernels of their own on virtual devices. A user can give a cost to none of
+#: these but ``copy``. All other operators share a kernel that takes the time of their cost.
 _OWN = {
     *("copy", "empty", "empty_strided", "set", "record_stream", "native_dropout"),
     *("_copy_from", "_copy_from_and_resize", "_local_scalar_dense", "_efficientzerotensor"),
@@ -250,7 +252,8 @@ _OWN = {
 }
 
 
-#: The value of ``costs`` with which each operator takes the time that the CPU needs for it.
+#: The value of ``costs``, for ``observe()``, with which each operator takes the time that the CPU
+#: needs for it.
 MEASURED = "measured"
 
 

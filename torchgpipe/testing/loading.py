@@ -30,7 +30,7 @@ __all__: list[str] = ["load", "UnavailableError"]
 
 SOURCES = Path(__file__).parent / "csrc"
 
-#: The oldest PyTorch with all the headers that the source needs.
+#: The oldest PyTorch with all headers that the library's C++ source includes.
 OLDEST = (2, 11)
 
 
@@ -156,7 +156,7 @@ def _compile(command: list[str]) -> None:
         )
 
 
-#: The type of the devices: ``torch.device("virtual", 0)``.
+#: The type of the virtual devices, as in ``torch.device("virtual", 0)``.
 NAME = "virtual"
 
 #: The most virtual devices that a process can have.

@@ -26,16 +26,16 @@ from torchgpipe.testing.loading import loaded
 
 __all__: list[str] = []
 
-#: How many times an operator runs between two events, and how many such rounds there are.
+#: An operator's time is the median of ``ROUNDS`` measurements, each of ``TIMES`` runs in a row.
 TIMES, ROUNDS = 20, 5
 
-#: The sides of the square matrices that are multiplied.
+#: The sides of the square matrices whose product is measured.
 SIDES = (256, 512, 1024, 2048, 4096, 8192)
-#: The lengths of the sequences that are attended to.
+#: The lengths of the sequences for which attention is measured.
 LENGTHS = (512, 1024, 2048, 4096)
-#: The channels of the images that are convolved.
+#: The numbers of channels with which a convolution is measured.
 CHANNELS = (32, 64, 128, 256, 512)
-#: The numbers of elements of the tensors that are added.
+#: The numbers of elements of the tensors whose sum is measured.
 NUMBERS = tuple(2**k for k in range(18, 29, 2))
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -48,16 +48,18 @@ __all__ = ["Observation", "observe"]
 
 _ops: Any = torch.ops.virtual_accelerator
 
-#: The library's functions whose results an observation keeps when it ends.
+#: The functions of the compiled library whose results an observation keeps when it ends.
 _RESULTS = ("races", "spans", "names", "traffic", "makespan", "parts", "troubles")
 
-#: A span as the library packs it: start, end, the index of the span that let it start, labels of
-#: its thread and its autograd node, and the numbers of its device, its stream and its name.
+#: The binary form of a span in the library: start, end, the index of the span that let it start,
+#: the numbers of the labels of its thread and its autograd node, the device, the stream, and the
+#: index of its name.
 _SPAN = struct.Struct("=ddqqqhhi")
 
 _Hook = ctypes.CFUNCTYPE(ctypes.c_int64)
 
-#: The hooks that the library calls for Python stacks, alive here as long as they may be called.
+#: The functions that the library calls to take Python stacks, in the present observation and the
+#: last one. This list keeps them alive, since a thread may still call the last one's.
 _hooks: list[Any] = []
 
 
@@ -216,10 +218,11 @@ def _line(code: CodeType, number: int) -> str:
     return f"{code.co_filename}:{number} in {code.co_name}: {text}"
 
 
-#: Gives each Python stack a number that no other stack of the process has.
+#: Numbers Python stacks, in all observations of the process, so that a stack of one observation is
+#: never taken for a stack of another.
 _counter = itertools.count()
 
-#: The lock that is held while an observation is under way.
+#: Held while an observation is under way, so that no other one begins.
 _observing = threading.Lock()
 
 

@@ -199,13 +199,13 @@ def critical_path(spans: list[Span]) -> list[int]:
 
 _ops: Any = torch.ops.virtual_accelerator
 
-#: The kinds of work in backward: a whole one, and its halves for input and for weights.
+#: The kinds of computations in backward: B is a whole one, I its half for the input, W for weights.
 _BACKWARD = "BIW"
 
-#: How many fields of a label, the last ones, say which layer. The others say which cell.
+#: How many fields at the end of a ``Label`` say which layer. The fields before them say which cell.
 _OF_LAYER = 2
 
-#: How many bits of a label's number, the lowest ones, number the layer. The others number the cell.
+#: How many bits at the low end of a label's number say which layer. The bits above say which cell.
 _BITS = 24
 
 

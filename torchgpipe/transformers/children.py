@@ -31,11 +31,11 @@ __all__: list[str] = []
 # The second forward computes what needs all rows: similarities, matching, and the loss.
 
 
-#: For each child's name, and each call of the child in a forward: whether the outputs for all
-#: micro-batches, joined, are the output for all rows. Such outputs are kept for the second forward.
+#: For the name of each child, a flag for each of its calls in a forward: whether its outputs for
+#: micro-batches can be joined to one for all rows. Such outputs are kept for the second forward.
 ByRows = Mapping[str, list[bool]]
 
-#: The keyword argument that brings the kept outputs of children into the second forward.
+#: The model's keyword argument for the kept outputs of its children, in the second forward.
 GIVEN = "torchgpipe.children"
 
 
@@ -43,8 +43,8 @@ class Calls(threading.local):
     """The calls of children in the forward that a thread runs."""
 
     def __init__(self) -> None:
-        #: For each child's name, and each call of the child: the output that ``record`` keeps, or
-        #: that ``repeat`` returns. Where it is None, ``repeat`` calls the child.
+        #: For the name of each child, an entry for each of its calls: the output that ``record``
+        #: keeps or ``repeat`` returns. If the entry is None, ``repeat`` calls the child.
         self.outputs: dict[str, list[Any]] = {}
 
     def record(self, name: str, child: nn.Module, *args: Any, **kwargs: Any) -> Any:

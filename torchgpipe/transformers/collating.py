@@ -29,11 +29,11 @@ __all__: list[str] = []
 # the data loader and through Accelerate, until the Trainer collects the mini-batches of a step.
 
 
-#: The key of the micro-batches within a mini-batch.
+#: The key under which a mini-batch carries its micro-batches.
 KEY = "torchgpipe.micro_batches"
 
-#: Words in the names of arguments for images, videos and audio. Beside text these are not cut by
-#: rows: one text may have two images and another one none, even if both have equally many rows.
+#: Words in the names of arguments for images, videos and audio. Beside text such arguments are not
+#: cut by rows: one text may have two images and another none, even with equally many rows.
 BESIDE_TEXT = ("pixel", "image", "video", "audio", "input_features")
 
 
@@ -48,9 +48,9 @@ class Collator:
 
     def __init__(self, collate: Callable[[Any], Any], chunks: int, is_sliced: bool) -> None:
         self.collate, self._chunks, self._is_sliced = collate, chunks, is_sliced
-        #: Whether mini-batches can be cut by rows; None before the first mini-batch.
+        #: Whether the mini-batches so far could be cut by rows; None before the first mini-batch.
         self._is_cut: bool | None = None
-        #: Whether each mini-batch is one row of packed sequences, joined in dimension 1.
+        #: Whether a mini-batch is a single row: then micro-batches are joined in dimension 1.
         self._is_one_row = False
 
     def __getattr__(self, name: str) -> Any:

@@ -29,7 +29,8 @@ from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
 
-#: PEFT's names of adapters whose virtual tokens are in the key-value cache, not before the labels.
+#: PEFT's names of types of adapters whose virtual tokens are in the key-value cache. Those of other
+#: adapters stand in front of the first label.
 CACHED = "PREFIX_TUNING", "CARTRIDGE"
 
 
@@ -73,8 +74,8 @@ def ignored_pixels(model: nn.Module) -> int:
     return next((getattr(config, name) for name in names if hasattr(config, name)), IGNORED)
 
 
-#: The ways in which losses of models weigh their rows: each row counts by how many of these it has.
-#: ``shifted`` leaves out the first one of each row, and ``sum`` adds losses of rows, unweighed.
+#: How a model's loss weighs its rows: by the number of labels, tokens or objects that a row has
+#: (``shifted``: but for the first in each row), or equally (``rows``); ``sum`` adds their losses.
 WAYS = ("labels", "shifted labels", "tokens", "shifted tokens", "objects", "rows", "sum")
 
 

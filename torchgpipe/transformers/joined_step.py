@@ -53,9 +53,9 @@ class JoinedStep:
         self._compute, self._state = compute, state
         self._losses: dict[int, Tensor] = {}
         self._calls: list[ModelCall] = []
-        #: Whether calls are still collected.
+        #: Whether calls of the model are still collected, to be computed together.
         self._is_open = True
-        #: The outputs of the collected calls, once they are computed together.
+        #: The outputs of ``_calls``, once they were computed together; empty if that failed.
         self._outputs: list[Any] = []
         self._before: Sequence[Any] = ()
 

@@ -75,8 +75,8 @@ class ModelCall:
                     *(self.args, self._plain, pair, sum(sizes), self._names), strict=self._strict
                 )
         way = weighing.way(self._plain)
-        #: If the loss is computed once for all rows: the calls of submodules whose outputs are kept
-        #: for it (``ByRows``). Otherwise None.
+        #: Which calls of the model's children :meth:`once` takes the outputs of, to compute one
+        #: loss for all rows; None if the losses of micro-batches are combined instead.
         self.by_rows = weighing.by_rows if way == ONCE and not self._is_one_row else None
         wholes = [*zip(self._micro_batches, ([n] for n in sizes))] or [(self.kwargs, sizes)]
         counts = torch.cat([counts_by(way, model, x, self._names, n) for x, n in wholes])

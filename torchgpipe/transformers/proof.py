@@ -37,12 +37,15 @@ __all__: list[str] = []
 # index: there labels stay as they are, and the proof waits for rows that differ by themselves.
 
 
-#: One more way: the loss is computed once for all rows, of what the model's children return.
+#: One more way, besides ``WAYS``: the loss is computed once for all rows, from what the model's
+#: children have returned for the micro-batches.
 ONCE = "once"
 
-#: Relative differences, by dtype: losses are equal up to the first, and differ above the second.
+#: For each dtype of a model's weights, two relative differences: losses count as equal up to the
+#: first difference, and as unequal above the second.
 CLOSE = {torch.float64: (1e-9, 1e-7), torch.float32: (1e-5, 1e-4)}
-#: The same two limits: HALF in half precision or under autocast, OTHERS else on accelerators.
+#: The differences as in ``CLOSE`` for other models: ``HALF`` in half precision or under autocast,
+#: ``OTHERS`` in higher precision on accelerators.
 HALF = 4e-3, 3e-2
 OTHERS = 1e-4, 1e-3
 
@@ -56,9 +59,11 @@ class Weighing:
 
     def __init__(self, pipe: MappedGPipe) -> None:
         self._pipe = ref(pipe)
-        #: For each set of a call's argument names: ways that fit its last proof. The first is used.
+        #: For the set of names of a call's arguments, the ways of weighing rows that fit in the
+        #: last proof for such a call. The first of these ways is used.
         self._ways: dict[frozenset[str], list[str]] = {}
-        #: If the way is ONCE: the calls of the model's children whose outputs each step keeps.
+        #: The calls of the model's children whose outputs are kept in each step, to compute the
+        #: loss of all rows from them; empty if no way is ``ONCE``.
         self.by_rows: ByRows = {}
 
     @property
@@ -347,7 +352,7 @@ def differing(model: nn.Module, kwargs: dict[str, Any], names: Sequence[str]) ->
     return changed
 
 
-#: What proofs have found out about the loss of each wrapper's model.
+#: For each wrapper, what proofs have found out about the loss of its model.
 weighings: WeakKeyDictionary[MappedGPipe, Weighing] = WeakKeyDictionary()
 
 

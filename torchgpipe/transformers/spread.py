@@ -24,7 +24,7 @@ from torchgpipe.values.structure import map_leaves
 __all__: list[str] = []
 
 
-#: The most bytes that a model on the CPU may have for its blocks to be measured there. In a larger
+#: The most bytes of weights on the CPU with which the blocks of a model are measured. In a larger
 #: model a micro-batch takes minutes, and blocks are alike, so that bytes of weights tell enough.
 MEASURED = 2 * 2**30
 
@@ -84,7 +84,8 @@ class Spread:
         device_map: Any = getattr(model, "hf_device_map", None) or {}
         #: Whether Accelerate has spread the model, and the user names no other devices.
         self._is_dispatched = len({*device_map.values()}) > 1 and options.devices is None
-        #: Whether the model makes its thread wait for a device, as TRL's fused head does.
+        #: Whether a call of the model makes its thread wait for a device, as TRL's fused head does:
+        #: then several threads issue work.
         self._waits = call_within_head(base_of(model))
         if pipe is None and not self._is_dispatched:
             self._places = options.places()

@@ -22,7 +22,7 @@ from torchgpipe.transformers.stand_in import PipelinedModel
 __all__: list[str] = []
 
 
-#: Attributes of Trainers that hold a model to compare the trained one with: it is spread, too.
+#: A Trainer's attributes for models that the trained one is compared with: they are spread, too.
 REFERENCES = "ref_model", "teacher_model"
 
 
@@ -63,9 +63,9 @@ class SpreadTrainer:
     #: Whether a step runs, in which ``self.model`` is the stand-in.
     _is_in_step = False
     _model: nn.Module | None = None
-    #: The model. Its first call adds the wrapper, which needs a call's arguments.
+    #: The Trainer's model, and its wrapper, which is made when the model is called first.
     _spread: Spread
-    #: What stands for the model in a step: its calls go through the wrapper.
+    #: What stands for the Trainer's model in a step. A call of it goes through the wrapper.
     _stand_in: PipelinedModel
     #: Whether ``_adopt`` has made ``_spread`` and ``_stand_in``.
     _is_made = False
@@ -86,7 +86,7 @@ class SpreadTrainer:
             remedy = "by default there are two for each device"
             chunks = checked_count(chunks, "chunks", "micro-batches of a step", remedy)
         self._options = Options(devices, chunks, checkpoint, slices)
-        #: The wrappers that the user passed for the trained model and for references, by model.
+        #: For each model that the user passed within a wrapper, the wrapper.
         self._wrappers: dict[nn.Module, MappedGPipe] = {}
         values = [self._unwrapped(x) for x in args]
         named = {key: self._unwrapped(x) for key, x in kwargs.items()}

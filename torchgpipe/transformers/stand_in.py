@@ -11,7 +11,7 @@ from torch import nn
 __all__: list[str] = []
 
 
-#: Methods that call the model, or return a part to be called: the model comes to its devices first.
+#: The model comes to its devices before these methods, which call it, or return a module of it.
 PLACING = "generate", "get_input_embeddings", "get_output_embeddings"
 
 

@@ -32,7 +32,8 @@ __all__: list[str] = []
 
 logger = logging.getLogger("torchgpipe")
 
-#: The most mini-batches in one call: their training steps run one within another, on one stack.
+#: The most mini-batches in one call of the model: their training steps run one within another, on
+#: one stack.
 DEEPEST = 32
 
 
@@ -127,19 +128,20 @@ class Pipelined(SpreadTrainer):
             remedy = "joined=1 computes each mini-batch alone"
             joined = checked_count(joined, "joined", "mini-batches in one call", remedy)
         self._most = joined
-        #: Whether micro-batches may make another loss than the mini-batch, which is else an error.
+        #: Whether the micro-batches' loss may differ from the mini-batch's. Else that is an error.
         self._accepts = accept_loss
         #: The mini-batches of the optimizer step for which ``training_step`` is still to be called.
         self._batches: list[Any] = []
-        #: The losses of the first mini-batches in ``_batches``, if a call has computed them ahead.
+        #: Losses that were computed ahead: those of the first mini-batches in ``_batches``.
         self._losses: list[Tensor] = []
-        #: Mini-batches that cannot be cut, with their micro-batches, by id() of the mini-batch.
+        #: For the id() of each mini-batch that cannot be cut by rows: the mini-batch, with its
+        #: micro-batches.
         self._collated: dict[int, Collated] = {}
-        #: The mini-batches of ``_collated``, and their micro-batches, on the device of the inputs.
+        #: The mini-batches of ``_collated`` on the inputs' device, each with its micro-batches.
         self._prepared: list[Prepared] = []
         self._joined_step: JoinedStep | None = None
         self._figures: Idleness | None = None
-        #: Whether the figures of the first step were logged, which happens once.
+        #: Whether the idleness of the first step was logged, which happens once.
         self._is_said = False
         super().__init__(*args, **kwargs)
 

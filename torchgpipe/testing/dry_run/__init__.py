@@ -33,7 +33,7 @@ __all__ = ["Prediction", "dry_run"]
 
 _ops: Any = torch.ops.virtual_accelerator
 
-#: How many characters wide the picture of memory over a step is.
+#: The width, in characters, of the printed picture of memory over a step.
 WIDTH = 64
 
 
@@ -203,15 +203,15 @@ def prediction_of(
 # weights.
 
 
-#: The least bytes of a tensor that is made weightless. Smaller tensors have values.
+#: The least bytes of a tensor that a dry run leaves unwritten. Smaller tensors have values.
 LARGE = 2**18
 
-#: Operators that make a tensor of a given size, and operators that copy one. The tensor that they
-#: return is allocated, and never written to.
+#: ``FACTORIES`` are operators that make a tensor of a given size, and ``COPIES`` those that copy
+#: one. Large tensors that they return are allocated, and never written to.
 FACTORIES = {"rand", "randn", "randint", "zeros", "ones", "full"}
 COPIES = {"clone", "_to_copy"}
-#: Operators that change a tensor's layout in place: these run. All other operators in place would
-#: write to their first argument, and are left out.
+#: Operators in place that change a tensor's layout, and run even on large tensors. All others in
+#: place would write to the tensor, and are left out.
 LAYOUTS = {
     "resize_",
     "as_strided_",
@@ -273,8 +273,8 @@ def stand_in(name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Te
     return first if name.endswith("_") and name not in LAYOUTS else None
 
 
-#: The number of the training step that is predicted. The first would not do: it allocates what
-#: later steps have from their beginning, such as an optimizer's state.
+#: Which training step is predicted, counted from 1. The first would not do: it allocates what later
+#: steps have from their beginning, such as an optimizer's state.
 COUNTED = 3
 
 

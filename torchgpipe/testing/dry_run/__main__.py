@@ -34,7 +34,8 @@ from torchgpipe.testing.report import Place
 
 __all__: list[str] = []
 
-#: How names of torchgpipe's modules begin. ``__name__`` does not help: it is ``__main__`` here.
+#: How the names of torchgpipe's Python modules begin, by which a hook tells that an nn.Module is
+#: one of torchgpipe's. ``__name__`` would not do: it is ``__main__`` here.
 _OURS = "torchgpipe."
 
 
