@@ -21,8 +21,8 @@ GLOBAL_HOOKS = (
 )
 
 aten = torch.ops.aten
-#: Operators that make a view of another shape, and fail for some strides. Where nobody changes the
-#: memory, ``aten.reshape`` can replace them: it copies for such strides.
+#: Operators that view a tensor in another shape, and fail if its strides allow no such view. In
+#: graphs ``aten.reshape``, which then copies, replaces them where nobody changes the memory.
 VIEWS = {aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default}
 
 

@@ -20,9 +20,9 @@ class Repeated(threading.local):
 
 repeated = Repeated()
 
-#: The function in which checkpoints with ``use_reentrant=False`` begin: its name from PyTorch 2.14
-#: on, and its name before. If PyTorch has neither, :class:`repeating` does nothing for such
-#: checkpoints: they call their functions again in backward without lent weights, for one.
+#: The names of the function in which checkpoints with ``use_reentrant=False`` begin, from PyTorch
+#: 2.14 on and before: :class:`repeating` replaces the function. If PyTorch has neither, backward
+#: calls the functions of such checkpoints without, for example, the copies of lent weights.
 BEGINNINGS = (
     "_checkpoint_without_reentrant_generator_impl",
     "_checkpoint_without_reentrant_generator",

@@ -32,13 +32,13 @@ __all__: list[str] = []
 Function = TypeVar("Function", bound=Callable[..., Any])
 Result = TypeVar("Result")
 
-#: The first two numbers of PyTorch's version.
+#: PyTorch's version as two numbers, such as (2, 13).
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 
-#: PyTorch's default for the most graphs of one function; :func:`prepare` allows so many per device.
+#: How many graphs of one function :func:`prepare` allows per device: PyTorch's own limit.
 GRAPHS = 8
 
-#: The code of :func:`uncompiled` functions that :func:`mark` has not told the compiler of yet.
+#: The code of each :func:`uncompiled` function, until :func:`mark` has told the compiler of it.
 _unmarked: list[CodeType] = []
 _marking = threading.Lock()
 
@@ -217,8 +217,8 @@ class _Context:
         return self._context.copy()
 
 
-#: Replaces the module contextvars in torch.autograd.graph: copy_context() returns a _Context, which
-#: several threads may enter at once.
+#: What :func:`prepare` puts in place of the module contextvars in torch.autograd.graph. Its
+#: copy_context() returns a _Context, which several threads may enter at once.
 _copied = SimpleNamespace(**{**vars(contextvars), "copy_context": _Context})
 
 

@@ -13,7 +13,7 @@ import torch
 
 __all__: list[str] = []
 
-#: The versions of PyTorch that the tests have run with.
+#: The versions of PyTorch that the tests have run with; errors and warnings list them.
 TESTED = ("2.11", "2.13", "2.14", "2.15")
 
 
@@ -56,8 +56,8 @@ _HOOKS, _TREES = "hooks for saved tensors", "nested structures of tensors"
 _SELECTIVE = "selective checkpoints"
 _COMPILER, _VIRTUAL = "compiled layers", "virtual accelerators"
 
-#: The private names of PyTorch, each under the name that this package uses for it. Comments that
-#: begin with "Without NAME" say what happens if PyTorch lacks it.
+#: For each name that this package gives to a private name of PyTorch, where PyTorch has that name.
+#: Comments that begin with "Without NAME" say what happens if PyTorch lacks it.
 NAMES: dict[str, Name] = {
     # These four are several times as fast as the functions of torch.accelerator.
     "get_stream": Name(_C + "_accelerator_getStream", _STREAMS, torch.accelerator.current_stream),
@@ -175,8 +175,8 @@ NAMES: dict[str, Name] = {
     "schemas_of": Name(_C + "_jit_get_schemas_for_operator", _VIRTUAL),
 }
 
-#: Attributes of modules, tensors and functions whose names begin with an underscore, and what each
-#: is. All rooms use them directly, since functions around them would only hide them.
+#: For each private attribute of modules, tensors or functions that this package uses, what it is.
+#: All rooms use them directly, since functions around them would only hide them.
 ATTRIBUTES = {
     "_modules": "The children of a module by name. Indexing a Sequential takes much longer.",
     "_parameters": "The table of a module's parameters, where others put tensors, too.",

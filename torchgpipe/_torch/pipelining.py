@@ -18,7 +18,7 @@ from torchgpipe._torch.dynamo import VERSION
 
 __all__: list[str] = []
 
-#: PyTorch's actions that are computations, and our letters for them.
+#: For the name of each of PyTorch's actions that compute, our letter for the computation.
 LETTERS = {
     "FORWARD": "F",
     "FULL_BACKWARD": "B",
@@ -26,8 +26,8 @@ LETTERS = {
     "BACKWARD_WEIGHT": "W",
 }
 
-#: PyTorch's actions that are messages: what they do, and the letter of the computation that they
-#: come after (send) or before (receive).
+#: For the name of each of PyTorch's actions that send or receive: which of the two it does, and the
+#: letter of the computation that it comes after (send) or before (receive).
 MESSAGES = {
     "SEND_F": ("send", "F"),
     "SEND_B": ("send", "B"),
@@ -36,10 +36,10 @@ MESSAGES = {
 }
 
 #: Actions by which FSDP gathers weights, frees them, and reduces gradients. :func:`lowered` leaves
-#: these actions out, since our stages do all of this themselves.
+#: them out, since our stages do all of this themselves.
 OTHERS = {"UNSHARD", "RESHARD", "REDUCE_GRAD"}
-#: Actions that wait for FSDP, or for messages that were sent (from PyTorch 2.15 on). They are left
-#: out, too, since our processes wait for both at the end of a step.
+#: Actions that wait for FSDP's reductions, or (from PyTorch 2.15 on) for what was sent.
+#: :func:`lowered` leaves them out, since our processes wait for both at the end of a step.
 WAITS = {"WAIT_REDUCE_GRAD", "WAIT_SEND_F", "WAIT_SEND_B"}
 
 

@@ -60,7 +60,7 @@ End: TypeAlias = Tensor | GradientEdge
 
 logger = logging.getLogger(__name__)
 
-#: Flags of a node: its edges lead to the input of the cell, or to weights, or to both.
+#: Bits that say where edges of a node lead: to the input of the cell, and to weights.
 INPUT, WEIGHT = 1, 2
 
 
@@ -129,9 +129,9 @@ class Graph:
         self, roots: Iterable[GradientEdge], inputs: Node | None, weights: Iterable[Tensor]
     ) -> None:
         self.weights = {id(x): x for x in weights}
-        #: For each node, its flags INPUT and WEIGHT.
+        #: For each node, the bits INPUT and WEIGHT, by what its edges lead to; 0 for neither.
         self.leads: dict[Node, int] = {}
-        #: Each node with its edges (``next_functions``), after the nodes that its edges lead to.
+        #: Each node with its edges (``next_functions``); nodes that edges lead to come before it.
         self.nodes: list[tuple[Node, Any]] = []
         self._leaves: dict[Node, int] = {}
         if inputs is not None:
@@ -199,7 +199,7 @@ class Boundary:
 
     def __init__(self, node: Node, edges: list[tuple[int, GradientEdge]]) -> None:
         self.node = node
-        #: The edges to weights alone, each with its index among the node's edges.
+        #: The edges that lead to weights alone, each after its index in ``node.next_functions``.
         self.edges = edges
         #: The gradients that have arrived at the node, until :meth:`run` computes with them.
         self.grads: list[tuple[Tensor | None, ...]] = []

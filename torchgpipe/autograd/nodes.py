@@ -20,7 +20,7 @@ __all__: list[str] = []
 
 
 _lock = threading.Lock()
-#: How many hooks :func:`note_gradients` has registered, which :func:`count_hooks` leaves out.
+#: The number of hooks that :func:`note_gradients` has registered; :func:`count_hooks` subtracts it.
 _noted = 0
 
 
@@ -82,7 +82,7 @@ class without_hooks:
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self.tensors = tensors
-        #: The dicts of hooks that were emptied, each with the hooks to put back.
+        #: Each tensor's dict of hooks that was emptied, with a copy of the hooks to put back.
         self.emptied: list[tuple[dict[int, Any], dict[int, Any]]] = []
 
     def __enter__(self) -> without_hooks:

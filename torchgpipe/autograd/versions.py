@@ -14,7 +14,8 @@ from torchgpipe.autograd.fork_join import get_phony
 
 __all__: list[str] = []
 
-#: The versions of some tensors, then their addresses, by which changes of them are noticed.
+#: The versions of some tensors, and their addresses. If one of these differs at a second look, its
+#: tensor has changed.
 Identities: TypeAlias = tuple[list[int], list[int]]
 
 _version = attrgetter("_version")

@@ -34,10 +34,10 @@ class HostMemory:
 
     def __init__(self, out: AbstractStream, back: AbstractStream) -> None:
         self.out, self.back = out, back
-        #: For each size, the buffers that nobody uses, each with an event after its last copy.
-        #: Threads take and give buffers at the right end of a deque, for which they need no lock.
+        #: For each size in bytes, unused buffers, each with an event after its last copy. Threads
+        #: take and give buffers at the right end of a deque, for which they need no lock.
         self._free: defaultdict[int, deque[tuple[Tensor, Event | None]]] = defaultdict(deque)
-        #: The sizes in bytes of all buffers, in use or not.
+        #: The size in bytes of each buffer, in use or not. Traces and errors tell their sum.
         self.sizes: list[int] = []
 
     def take(self, size: int) -> Tensor:
@@ -98,9 +98,9 @@ class StreamPool:
     other without need.
     """
 
-    #: The most copy streams of each kind, for values and for skips, that a partition has.
+    #: The most copy streams that :meth:`lanes` gives to each of its ``count`` users.
     COPIES = 15
-    #: How many different streams PyTorch gives out for a device (32 for CUDA; assumed for others).
+    #: The number of different streams PyTorch has for a device (32 for CUDA; assumed for others).
     POOL = 32
 
     def __init__(self) -> None:

@@ -82,7 +82,7 @@ def memory_total(device: torch.device) -> float:
 # names are made when the trace ends.
 
 
-#: The kinds of work that keep activations, whose bytes are measured: forward and recomputation.
+#: The kinds of work whose kept bytes are measured: forward (F) and recomputation (R).
 KEEPING = "FR"
 
 
@@ -105,19 +105,20 @@ class Mark:
     stage: int
     microbatch: int
     target: int | None = None
-    #: The number of the step; by default the one that is under way when the work begins.
+    #: The index of the step; if it is -1 when the work begins, that of the step under way.
     step: int = -1
-    #: The event that was recorded before the work; without streams, the time.
+    #: The event recorded before the work, or without streams the time; None before it begins.
     start: torch.Event | float | None = None
-    #: Events (or times) that other streams recorded for this work: it starts after ``start`` and
-    #: after all of these.
+    #: For each stream of another device that the work waits for, an event on it (or the time): the
+    #: work starts after ``start`` and after all of these events.
     others: Sequence[tuple[AbstractStream, torch.Event | float]] = ()
     end: torch.Event | float | None = None
     issued: torch.Event | None = None
-    #: The bytes in use on the device before the work, and how many more after it.
+    #: ``in_use`` is the bytes in use on the device before the work, ``kept`` how many more after
+    #: it. None if they are not measured: see :data:`KEEPING`.
     in_use: int | None = None
     kept: int | None = None
-    #: Whether ``end`` is final, so that a hook of a node that is called later does not change it.
+    #: Whether ``end`` is final: hooks of nodes that are called afterwards do not change it.
     is_over: bool = False
 
 
@@ -138,19 +139,19 @@ class Recorder:
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._devices = [x for x in dict.fromkeys(devices) if has_streams(x)]
-        #: For each device, a stream without work, whose events tell when the host has issued work.
-        #: Streams of two priorities are never the same, and partitions use none of priority -1.
+        #: For each device, a stream that does no work: its events tell when the host has issued
+        #: work. Its priority of -1 keeps it from being one of the streams that partitions use.
         self._timing = {x: torch.Stream(x, priority=-1) for x in self._devices}
         self._marks: list[Mark] = []
-        #: The number of the step that is under way.
+        #: The index of the step that is under way, -1 before the first step.
         self.step = -1
-        #: For the name of each device, the bytes of pinned memory that the host has for it.
+        #: For the name of each device, the bytes of the host's pinned memory for its offloading.
         self.host: dict[str, int] = {}
-        #: The functions to call when a step begins.
+        #: The functions that :meth:`begin_step` calls, as one that forgets the step before.
         self.at_steps: list[Callable[[], None]] = []
         for device in self._devices:
             torch.accelerator.synchronize(device)
-        #: The current stream of each device, which is number 0 in spans.
+        #: The stream of each device that was current when recording began: number 0 in spans.
         self._first = {device: current_stream(device) for device in self._devices}
         self._zero = {device: _timed(stream) for device, stream in self._first.items()}
         self._start = perf_counter()

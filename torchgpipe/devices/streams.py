@@ -18,7 +18,7 @@ from torchgpipe import _torch
 
 __all__: list[str] = []
 
-#: Types of device without streams: they work in the order of the host, so nothing has to wait.
+#: Types of device that do all work in the order of the host, and so need no streams.
 STREAMLESS = ("cpu", "meta", "mps")
 
 CPU = torch.device("cpu")

@@ -56,15 +56,16 @@ class Body:
         order: Order | None = None,
     ) -> None:
         self.layers = layers
-        #: Calls the layers, with copies in place of weights that they share with another device.
+        #: Runs the layers: the partition itself or, if it shares weights with another device, a
+        #: function that has it compute with copies of these weights.
         self.call: Callable[..., Any] = layers
         self.order = order
         self.lock = lock
         self.state = state
-        #: Copies to the host what cells save for backward; None if it stays on the device.
+        #: Copies what cells save for backward to the host; None if all of it stays on the device.
         self.offloading: Offloading | None = None
-        #: A policy of PyTorch's selective checkpointing, which says what recomputations do not run
-        #: again; None if they run everything.
+        #: A policy of PyTorch's selective checkpointing: it names operators whose results are kept,
+        #: so that recomputations do not run them. None if recomputations run everything.
         self.policy: Policy | None = None
         self.first = first
         self.in_place = starts_in_place(layers)

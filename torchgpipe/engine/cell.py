@@ -51,10 +51,11 @@ class Cell:
         self.step, self.i, self.j = step, i, j
         self.body = step.bodies[j]
         self.stream = step.lanes.compute[j]
-        #: The parts of the input (value and skips) that are copied from another stream, each with
-        #: the partition that it comes from.
+        #: For each part of the input (the value, or a skip) that comes from another stream: the
+        #: index of the partition that sends it, -1 for the caller.
         self.arriving = step.lanes.sources[j]
-        #: The parts of the output that go to another stream, each with the partition it goes to.
+        #: For each part of the output (the value, or a skip) that goes to another stream: the index
+        #: of the partition that gets it; for the caller, the number of partitions.
         self.departing = step.lanes.targets[j]
         self._checkpoints: list[Checkpoint] = []
 

@@ -106,7 +106,7 @@ class ScheduledStep(Step):
         post: makes the post of the step.
     """
 
-    #: The random numbers of computations, and their turns at shared generators; set by Executor.
+    #: Gives computations their random numbers and turns at shared generators; set by Executor.
     draws: StepDraws
 
     def __init__(
@@ -129,21 +129,23 @@ class ScheduledStep(Step):
         after = criterion.loss if isinstance(criterion.loss, nn.Module) else None
         joins, again = criterion.outputs is not None, {j for j, _ in plan.again}
         super().__init__(stages, plan.schedule.chunks, again, joins, after)
-        #: Whether the caller is within autocast, which must be off in backward.
+        #: Whether the caller is within autocast, so that each backward has to switch autocast off.
         self.casts = any(x.enabled for x in self.context.modes.autocast)
-        #: For each stage, its weights on other devices, each with a copy on the stage's device.
+        #: For each stage, a dict from its weights on other devices to the copies of them on the
+        #: stage's device, with which the layers compute.
         self.copies = copies_of_weights(stages)
         for body, entries, copies in zip(self.bodies, stages.lent, self.copies):
             compute_with_copies(body, entries, partial(in_place_of, copies))
         #: The gradients of the weights and of the caller's tensors, summed over micro-batches.
         self.sums = StepSums(plan, self.modules, batches, self.copies)
         self.new_cell = crew.cells.begin(self.copies)
-        #: The cells ``(stage, micro-batch)`` that have run F, and wait for R, B, I or W.
+        #: The cell of each ``(stage, micro-batch)``, from its F to its B or W, which takes it out.
         self.cells: dict[tuple[int, int], Cell] = {}
         self.links = Links(plan, stages, arriving)
         for body, mode in zip(self.bodies, plan.keepings):
             body.policy = policy_of(mode)
-        #: For each worker, the cells that are being copied to the host; empty if no cell ever is.
+        #: For each worker, the cells whose saved tensors are being copied to the host: the device
+        #: frees these tensors one instruction later. Empty if the step offloads no cell.
         self.windows = [Window() for _ in plan.devices] if plan.leaving else []
         for j, w in enumerate(plan.schedule.placement) if plan.leaving else ():
             offload = plan.offloads[j]
@@ -153,7 +155,7 @@ class ScheduledStep(Step):
                 self.bodies[j].offloading = Offloading(
                     memory, offload, j, leaving, self.links.recorder, self.windows[w]
                 )
-        #: The inbox of each stage, for values, skips and gradients.
+        #: Keeps the values, skips and gradients that are sent to a stage until it receives them.
         self.post = post(self, self.links, batches)
 
     def look_for_strays(self, cell: Cell) -> None:
@@ -188,14 +190,14 @@ class Computation(noted):
     As a context manager it tells what is computed, in notes on exceptions and by labels.
     """
 
-    #: What receive() has got for the cell: the input for F, gradients for B and I.
+    #: Once received: for F the input, for B and I the gradients of the output. None for R and W.
     received: Any = None
 
     def __init__(self, step: ScheduledStep, w: int, op: Op) -> None:
         self.step, self.w, self.op = step, w, op
         self.j, _, self.i = op
         self.stream = step.links.stage_streams[self.j]
-        #: Whether the stage computes on the second stream that workers with overlaps have.
+        #: Whether the stage computes on its worker's second stream, which only overlaps need.
         self.on_second_stream = self.stream is not step.links.compute[w]
         self.label = None if labels.observer is None else labels.of(op.kind, self.j, self.i)
         self._cell: Cell | None = None
@@ -267,9 +269,9 @@ class Forward(Computation):
 
     def __init__(self, step: ScheduledStep, w: int, op: Op) -> None:
         super().__init__(step, w, op)
-        #: Whether the schedule recomputes the cell, by an R.
+        #: Whether the cell is checkpointed: the schedule has an R that runs its layers again.
         self.again = (self.j, self.i) in step.plan.again
-        #: The loss after the layers, if this is the last stage.
+        #: Computes the loss after the layers of the last stage; None in all other stages.
         self.criterion = step.criterion if self.j == step.plan.last else None
 
     def receive(self) -> None:
@@ -306,7 +308,7 @@ class Forward(Computation):
             step.links.record_on(output, step.links.compute[self.w])
         if j < step.plan.last:
             step.post.send(j, i, output)
-        elif step.links.is_outside[j]:
+        elif step.links.has_own_stream[j]:
             step.links.record_for_caller(step.criterion.results(i), j)
         del output
         if step.windows:

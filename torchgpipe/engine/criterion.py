@@ -59,14 +59,15 @@ class Criterion:
         self.division, rows = division, sum(division.sizes)
         self.shares = [size / rows if rows else 1 / division.m for size in division.sizes]
         m = len(arguments)
-        #: For each micro-batch, once computed, its loss and the loss's weight (None for a mean).
+        #: Each micro-batch's loss, with its weight (None for a mean); None until it is computed.
         self.losses: list[tuple[Tensor, Any] | None] = [None] * m
-        #: For each micro-batch, its output, detached from the graph; None if no outputs are kept.
+        #: For each micro-batch, its output, detached from autograd's graph, or None until it is
+        #: computed. If no outputs are kept, None in place of the list.
         self.outputs: list[Batch | None] | None = [None] * m if outputs else None
-        #: The shapes in the output of the first micro-batch, from which a warning tells whether
-        #: layers compare rows with each other. With FX graphs it stays empty: there is no warning.
+        #: The shapes of tensors in micro-batch 0's output, from which Traps.coupled() tells whether
+        #: layers compare rows with each other. Empty with FX graphs, where that is not looked at.
         self.shapes: Sequence[torch.Size] = ()
-        #: Whether the loss of any micro-batch requires a gradient.
+        #: Whether any micro-batch's loss requires a gradient, so that the step's loss does, too.
         self.depends = False
 
     def after(self, i: int) -> Callable[[Batch], Batch]:

@@ -38,8 +38,8 @@ class Draws:
     """The knowledge of whether layers draw on the CPU, which lasts from step to step."""
 
     def __init__(self) -> None:
-        #: For each kind of step, whether layers draw random numbers. Two steps are of one kind if
-        #: autograd records in both or neither, and the same modules are in train mode.
+        #: For each kind of step seen, whether its layers drew from the CPU's generator. Steps are
+        #: of one kind if they have the same grad mode and the same modules in train mode.
         self._known: dict[Any, bool] = {}
         self.lock = threading.RLock()
 
@@ -97,12 +97,13 @@ class StepDraws:
         self._numbers, self._devices = step.numbers, step.stages.devices
         self._is_watched = is_watched
         generators = [*map(generator_of, self._devices)]
-        #: For each stage, the lock that a computation holds during its turn, if it takes turns.
+        #: For each stage, the lock that each of its computations holds while it runs, so that
+        #: workers take turns at a generator; ``NOTHING`` if the stage needs no turns.
         # guard: turns of computations
         self.turns = [lock if x in shared else NOTHING for x in generators]
-        #: For each stage, whether it is on the CPU, and its layers are known not to draw.
+        #: Whether each stage is on the CPU and known to draw nothing, so that no generator is set.
         self._is_free = [is_free and x == CPU for x in generators]
-        #: Whether a computation has drawn from the CPU's generator, if that is watched.
+        #: Whether a computation has drawn from the CPU's generator; only noticed if ``is_watched``.
         self.drawn = False
 
     def of(self, i: int, j: int) -> AbstractContextManager[Any]:

@@ -65,21 +65,22 @@ class Lanes:
         self._outside = [current_stream(device) for device in devices]
         #: The stream on which each partition computes.
         self.compute = [streams.compute for streams in self._streams]
-        #: For each partition, the parts of a micro-batch that come from another stream, each with
-        #: the partition that it comes from. Backward copies their gradients in reverse, always
-        #: in the same order: skips from near partitions, whose backward is due first, then skips
-        #: from far ones, then the value.
+        #: For each partition: each part of its input (the value, or a skip) that comes from another
+        #: stream, with the index of the partition that sends it, -1 for the caller. Backward copies
+        #: gradients of these parts in the reverse order: skips from near partitions, whose backward
+        #: is due first, then skips from far partitions, then the value.
         self.sources = [
             # guard: skips first
             # guard: near skips first
             self._elsewhere(j, {VALUE: j - 1, **by_partition(skip_layout.popped[j])})
             for j in range(n)
         ]
-        #: For each partition, the parts that go to another stream, each with its target partition.
+        #: For each partition: each part of its output (the value, or a skip) that goes to another
+        #: stream, with the index of the partition that gets it; n, their number, is the caller.
         self.targets = [
             self._elsewhere(j, {VALUE: j + 1, **skip_layout.stashed[j]}) for j in range(n)
         ]
-        #: For each stream of the caller, the other streams that a step uses on its device.
+        #: For each stream of the caller, the streams that wait_for_caller() makes wait for it.
         self._others: dict[AbstractStream, set[AbstractStream]] = {}
         for j, (compute, values, skips) in enumerate(self._streams):
             if self.sources[j] or self.targets[j]:
@@ -88,17 +89,17 @@ class Lanes:
                 self._others.setdefault(self._outside[j], set()).update(used)
         # The least number of lanes of a partition: micro-batches i and i + pool may use one lane.
         pool = min(len(streams.values) for streams in self._streams)
-        #: By how many micro-batches a partition may be ahead of a neighbour (max run-ahead).
+        #: How many micro-batches a partition may be ahead of a neighbour before it reuses a lane.
         self.lead = pool - 1
-        #: For :class:`~torchgpipe.engine.step.Fence`: for each partition ``j`` and each ``k`` that
-        #: gets a part of its output, a range: how far ``k`` may be ahead of ``j`` in backward.
+        #: For :class:`~torchgpipe.engine.step.Fence`: for each partition ``j``, and each ``k`` that
+        #: it sends to, by how many micro-batches ``k`` may be ahead of ``j`` in backward.
         self.ahead = {
             # guard: a short lead
             j: {k: range(k - j + 1, self.lead + 1) for k in self.targets[j].values() if k < n}
             for j in range(n)
         }
-        #: For each ``j``, pairs ``(di, k)``: the cell ``(i, j)`` has to wait for the cell
-        #: ``(i + di, k)``, which is on another device.
+        #: For each partition ``j``, the pairs ``(di, k)`` for which the cell ``(i + di, k)``, on
+        #: another device, must be computed before the cell ``(i, j)``.
         self._needs = [
             [(di, k) for di, k in self._offsets(j, pool) if devices[k] != devices[j]]
             for j in range(n)

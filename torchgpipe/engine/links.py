@@ -84,14 +84,13 @@ class Links:
         self.compute = [next(made[device]) for device in plan.devices]
         # How many streams of its pool each device computes on: none, if on the caller's stream.
         in_use = Counter({x: count for x, count in counts.items() if count > 1})
-        #: The stream on which each stage computes.
         self.stage_streams = [self.compute[w] for w in self._placement]
-        #: For each worker whose program has overlaps, the stream for collectives of its layers.
+        #: For each worker with overlaps, the stream on which its layers' collectives communicate.
         self.communicating: dict[int, AbstractStream] = {}
         if plan.overlaps:
             self._overlap(plan, pool, stages.groups, in_use)
-        #: For each stage, whether it computes on another stream than the caller.
-        self.is_outside = [
+        #: For each stage, whether results must be recorded for the caller, who has another stream.
+        self.has_own_stream = [
             stream != self.outside[w] for stream, w in zip(self.stage_streams, self._placement)
         ]
         self._lanes = self._ways(plan, pool, in_use) if len(self.compute) > 1 else {}
@@ -177,7 +176,7 @@ class Links:
 
     def record_for_caller(self, tensors: Iterable[Tensor | None], j: int) -> None:
         """Announce that tensors of a stage are used by the caller."""
-        if self.is_outside[j]:
+        if self.has_own_stream[j]:
             # guard: recording what goes to the caller
             record_all(tensors, self.outside[self._placement[j]])
 
@@ -256,7 +255,8 @@ def fetch(pool: StreamPool, targets: FlatInput, device: torch.device) -> list[tu
 # there by :mod:`torchgpipe.distributed.mail`, which also puts what that stage sends into inboxes.
 
 
-#: For each part of a micro-batch, a gradient for each tensor; one for a tensor that comes twice.
+#: For each part of a micro-batch (the value, or a skip), the gradients of its tensors. A tensor
+#: that occurs twice has one; None stands for no gradient.
 Gradients: TypeAlias = dict[Any, Sequence[Tensor | None]]
 
 
@@ -274,16 +274,19 @@ class Post:
         self._links, self._layout = links, step.stages.skip_layout
         # A post that held the step would keep both in memory, since steps hold their post.
         self.numbers = step.numbers
-        #: For each stage and micro-batch, the value that waits there, with the event of its copy.
+        #: For each ``(stage, micro-batch)``, the value that the stage has not received yet, and the
+        #: event after the copy of it; None if nothing is to be waited for.
         self.values: dict[tuple[int, int], tuple[Batch, Any]] = {
             (0, i): (batch, None) for i, batch in enumerate(batches)
         }
         batches.clear()
         #: For each micro-batch, the skips that were stashed and not popped yet.
         self.parcels: defaultdict[int, Parcels] = defaultdict(Parcels)
-        #: For each micro-batch and part, the event of its copy; send() moves a value's to `values`.
+        #: For each ``(micro-batch, part)``, the event after the copy of that value or skip, until
+        #: receive() waits for it; send() moves the event of a value to ``values``.
         self._events: dict[tuple[int, Any], Any] = {}
-        #: For each stage and micro-batch, the gradients that wait there, for each part.
+        #: For each ``(stage, micro-batch)``, the gradients of its output that the stage has not
+        #: received yet, by part (the value, or a skip); stage -1 is the caller.
         self.grads: dict[tuple[int, int], dict[Any, Sent]] = {}
 
     def send(self, j: int, i: int, output: Batch) -> None:

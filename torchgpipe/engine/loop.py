@@ -55,7 +55,7 @@ from torchgpipe.schedule.program import Instruction, Op, operations
 
 __all__: list[str] = []
 
-#: Performs all instructions, and calls its argument, which prepares sums, before any backward.
+#: Performs all instructions. It calls its argument, which prepares gradient sums, before backward.
 PerformAll: TypeAlias = Callable[[Callable[[], None]], None]
 
 

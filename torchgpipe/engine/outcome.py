@@ -47,7 +47,8 @@ __all__: list[str] = []
 # that stream current. So autograd runs its backward on the stream that has computed the sums.
 
 
-#: The size in bytes from which a gradient is added to its sum as soon as it is computed.
+#: The size in bytes of a weight from which :meth:`Sums.adding_at_once` adds each gradient of the
+#: weight to its sum at once, and not at the end of the stage's backward.
 LARGE = 2**18
 
 
@@ -65,9 +66,9 @@ class Sums:
         self._sums: dict[int, Tensor] = {}
         #: The ``id()`` of each tensor whose sum has its own memory, and may be changed in place.
         self._own: set[int] = set()
-        #: The tensors to which ready() adds a hook that adds gradients, once they have a sum.
+        #: By ``id()``, the tensors that ready() will give a hook that adds gradients to their sums.
         self._waiting: dict[int, Tensor] = {}
-        #: How to remove each hook that adds gradients: the dict of hooks that has it, and its key.
+        #: For each hook of ready(), the dict that holds the hook, and its key there, to remove it.
         self._hooks: list[tuple[dict[int, Any], int]] = []
 
     def add(self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
@@ -298,21 +299,20 @@ class StepSums:
         copies: Sequence[Mapping[Tensor, Tensor]],
     ) -> None:
         self._plan = plan
-        #: For each stage, its weights that require a gradient; for the last stage, also those of a
-        #: loss that is a module.
+        #: For each stage, the weights that require a gradient, a copy standing for a weight on
+        #: another device. If the loss is a module, the last stage also has the weights of the loss.
         self.weights: list[list[Tensor]] = [
             [x for x in in_place_of(of_stage, parameters_of(modules_of(module))) if x.requires_grad]
             for module, of_stage in zip(modules, copies)
         ]
-        #: For each stage, autograd's nodes of its weights. A search for weights of other modules
-        #: leaves these nodes out, and adds each new one that it finds.
+        #: For each stage, autograd's nodes of its weights, as far as they are known: the search for
+        #: weights of other modules leaves them out, and adds nodes of the stage's weights it finds.
         self.nodes: list[set[Any]] = [{x.grad_fn for x in of_stage} for of_stage in self.weights]
         #: For each micro-batch, the tensors that came from the caller.
         self._inputs = [[*batch] for batch in batches]
         #: The tensors that came from the caller and require a gradient.
         self._inputs_with_grad = [x for x in chain(*self._inputs) if x.requires_grad]
         self._without_hooks = without_hooks([*chain(*self.weights), *self._inputs_with_grad])
-        #: For each worker, the sums of the gradients of its weights.
         self.by_worker = [Sums() for _ in plan.devices]
 
     def begin(self, within: ExitStack) -> None:
@@ -355,7 +355,7 @@ class StepSums:
                 of_caller.add(inputs, grads)
         sources = [of_caller, *self.by_worker]
         reached = {*chain(*[source.reached() for source in sources])}
-        #: For each stream, the sums to hand over on it, and the tensors that they belong to.
+        #: For each stream, the sums of gradients to hand over on it, and the tensors that get them.
         parts: dict[AbstractStream, tuple[Sums, list[Tensor]]] = {}
         owner: dict[int, Sums] = {}
         first = links.outside[0], self._inputs_with_grad

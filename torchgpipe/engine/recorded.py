@@ -34,7 +34,7 @@ from torchgpipe.show.figures import StepFigures
 
 __all__: list[str] = []
 
-#: The compute stream of a cell, the number of its worker, its stage, and its micro-batch.
+#: A cell's compute stream, and the indices of its worker, its stage, and its micro-batch.
 Where: TypeAlias = tuple[AbstractStream, int, int, int]
 
 
@@ -42,7 +42,7 @@ class Holder(Protocol):
     """An object that lasts from step to step, and is asked in each whether to record it."""
 
     recording: Recording | None
-    #: The figures of the last step that was recorded.
+    #: The measured times and bytes of the last step that was recorded; None if there was none.
     figures: StepFigures | None
 
 
@@ -59,10 +59,11 @@ class Recording:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        #: For the mark of a forward of the first micro-batch, returns the context manager in which
-        #: the layers run. A trace sets it, to see where layers wait for a device.
+        #: Called with the mark of a forward of micro-batch 0, returns the context manager in which
+        #: the layers run. A trace sets a function that finds where layers wait for a device.
         self.within: Callable[[Mark], AbstractContextManager[Any]] = nullcontext
-        #: The backward that is under way on the CPU; it ends when that of another cell begins.
+        #: The backward that is under way on the CPU, None without any. It ends when a backward or a
+        #: recomputation of another cell begins.
         self._running: Mark | None = None
 
     def looking(self, mark: Mark) -> AbstractContextManager[Any]:

@@ -136,14 +136,15 @@ class EagerCell(Cell):
         self.run: Callable[..., Batch] = body.run
         if self.criterion is not None:
             self.run = partial(self.run, after=self.criterion.after(self.i))
-        #: For each part of the input and the output, the edges of its tensors in autograd's graph.
+        #: For each part (the value, or a skip), its tensors' edges in autograd's graph: ``_inputs``
+        #: where backward ends, ``_outputs`` where it begins. None for a tensor without a gradient.
         self._inputs: dict[Any, list[GradientEdge | None]] = {}
         self._outputs: dict[Any, list[GradientEdge | None]] = {}
         self._checkpoint: Checkpoint | None = None
         self._offloaded: Offloaded | None = None
         self._halves: Halves | None = None
-        #: How many hooks of nodes the process had registered when the cell began. If it has more
-        #: later, I has to look for hooks in the cell's graph.
+        #: The number of hooks of nodes that the process had registered when the cell was made. If
+        #: it is greater when I begins, I has to look for hooks in the cell's graph.
         self._hooks = count_hooks()
 
     def forward(self, batch: Batch) -> Batch:

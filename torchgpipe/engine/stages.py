@@ -44,27 +44,28 @@ class Stages:
         # The list itself and no copy, since a partition may be replaced in it between steps.
         self.partitions = partitions
         self.devices = devices
-        #: The group of each partition, a number: partitions of one group share layers or tensors.
+        #: The lowest index in each partition's group, whose members share layers or tensors.
         # guard: groups
         self.groups = groups(self.partitions)
         locks = {group: threading.RLock() for group in self.groups}
         #: For each partition, the lock of its group, held while a partition of the group computes.
         self.locks = [locks[group] for group in self.groups]
-        #: For each partition, the entries of its modules' dicts of parameters and buffers that hold
-        #: tensors of another device, or parameters that another device uses.
+        #: For each partition, the dict entries in which its modules hold tensors of another device,
+        #: or parameters that another device uses. Copies stand there while layers run.
         self.lent: list[list[TableEntry]] = [
             entries or [] for entries in places_of(zip(self.partitions, devices))
         ]
         self.skip_layout = skip_layout or inspect_skip_layout(self.partitions)
         self.pool = StreamPool()
         self.workers = Workers(devices)
-        #: For each module, the buffers that forward was seen to change: recomputation needs copies.
+        #: For each module, whether its forward changes a buffer, by the buffer's name and the
+        #: module's training flag. Recomputations need copies of buffers that change.
         self.learned: Learned = WeakKeyDictionary()
-        #: The spans of steps, while the model is traced.
+        #: Records the spans of steps while the model is traced; None otherwise.
         self.recording: Recording | None = None
-        #: The figures of the last step that was traced.
+        #: The measured times and bytes of the last step that was traced; None if there was none.
         self.figures: StepFigures | None = None
-        #: The time and memory that a plan has predicted for a step.
+        #: The time and memory that a plan has predicted for a step; None without a plan.
         self.prediction: PlanFigures | None = None
 
     def predict(

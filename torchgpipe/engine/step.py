@@ -94,8 +94,8 @@ class StepWeights:
         outside: Mapping[torch.device, AbstractStream],
     ) -> None:
         self._lanes, self._outside = lanes, outside
-        #: Weights that were brought to a device, each with its alias for each device. A weight gets
-        #: another key, and new aliases, when its version changes or it needs a backward now.
+        #: For a weight's ``id()``, its version, and whether it needs a backward: the weight, with
+        #: its alias for each device. So a weight that changes between two cells gets new aliases.
         self._shared: dict[object, tuple[Tensor, dict[torch.device, Tensor]]] = {}
 
     def bring(
@@ -144,9 +144,9 @@ class Step:
         after: nn.Module | None = None,
     ) -> None:
         self.stages = stages
-        #: What the caller's thread has set, such as autocast and modes.
+        #: The settings of the caller's thread, such as autocast, for any thread that runs cells.
         self.context = Context()
-        #: For each partition, a module with all of its weights; for the last, also those of a loss.
+        #: For each partition, a module with its weights, in the last also those of a loss module.
         self.modules: list[nn.Module] = [*stages.partitions]
         if after is not None:
             self.modules[-1] = nn.ModuleList([self.modules[-1], after])
@@ -174,7 +174,7 @@ class PipelineStep(Step):
     """A step whose backward is autograd's, on lanes and held by a fence."""
 
     def __init__(self, stages: Stages, m: int, modes: Sequence[Keeping]) -> None:
-        #: For each partition, how many micro-batches, from the first, are checkpointed.
+        #: For each partition, how many micro-batches, counted from the first, are checkpointed.
         self.checkpointed = [checkpointed(recomputed_by(mode), m) for mode in modes]
         super().__init__(stages, m, {j for j, count in enumerate(self.checkpointed) if count}, True)
         recorder = None if stages.recording is None else stages.recording.recorder
@@ -188,8 +188,8 @@ class PipelineStep(Step):
         self.lanes = Lanes(stages)
         if any(stages.lent):
             self._copy_shared_weights()
-        #: Keeps backward in the reverse order of forward. The CPU alone needs no fence: there,
-        #: autograd has one thread, and of the nodes that are ready runs the one recorded last.
+        #: Keeps backward in the reverse order of forward; None without backward, and on the CPU
+        #: alone, where autograd's one thread takes, of the ready nodes, the one recorded last.
         self.fence: Fence | None = None
         if torch.is_grad_enabled() and {*stages.devices} != {torch.device("cpu")}:
             self.fence = Fence(self.lanes.ahead)

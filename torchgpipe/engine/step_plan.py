@@ -41,8 +41,8 @@ from torchgpipe.schedule.trips import trips
 __all__: list[str] = []
 
 
-#: How a user says a schedule: a name, a function of the numbers of workers and micro-batches, or
-#: the schedule.
+#: What a user may pass as a schedule: its name, a function that makes it for a number of workers
+#: and a number of micro-batches, or the schedule itself.
 Choice: TypeAlias = str | Callable[[int, int], Schedule] | Schedule
 
 

@@ -45,19 +45,20 @@ except ImportError:
     # Windows has no such module.
     resource = None  # type: ignore[assignment]
 
-#: The argument by which getrusage() tells about one thread: Linux has it, macOS does not.
+#: The argument with which getrusage() counts for one thread; None on systems without, as macOS.
 RUSAGE_THREAD: int | None = getattr(resource, "RUSAGE_THREAD", None)
 
 logger = logging.getLogger(__name__)
 
-#: The seconds that the caller must sleep in a step, at least, for cells to count as blocking.
+#: The least sleep of the caller in a step, in seconds, for Workers to find that cells block it.
 ASLEEP = 0.001
 
-#: The seconds that the caller waits for running tasks when one has failed.
+#: The most seconds that :meth:`Workers.run` waits for running tasks when one has failed, and that
+#: Python, when it ends, waits for the threads of workers.
 PATIENCE = 0.5
 
 
-#: A worker: its device, and a number if the device has several.
+#: A worker: its device, and its index among the workers of the device.
 Key: TypeAlias = tuple[torch.device, int]
 
 
@@ -85,7 +86,7 @@ class Task(NamedTuple):
         return self.device, self.line
 
 
-#: For each worker's thread, a function that ends the thread when it is called with None.
+#: For each worker's thread, the function that submits work to it, or None to end the thread.
 _threads: weakref.WeakKeyDictionary[threading.Thread, Callable[[None], None]]
 _threads = weakref.WeakKeyDictionary()
 
@@ -142,11 +143,12 @@ class Round:
         self.tasks: dict[Key, list[Task]] = {}
         for task in tasks:
             self.tasks.setdefault(task.worker, []).append(task)
-        #: For each task that others need, a lock, held until the task is done or will never be run.
+        #: For the name of each task that other tasks need, a lock, held until the task is done or
+        #: will never be run: workers wait for it.
         self.gates = {name: threading.Lock() for task in tasks for name in task.needs}
         for gate in self.gates.values():
             gate.acquire()
-        #: Gets each worker when it will run no more tasks of this round. The caller waits for all.
+        #: The workers that will run no more tasks of this round; the caller waits for all of them.
         self.ended: SimpleQueue[Key] = SimpleQueue()
         self.errors: dict[Any, BaseException] = {}
         self.stopped = False
@@ -218,10 +220,10 @@ class Workers:
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._devices = set(devices)
-        #: Whether a cell was seen to block the caller.
+        #: Whether cells were seen to block the caller; only then accelerators alone get threads.
         self.seen_to_block = False
         self._rounds = 0
-        #: The mean seconds of a task in the last step that was run in each of the two ways.
+        #: The mean seconds of a task in the last step run by the caller, and the last by workers.
         self._seconds = {"caller": 0.0, "workers": math.inf}
         self._workers: dict[Key, Worker] = {}
 

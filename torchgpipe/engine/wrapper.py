@@ -35,7 +35,7 @@ __all__: list[str] = []
 class MadeAnew(nn.Module):
     """A module with attributes that are not copied or pickled, but made anew."""
 
-    #: The names of the attributes that are made anew.
+    #: The names of the attributes that :meth:`_prepare` makes anew in a copy.
     _own: ClassVar[tuple[str, ...]]
 
     def _prepare(self) -> None:
@@ -239,10 +239,10 @@ class MiniBatch:
         wrapper._begin()
         verify_no_transform()
         self.wrapper, self.loss = wrapper, loss
-        #: The input, flattened once for all checks.
+        #: The input as a list of leaves, which the division and all checks read.
         self.flat = flat = FlatInput(input)
         self.division = division = flat.division(wrapper.chunks)
-        #: The micro-batches. A step replaces each by its output.
+        #: The micro-batches. Both kinds of GPipe put outputs here; a schedule empties the list.
         self.batches = batches = [Batch(leaves, flat.spec) for leaves in flat.parts(division)]
         self.m = division.m
         tensors = [x for leaf in flat.leaves for x in tensors_in(leaf)]
@@ -261,7 +261,7 @@ class MiniBatch:
             verify_filled(x, "input", devices)
         if wrapper.training and torch.is_grad_enabled():
             wrapper._traps.idle(wrapper._width, division)
-        #: The tensors that every micro-batch gets whole.
+        #: The tensors that each of several micro-batches gets whole: no layer may change them.
         self.whole = _in_all(batches)
         self._shapes = batches[0].shapes
 

@@ -30,7 +30,7 @@ __all__ = ["MISSING"]
 # The balance, the devices and the settings of a wrapper, checked before anything is moved.
 
 
-#: The longest time that a measurement may take, in seconds.
+#: The longest ``timeout`` of a measurement that :func:`checked_timeout` accepts, in seconds.
 DAY = 86_400
 
 
@@ -246,7 +246,7 @@ def verify_filled(tensor: Tensor, name: str, devices: Iterable[torch.device]) ->
 # also says how to silence it.
 
 
-#: PyTorch's layers that take dimension 0 for the sequence, unless told batch_first=True.
+#: PyTorch's layers that take dimension 0 for the sequence, unless made with batch_first=True.
 SEQUENCES = (
     nn.RNNBase,
     nn.MultiheadAttention,
@@ -264,9 +264,9 @@ class Traps:
     def __init__(self, wrapper: str) -> None:
         self._wrapper = wrapper
         self._known: set[str] = set()
-        #: Whether there was a mini-batch since ``chunks`` was set; idle() looks at no later one.
+        #: Whether a mini-batch has come since ``chunks`` was set: idle() looks only at the first.
         self.seen = False
-        #: Whether a step has looked for buffers that layers change in forward; later steps do not.
+        #: Whether a step has looked for buffers that layers change in forward: only one step looks.
         self.knows_state = False
 
     def sequence_first(self, layers: Iterable[nn.Module], chunks: int) -> None:

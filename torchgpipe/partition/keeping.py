@@ -16,8 +16,8 @@ from torchgpipe.checks import verify, verify_number
 
 __all__ = ["Offload"]
 
-#: The modes that choose which micro-batches are computed again. Of all others, what layers save is
-#: kept.
+#: The checkpoint modes that say which micro-batches are computed again; what layers save for all
+#: other micro-batches is kept.
 CHECKPOINT_MODES = ("always", "except_last", "never")
 
 
@@ -51,13 +51,14 @@ class Offload:
         verify(self.share <= 1, rule, "share", self.share, remedy)
 
 
-#: What the word 'offload' stands for.
+#: The checkpoint mode that the word 'offload' stands for.
 ALL = Offload()
 
-#: A policy of PyTorch's: ``partial(create_selective_checkpoint_contexts, policy)``.
+#: A policy of PyTorch's selective checkpointing: ``partial(create_selective_checkpoint_contexts,
+#: ...)``, which returns the context managers for forward and for recomputation.
 Policy: TypeAlias = Callable[[], tuple[Any, Any]]
 
-#: The types of what counts as a policy. Modules and classes can be called, too, but are no policy.
+#: The types that :func:`is_policy` accepts. Modules and classes can be called, too, but are none.
 POLICIES = (partial, FunctionType)
 
 #: A checkpoint mode: what the cells of one partition keep for backward.

@@ -33,7 +33,7 @@ def place(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> N
     """
     verify_sharing(partitions, devices)
     verify_loading(partitions, devices)
-    #: The home device of each tensor: that of the first partition that has it.
+    #: For each tensor, its home device: the device of the first partition that has the tensor.
     homes: dict[Tensor, torch.device] = {}
     for partition, device in zip(partitions, devices):
         for _, x in tensors(partition):
@@ -269,7 +269,7 @@ def verify_sharding(module: nn.Module, devices: Sequence[torch.device]) -> None:
 # :mod:`torchgpipe.autograd.copy`.
 
 
-#: The table (dict) of a module's parameters or buffers, and a name in it.
+#: Where a module holds a tensor: in this dict of parameters or buffers, under this name.
 TableEntry: TypeAlias = tuple[dict[str, Tensor | None], str]
 
 

@@ -39,7 +39,7 @@ class Namespace:
         return f"<Namespace {str(self.id)[:8]}>"
 
 
-#: A skip: its namespace, None where the layer was not isolated, and its name.
+#: A skip: its namespace (None if the layer was not isolated into one), and its name.
 Skip: TypeAlias = tuple[Namespace | None, str]
 
 
@@ -86,7 +86,7 @@ class SkipLayout:
             if source != target:
                 self.stashed[source][skip] = target
                 self.popped[target][skip] = source
-        #: The pairs (source, target) of partitions, for schedules, which know no names of skips.
+        #: The pairs (source, target) of partitions that skips connect: all that a schedule needs.
         self.pairs = sorted({x for x in ends.values() if x[0] != x[1]})
 
 
@@ -183,8 +183,8 @@ class Parcels:
 
     def __init__(self) -> None:
         self._waiting: dict[Any, PackedSkip] = {}
-        #: The parts of the micro-batch that share memory with another part, so that it is an error
-        #: to change one in place.
+        #: The keys of those parts of the micro-batch (the value, or a skip) that share memory with
+        #: another part, so that it is an error to change them in place.
         self._shared: set[Any] = set()
 
     def unpacked(self, value: Batch, skips: Iterable[Any]) -> Batch:
