@@ -41,11 +41,13 @@ __all__: list[str] = []
 #
 # ::
 #
-#   worker 0   compute ──┬──────────── ...        compute ──┬──────────── ...
-#                        ↓ event                            ↑ event
-#              lane      └── copy ──┐              lane ────┘ wait
-#                                   ↓                 ↑
-#   worker 1             lane       └─────────────────┘
+#   worker 0   compute  ── F ──┬─────────────────────────────────────── ...
+#                              ↓ event
+#              lane            └─ copy ─┐
+#                                       ↓
+#   worker 1   lane                     └─ arrives ─┐
+#                                                   ↓ event
+#              compute  ─────── other work ─────────┴─ waits ── F ───── ...
 #
 # A link leads from a stage to another one on another worker, and back for gradients. Each
 # direction has lanes of its own on both devices, used round-robin. So a copy waits only for the

@@ -55,7 +55,8 @@ from torchgpipe.schedule.program import Instruction, Op, operations
 
 __all__: list[str] = []
 
-#: Performs all instructions. It calls its argument, which prepares gradient sums, before backward.
+#: The function that performs all instructions of a step. Its argument is a function that prepares
+#: the sums of gradients, which it calls before the first backward of the step.
 PerformAll: TypeAlias = Callable[[Callable[[], None]], None]
 
 

@@ -169,8 +169,9 @@ class Call(CallAlone):
             self._homes |= {x.device for x in (mapped, *mapped.names)}
 
     def device_of(self, mapped: Mapped, tensors: Sequence[Tensor]) -> torch.device:
-        # Unless the module was moved since, it is computed where the map says, even if its tensors
-        # are at home elsewhere: a checkpoint of PyTorch must compute it where forward did.
+        # Also in backward, when a checkpoint of PyTorch's calls the module again, it runs where the
+        # map says, though a weight that it shares is on another device. Only a module that the user
+        # has moved away from all its devices runs where its tensors are.
         is_moved = self._homes and self._homes.isdisjoint(devices_of(mapped.module))
         return super().device_of(mapped, tensors) if is_moved else mapped.device
 

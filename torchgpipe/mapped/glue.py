@@ -56,7 +56,8 @@ class Glue(TorchFunctionMode):
         tensors = tensors_of(args) + tensors_of(kwargs) if kwargs else tensors_of(args)
         target, step = changed_argument(name, args, kwargs), self._course.step
         changed = [] if target is None else tensors_of(target)
-        # Functions of STATISTICS are let through: a call does not tell whether it changes them.
+        # Functions with running statistics (STATISTICS) are let through: their call does not tell
+        # whether it changes these buffers.
         if changed and step.is_spread and name not in STATISTICS and step.has_state(changed):
             raise RuntimeError(
                 "code between the modules of a map of several devices must not change parameters "

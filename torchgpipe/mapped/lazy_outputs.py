@@ -198,7 +198,8 @@ def joined_later(batches: Sequence[Batch]) -> set[int]:
     return {
         k
         for k, column in enumerate(zip(first, *others))
-        # Tensors of subclasses are joined at once: take() may fail to make meta tensors like them.
+        # Tensors of subclasses are joined at once. Others wait until the caller reads them, with a
+        # meta tensor in their place, which a subclass may not have.
         if all(type(x) is Tensor and id(x) in ids for x, ids in zip(column, joinable))
     }
 

@@ -246,7 +246,8 @@ class Naming:
 
     def _label(self, number: int) -> Label | None:
         cell = self._cells.named.get(number >> _BITS)
-        # None for an unknown number: no label, or a late thread's, of an earlier observation.
+        # An unknown number is 0 (no label), or one that a thread has put after the observation to
+        # which it belongs had ended.
         layer = self._layers.named.get(number & (1 << _BITS) - 1)
         return None if cell is None or layer is None else Label(*cell, *layer)
 

@@ -179,8 +179,9 @@ class Weighing:
                 }
                 off = {way: float("inf") if x != x else x for way, x in off.items()}
                 ways = [usual, *sorted({*WAYS} - {usual}, key=off.__getitem__)]
-                # "objects" is never the best way. It may fit by chance: before training other parts
-                # of a detector's loss, which count no objects, are nearly equal in all rows.
+                # A way that is not the usual one is taken if it fits best, but not "objects". In a
+                # model before training, parts of a loss that count no objects are nearly equal in
+                # all rows. They fit any weights then, and after training would be off.
                 best = min((x for x in ways if x != "objects"), key=off.__getitem__)
                 for way in (usual, best):
                     if off[way] <= tight:

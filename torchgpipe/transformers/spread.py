@@ -24,8 +24,8 @@ from torchgpipe.values.structure import map_leaves
 __all__: list[str] = []
 
 
-#: The most bytes of weights on the CPU with which the blocks of a model are measured. In a larger
-#: model a micro-batch takes minutes, and blocks are alike, so that bytes of weights tell enough.
+#: A model whose weights are on the CPU has its blocks measured there, up to so many bytes. A larger
+#: one would take minutes for a micro-batch, so its blocks are balanced by the bytes of their weights.
 MEASURED = 2 * 2**30
 
 

@@ -154,7 +154,7 @@ class PerMicroBatch(NamedTuple):
         value: a tensor, or a nested structure of tensors, of one shape in all micro-batches.
     """
 
-    # PyTorch takes every named tuple for a container, so the class is not registered with pytree.
+    # PyTorch takes every named tuple for a container, so the class need not be registered for that.
     value: Any
 
 

@@ -288,8 +288,8 @@ def joined(outputs: Sequence[Batch], division: Division, blocks: Container[int] 
     for k, leaves in enumerate(zip(*columns)):
         pairs = [*zip(leaves, sizes)]
         by_row = all(is_list_of_rows(leaf) and len(leaf) == n for leaf, n in pairs)
-        # A list is joined tensor by tensor, as features of several levels, of which each has all
-        # rows. Where the entries of the list are the rows, that would be wrong.
+        # The lists of two micro-batches are joined entry by entry. That is right for a list of
+        # feature maps, each of which has all rows, and wrong for a list with an entry for each row.
         if by_row and any(rows_in(x) != n for leaf, n in pairs for x in leaf):
             name, _ = [*names(outputs[0].value, is_list_of_rows)][k]
             raise ValueError(

@@ -273,8 +273,8 @@ def stand_in(name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Te
     return first if name.endswith("_") and name not in LAYOUTS else None
 
 
-#: Which training step is predicted, counted from 1. The first would not do: it allocates what later
-#: steps have from their beginning, such as an optimizer's state.
+#: Which training step is predicted, counted from 1. The first step allocates what later steps have
+#: from their beginning, such as an optimizer's state. The second one is left out to be safe.
 COUNTED = 3
 
 
