@@ -142,7 +142,7 @@ def balance_by_size(
             )
         raise
     costs = [
-        layer.bytes(profile.rows).left + layer.weights.parameters * param_scale
+        layer.at(profile.rows).left + layer.weights.parameters * param_scale
         for layer in profile.layers
     ]
     return evenest(costs, partitions)

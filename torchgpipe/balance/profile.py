@@ -47,9 +47,9 @@ class Profile:
         titles = ["layer", "forward ms", "backward ms", "parameters", "activations", "output"]
         rows = [titles]
         for layer in self.layers:
-            times, memory = layer.times(self.rows), layer.bytes(self.rows)
-            sizes = layer.weights.parameters, round(memory.left), round(memory.output)
-            milliseconds = [f"{x:.3f}" for x in (times.forward, times.backward)]
+            figures = layer.at(self.rows)
+            sizes = layer.weights.parameters, round(figures.left), round(figures.output)
+            milliseconds = [f"{x:.3f}" for x in (figures.forward, figures.backward)]
             rows.append([layer.name, *milliseconds, *map(in_bytes, sizes)])
         return aligned(rows)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torchgpipe.planner.blocks import Run
 from torchgpipe.planner.layers import Layer
-from torchgpipe.planner.sandbox import Bytes, Timings
+from torchgpipe.planner.sandbox import Figures
 
 __all__: list[str] = []
 
@@ -32,7 +32,7 @@ class Stage:
 
     Args:
         layers: all layers.
-        memory: the memory of each.
+        figures: the times and the memory of each.
         rows: the rows of the micro-batch.
         own: the numbers of the layers of this stage.
         is_summed: whether a schedule adds up gradients, which it does in place, and not autograd.
@@ -41,14 +41,14 @@ class Stage:
     def __init__(
         self,
         layers: Sequence[Layer],
-        memory: Sequence[Bytes],
+        figures: Sequence[Figures],
         rows: int,
         own: range,
         *,
         is_summed: bool,
     ) -> None:
-        self._times = [layers[k].times(rows) for k in own]
-        here, weights = [memory[k] for k in own], [layers[k].weights for k in own]
+        self._here = here = [figures[k] for k in own]
+        weights = [layers[k].weights for k in own]
         #: The bytes of weights, and of trained ones.
         self.weights = sum(x.all for x in weights)
         self.trainable = sum(x.trainable for x in weights)
@@ -63,7 +63,7 @@ class Stage:
         #: By the layers that they come from, the sizes and gradients of what arrives.
         self.arrivals = [(a, x, x) for a, _, x in arriving]
         if own.start:
-            before = memory[own.start - 1]
+            before = figures[own.start - 1]
             self.arrivals.append((own.start - 1, before.output, before.gradient))
         #: Whether an arrival needs a gradient. Otherwise W does all of backward.
         self.gives_back = any(gradient for *_, gradient in self.arrivals)
@@ -81,7 +81,7 @@ class Stage:
         kept, output, ends = 0.0, 0.0, [0.0]
         #: What I lets go of in layers that keep their output, though the next layer's W needs it.
         shared = 0.0
-        for x, before in zip(here, [Bytes(), *here]):
+        for x, before in zip(here, [Figures(), *here]):
             held = min(output, x.kept_input)
             shared += min(before.output, x.kept_input) - held
             kept += held + x.kept
@@ -89,14 +89,16 @@ class Stage:
             output = x.left - x.kept if x.left else output - held
             ends.append(kept + output)
         # A layer may keep nothing of a skip that it pops.
-        freed = sum(max(0.0, x - memory[b].kept_input) for _, b, x in arriving)
+        freed = sum(max(0.0, x - figures[b].kept_input) for _, b, x in arriving)
         self.kept = self.stored + kept - freed
         # From I until W, a cell has the gradients that W begins with, and lacks what only I needed.
         noted = shared + sum(x.pending - x.kept for x in here) if self.gives_back else 0.0
         self.pending = self.kept + self.gets + noted
-        forward = max(before + x.forward for before, x in zip(ends, here)) - kept
+        forward = max(before + x.most_forward for before, x in zip(ends, here)) - kept
         forward = max(0.0, forward) + freed + leaving + (0.0 if is_last else last.output)
-        backward = max(end + max(x.input, x.weight) for end, x in zip(ends[1:], here)) - kept
+        backward = (
+            max(end + max(x.most_input, x.most_weight) for end, x in zip(ends[1:], here)) - kept
+        )
         backward += self.gets + inside + sum(x.small for x in weights)
         backward += 0 if is_summed else max(x.largest for x in weights)
         #: The most that each kind of computation needs above what is kept, and an F of what is
@@ -111,11 +113,11 @@ class Stage:
         }
         if self.gives_back:
             # The gradients of all weights are there before they are added to the sums.
-            self.workspaces["W"] = max(x.weight for x in here) + self.trainable
+            self.workspaces["W"] = max(x.most_weight for x in here) + self.trainable
 
     def durations(self, *, splits: bool) -> tuple[float, float, float, float]:
         """The milliseconds of F, I, W and R, whose backward may be in halves."""
-        total, last = Timings(*map(sum, zip(*self._times))), self._times[-1]
+        total, last = Figures(*map(sum, zip(*self._here))), self._here[-1]
         # A recomputation ends at the last tensor that backward needs.
         again = total.forward - last.forward + last.again
         if not self.gives_back:

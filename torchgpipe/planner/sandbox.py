@@ -91,24 +91,19 @@ def pooled(kinds: Sequence[Hashable], samples: Sequence[Sequence[float]]) -> lis
     return result
 
 
-class Timings(NamedTuple):
-    """The times of a layer for a micro-batch."""
+class Figures(NamedTuple):
+    """The milliseconds and the bytes that a layer takes for a micro-batch."""
 
+    #: The times of forward, and of both halves of backward at once. One after the other the halves
+    #: may take longer, since a node of autograd may compute both gradients each time.
     forward: float = 0
-    #: Both halves of backward at once. One after the other they may take longer, since a node of
-    #: autograd may compute both gradients each time.
     backward: float = 0
     input: float = 0
     weight: float = 0
-    #: A recomputation, which ends at the last tensor that the layer saves, if it is the last layer
-    #: of a partition.
+    #: The time of a recomputation, which ends at the last tensor that the layer saves, if it is the
+    #: last layer of a partition.
     again: float = 0
-
-
-class Bytes(NamedTuple):
-    """The memory of a layer for a micro-batch."""
-
-    #: Its output, and the gradient of the output; skips aside.
+    #: The bytes of its output, and of the gradient of the output; skips aside.
     output: float = 0
     gradient: float = 0
     #: What it has made that is there after forward, the output included.
@@ -117,11 +112,11 @@ class Bytes(NamedTuple):
     kept: float = 0
     kept_input: float = 0
     pending: float = 0
-    #: The most that is made at a time in forward, and in each half of backward, with the gradients
-    #: that the layer gets.
-    forward: float = 0
-    input: float = 0
-    weight: float = 0
+    #: The most bytes that are made at a time in forward, and in each half of backward, with the
+    #: gradients that the layer gets.
+    most_forward: float = 0
+    most_input: float = 0
+    most_weight: float = 0
 
 
 class Sandbox:
@@ -168,13 +163,8 @@ class Sandbox:
         backward([*map(get_gradient_edge, roots)], grads, [*ends, *self._trained])
         return forward, self._watch.stop() if roots else 0.0
 
-    def halved(self, meter: Meter | None = None) -> tuple[float, float, float, Bytes]:
-        """Run the layer, its backward in halves.
-
-        Returns:
-            The seconds of a recomputation, which ends at the last tensor that the layer saves, and
-            of the halves; and the memory, if there is a meter.
-        """
+    def halved(self, meter: Meter | None = None) -> Figures:
+        """Run the layer, its backward in halves, for the memory if there is a meter, or times."""
         weights, again = {memory_of(x) for x in strided(self._state)}, 0.0
 
         def pack(x: Tensor) -> Tensor:
@@ -207,19 +197,21 @@ class Sandbox:
             self._watch.start()
             halves.weight()
             weight = self._watch.stop()
+        times = 0.0, 0.0, input if ends else 0.0, weight, again
         most = [x.most for x in (made, first, second)]
-        memory = Bytes(*map(float, (size, gradient, left, *kept, pending, *most)))
-        return again, input if ends else 0.0, weight, memory
+        return Figures(*times, *map(float, (size, gradient, left, *kept, pending, *most)))
 
-    def timings(self) -> Timings:
-        """Run the layer twice, once with its backward in halves."""
-        again, first, second, _ = self.halved()
+    def timed(self, memory: Figures) -> Figures:
+        """Run the layer twice, once with its backward in halves; add the times to its memory."""
+        halves = self.halved()
         forward, backward = self.sample()
-        return Timings(forward, backward, min(first, backward), second, min(again, forward))
+        input, again = min(halves.input, backward), min(halves.again, forward)
+        times = forward, backward, input, halves.weight, again
+        return Figures(*[1000 * x for x in times], *memory[len(times) :])
 
-    def bytes(self) -> Bytes:
-        """Run the layer, its backward in halves, and return the memory that it takes."""
-        return self.halved(Meter([*self._state, *self.batch]))[-1]
+    def memory(self) -> Figures:
+        """Run the layer, its backward in halves, for the memory that it takes, without times."""
+        return self.halved(Meter([*self._state, *self.batch]))._replace(input=0.0, weight=0.0)
 
     def _input(self) -> tuple[Batch, list[Any]]:
         """A copy of the input at the beginning of a graph, and the ends of its backward."""
