@@ -33,7 +33,7 @@ from torchgpipe.partition.arguments import (
     verify_scale,
 )
 from torchgpipe.partition.split import verify_module
-from torchgpipe.planner.blocks import Times, recorded, refined, timed
+from torchgpipe.planner.blocks import recorded, refined, timed
 from torchgpipe.planner.cuts import evenest
 from torchgpipe.planner.maps import proposed
 
@@ -187,7 +187,7 @@ def map_by_time(
     places = _places(devices, model, no_split)
     checked_timeout(timeout)
 
-    def measure(blocks: dict[str, nn.Module]) -> Times:
+    def measure(blocks: dict[str, nn.Module]) -> dict[str, float]:
         return timed(model, *args, blocks=blocks, timeout=timeout, **kwargs)
 
     return proposed(places, *refined(measure, Wholes.of(model, no_split), len(places)))
@@ -226,14 +226,14 @@ def map_by_size(
     places = _places(devices, model, no_split)
     verify_scale(param_scale)
 
-    def measure(blocks: dict[str, nn.Module]) -> Times:
+    def measure(blocks: dict[str, nn.Module]) -> dict[str, float]:
         sizes: dict[str, float] = {}
-        for part in recorded(model, blocks, args, kwargs).parts:
-            if part.block is not None and part.is_call:
-                weights = sum(x.nbytes for x in blocks[part.block].parameters())
-                sizes.setdefault(part.block, param_scale * weights)
-                sizes[part.block] += part.kept
-        return Times(blocks, sizes)
+        for call in recorded(model, blocks, args, kwargs):
+            if call.block is not None:
+                weights = sum(x.nbytes for x in blocks[call.block].parameters())
+                sizes.setdefault(call.block, param_scale * weights)
+                sizes[call.block] += call.kept
+        return sizes
 
     return proposed(places, *refined(measure, Wholes.of(model, no_split), len(places)))
 

@@ -6,9 +6,9 @@ model's own forward runs on a sample, and each of its blocks is measured there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain, cycle
+from itertools import chain, count, cycle
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,8 @@ from torchgpipe.engine.body import starts_in_place
 from torchgpipe.engine.unchanged import unchanged
 from torchgpipe.mapped.device_map import Wholes
 from torchgpipe.mapped.lazy_outputs import can_fill_itself
-from torchgpipe.planner.meter import Meter, Section, bytes_of, strided, watching
+from torchgpipe.planner.memory import OUTSIDE
+from torchgpipe.planner.meter import Meter, bytes_of, strided, watching
 from torchgpipe.planner.sandbox import kind_of, pooled, rounds, verify_timed
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import map_leaves
@@ -28,22 +29,19 @@ from torchgpipe.values.structure import map_leaves
 __all__: list[str] = []
 
 
-class Times(NamedTuple):
-    """The blocks of a model, and the seconds of their forwards, in the order of the calls.
+def refined(
+    measure: Callable[[dict[str, nn.Module]], dict[str, float]], wholes: Wholes, count: int
+) -> tuple[dict[str, nn.Module], dict[str, float]]:
+    """Measure the blocks of a model, and divide those that would hold up so many devices.
 
-    A block that is not called has no time.
+    Returns:
+        The blocks, and what those cost that are called, in the order of the calls.
     """
-
-    blocks: dict[str, nn.Module]
-    costs: dict[str, float]
-
-
-def refined(measure: Callable[[dict[str, nn.Module]], Times], wholes: Wholes, count: int) -> Times:
-    """Measure the blocks of a model, and divide those that would hold up so many devices."""
-    times = measure(wholes.blocks())
-    while (finer := wholes.finer(times.blocks, times.costs, count)) is not None:
-        times = measure(finer)
-    return times
+    blocks = wholes.blocks()
+    costs = measure(blocks)
+    while (finer := wholes.finer(blocks, costs, count)) is not None:
+        blocks, costs = finer, measure(finer)
+    return blocks, costs
 
 
 def timed(
@@ -52,8 +50,8 @@ def timed(
     blocks: Mapping[str, nn.Module],
     timeout: float = 1.0,
     **kwargs: Any,
-) -> Times:
-    """Measure the time that each block takes, as :func:`map_by_time` says."""
+) -> dict[str, float]:
+    """Measure the seconds of each block's forward, in the order of the calls."""
     home = next((x.device for x in model.parameters()), CPU)
     watches = {
         name: Stopwatch(next((x.device for x in block.parameters()), home))
@@ -80,7 +78,7 @@ def timed(
         [[sample.get(name, 0.0) for sample in samples[1:]] for name in names],
     )
     verify_timed(times, home, "blocks", "move the model to the CPU before, by model.cpu()")
-    return Times({**blocks}, dict(zip(names, times)))
+    return dict(zip(names, times))
 
 
 @contextmanager
@@ -111,17 +109,23 @@ def hooked(
             handle.remove()
 
 
-class Run(NamedTuple):
-    """The memory of one run of a model."""
+class Call(NamedTuple):
+    """The bytes that a call of a block takes, and the model's own code after it."""
 
-    parts: list[Section]
-    #: The bytes of the arguments, and of the outputs that come back as they are.
+    #: The name of the block; None for the code in front of the first call.
+    block: str | None
+    #: Its arguments.
     input: int
-    output: int
-    has_loss: bool
+    #: What is there after forward of what the call has made, and of what the code has made.
+    kept: int
+    code: int
+    #: The most that either makes at a time.
+    most: int
 
 
-def recorded(model: nn.Module, blocks: Mapping[str, nn.Module], args: Any, kwargs: Any) -> Run:
+def recorded(
+    model: nn.Module, blocks: Mapping[str, nn.Module], args: Any, kwargs: Any
+) -> list[Call]:
     """Run a model forward on a sample, and see what takes memory.
 
     The model and random numbers stay as they are.
@@ -130,6 +134,7 @@ def recorded(model: nn.Module, blocks: Mapping[str, nn.Module], args: Any, kwarg
     args, kwargs = map_leaves(cloned, (args, kwargs))
     arguments = strided((args, kwargs))
     meter = Meter([*model.parameters(), *model.buffers(), *arguments])
+    labels: list[tuple[str | None, int]] = [(None, 0)]
     depth = 0
 
     def enter(name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
@@ -138,13 +143,14 @@ def recorded(model: nn.Module, blocks: Mapping[str, nn.Module], args: Any, kwarg
         if depth == 1:
             # A pipeline clones the input of a block that computes in place.
             times = 2 if starts_in_place(block) else 1
-            meter.enter(name, True, times * bytes_of((args, kwargs)))
+            labels.append((name, times * bytes_of((args, kwargs))))
+            meter.enter()
 
-    def leave(name: str, *_: Any) -> None:
+    def leave(*_: Any) -> None:
         nonlocal depth
         depth -= 1
         if not depth:
-            meter.enter(name)
+            meter.enter()
 
     with (
         unchanged(model),
@@ -153,17 +159,88 @@ def recorded(model: nn.Module, blocks: Mapping[str, nn.Module], args: Any, kwarg
         watching(meter.note),
         hooked(blocks, enter, leave),
     ):
+        # No call is in front of the first code.
+        meter.enter()
         meter.enter()
         output = model(*args, **kwargs)
         has_loss = any(x.requires_grad and not x.dim() for x in Batch(output))
         # Outputs with a loss, as of Transformers, join micro-batches only when they are read.
         is_joined = not (has_loss and can_fill_itself(output))
         size = sum(x.nbytes for x in strided([*Batch(output)]) if x.dim() and is_joined)
-        for section in meter.sections:
-            section.alive()
-    return Run(meter.sections, bytes_of(arguments), size, has_loss)
+        kept = [x.alive() for x in meter.sections]
+    # The arguments wait in front of the first call, and the outputs are kept after the last one.
+    kept[1] += bytes_of(arguments)
+    kept[-1] += size if has_loss else OUTSIDE * size
+    most = [x.most for x in meter.sections]
+    return [
+        Call(name, size, kept[k], kept[k + 1], max(most[k : k + 2]))
+        for (name, size), k in zip(labels, count(0, 2))
+    ]
 
 
 def cloned(x: Any) -> Any:
     """A copy of a tensor, which is no leaf, so that it may be changed in place."""
     return x.detach().requires_grad_(x.requires_grad).clone() if isinstance(x, Tensor) else x
+
+
+class Footprint:
+    """The memory of a model, whichever blocks a device has.
+
+    Args:
+        model: the model.
+        blocks: its blocks by name.
+        calls: what a run of one micro-batch has taken.
+        chunks: the number of micro-batches.
+        again: how many of them, from the first, are computed again.
+        state: memory of the optimizer, for each byte of a parameter that it changes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Mapping[str, nn.Module],
+        calls: Sequence[Call],
+        chunks: int,
+        again: int,
+        state: float,
+    ) -> None:
+        self._calls, self._chunks, self._again, self._state = calls, chunks, again, state
+        users: dict[Tensor, list[str | None]] = {}
+        for name, module in blocks.items():
+            for x in {*module.parameters(), *module.buffers()}:
+                users.setdefault(x, []).append(name)
+        #: The bytes of all weights, of trained ones, and of the largest of these, by the blocks
+        #: that have them; None stands for the model itself.
+        self._weights: dict[tuple[str | None, ...], tuple[int, int, int]] = {}
+        for x in (*model.parameters(), *model.buffers()):
+            names = (*users.get(x, [None]),)
+            size, trained, largest = self._weights.get(names, (0, 0, 0))
+            changed = x.nbytes if x.requires_grad else 0
+            self._weights[names] = size + x.nbytes, trained + changed, max(largest, changed)
+
+    def need(self, blocks: Collection[str | None]) -> float:
+        """The most bytes of a device with some blocks, and with None for all else."""
+        now, most = 0.0, 0
+        for names, (size, trained, largest) in self._weights.items():
+            if any(name in blocks for name in names):
+                # A weight that blocks share is at home in the first of the deepest ones. Another
+                # device gets a copy, and sends the copy's gradient home.
+                home = max(names, key=lambda name: 0 if name is None else 1 + name.count("."))
+                now += size + trained * (1 + (self._state if home in blocks else 0.0))
+                most = max(most, largest)
+        here = [x.block in blocks for x in self._calls]
+        calls = [x for x, is_here in zip(self._calls, here) if is_here]
+        if not calls:
+            return now
+        # Arguments from another device are copies.
+        arriving = sum(
+            x.input
+            for x, was_here, is_here in zip(self._calls, [False, *here], here)
+            if is_here and not was_here
+        )
+        now += self._chunks * (sum(x.code for x in calls) + arriving)
+        # While a cell is computed again, it keeps as much as one that is not.
+        full = max(self._chunks - self._again, min(1, self._again))
+        now += full * sum(x.kept for x in calls) + self._again * sum(x.input for x in calls)
+        # Backward is taken to make as much at a time as forward, and the gradient of one weight.
+        return now + max(x.most for x in calls) + 2 * arriving + most

@@ -26,7 +26,7 @@ from torchgpipe.mapped.hugging_face import (
     without_cache,
 )
 from torchgpipe.partition.keeping import Keeping, checkpointed, counted, is_policy
-from torchgpipe.planner.blocks import Times, recorded, refined, timed
+from torchgpipe.planner.blocks import Footprint, recorded, refined, timed
 from torchgpipe.planner.cuts import cut, evenest
 from torchgpipe.planner.given import (
     FILLED,
@@ -37,7 +37,6 @@ from torchgpipe.planner.given import (
     places_of,
     state_of,
 )
-from torchgpipe.planner.memory import Footprint
 from torchgpipe.planner.trial import by_device
 from torchgpipe.values.division import FlatInput
 from torchgpipe.values.microbatch import Batch
@@ -262,16 +261,16 @@ def _maps(
     """Propose device maps, the best one first, and then those of fewer, larger blocks."""
     args, kwargs = arguments
 
-    def measure(blocks: Mapping[str, nn.Module]) -> Times:
+    def measure(blocks: Mapping[str, nn.Module]) -> dict[str, float]:
         return timed(model, *args, blocks=blocks, **kwargs)
 
-    def map_of(times: Times) -> dict[str, Device]:
-        units, need = Units(*times), None
+    def map_of(blocks: Mapping[str, nn.Module], costs: Mapping[str, float]) -> dict[str, Device]:
+        units, need = Units(blocks, costs), None
         if min(limits) < inf:
-            run = recorded(model, times.blocks, *arguments)
+            calls = recorded(model, blocks, args, kwargs)
             again = checkpointed(counted(checkpoint), chunks)
             state = state_of(torch.optim.AdamW)
-            need = Footprint(model, times.blocks, run, chunks, again, state).need
+            need = Footprint(model, blocks, calls, chunks, again, state).need
         sizes, lacks = units.cut(limits, need)
         if any(lacks):
             raise _too_large(places, limits, lacks, chunks, checkpoint)
@@ -279,18 +278,18 @@ def _maps(
 
     wholes = Wholes.of(model)
     with noted("raised by the sample of the device map 'auto'"):
-        measured = refined(measure, wholes, len(places))
-        first = map_of(measured)
+        blocks, costs = refined(measure, wholes, len(places))
+        first = map_of(blocks, costs)
     yield first
-    for blocks in (wholes.blocks(), wholes.coarsest()):
-        if [*blocks] != [*measured.blocks] and len(blocks) >= len(places):
+    for coarser in (wholes.blocks(), wholes.coarsest()):
+        if [*coarser] != [*blocks] and len(coarser) >= len(places):
+            blocks = coarser
             try:
-                measured = measure(blocks)
-                coarser = map_of(measured)
+                proposal = map_of(blocks, measure(blocks))
             except ValueError:
                 # The first map has fitted, so the error of its rehearsal says more than this one.
                 continue
-            yield coarser
+            yield proposal
 
 
 def _too_large(

@@ -1,18 +1,15 @@
-"""The memory of a partition, and of the blocks that a device of a map has.
+"""The memory of a partition.
 
 Each cell keeps bytes between forward and backward, which :class:`~torchgpipe.schedule.Costs` has,
 and each computation needs more while it runs: its workspace. All follows from what one run of each
-layer, or block, takes. Where one run does not tell, more is counted, and not less.
+layer takes. Where one run does not tell, more is counted, and not less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Sequence
+from operator import add
 
-from torch import Tensor, nn
-
-from torchgpipe.planner.blocks import Run
 from torchgpipe.planner.layers import Layer
 from torchgpipe.planner.sandbox import Figures
 
@@ -96,9 +93,8 @@ class Stage:
         self.pending = self.kept + self.gets + noted
         forward = max(before + x.most_forward for before, x in zip(ends, here)) - kept
         forward = max(0.0, forward) + freed + leaving + (0.0 if is_last else last.output)
-        backward = (
-            max(end + max(x.most_input, x.most_weight) for end, x in zip(ends[1:], here)) - kept
-        )
+        halves = [max(x.most_input, x.most_weight) for x in here]
+        backward = max(map(add, ends[1:], halves)) - kept
         backward += self.gets + inside + sum(x.small for x in weights)
         backward += 0 if is_summed else max(x.largest for x in weights)
         #: The most that each kind of computation needs above what is kept, and an F of what is
@@ -124,75 +120,3 @@ class Stage:
             return total.forward, 0.0, total.backward, again
         weight = total.weight if splits else max(0.0, total.backward - total.input)
         return total.forward, total.input, weight, again
-
-
-# Any model under a device map.
-
-
-class Footprint:
-    """The memory of a model, whichever blocks a device has.
-
-    Args:
-        model: the model.
-        blocks: its blocks by name.
-        run: what a run of one micro-batch has taken.
-        chunks: the number of micro-batches.
-        again: how many of them, from the first, are computed again.
-        state: memory of the optimizer, for each byte of a parameter that it changes.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        blocks: Mapping[str, nn.Module],
-        run: Run,
-        chunks: int,
-        again: int,
-        state: float,
-    ) -> None:
-        self._run, self._chunks, self._again, self._state = run, chunks, again, state
-        users: dict[Tensor, list[str | None]] = {}
-        for name, module in blocks.items():
-            for x in {*module.parameters(), *module.buffers()}:
-                users.setdefault(x, []).append(name)
-        #: The bytes of all weights, of trained ones, and of the largest of these, by the blocks
-        #: that have them; None stands for the model itself.
-        self._weights: dict[tuple[str | None, ...], tuple[int, int, int]] = {}
-        for x in (*model.parameters(), *model.buffers()):
-            names = (*users.get(x, [None]),)
-            size, trained, largest = self._weights.get(names, (0, 0, 0))
-            changed = x.nbytes if x.requires_grad else 0
-            self._weights[names] = size + x.nbytes, trained + changed, max(largest, changed)
-
-    def need(self, blocks: Collection[str | None]) -> float:
-        """The most bytes of a device with some blocks, and with None for all else."""
-        now, most = 0.0, 0
-        for names, (size, trained, largest) in self._weights.items():
-            if any(name in blocks for name in names):
-                # A weight that blocks share is at home in the first of the deepest ones. Another
-                # device gets a copy, and sends the copy's gradient home.
-                home = max(names, key=lambda name: 0 if name is None else 1 + name.count("."))
-                now += size + trained * (1 + (self._state if home in blocks else 0.0))
-                most = max(most, largest)
-        parts, m = self._run.parts, self._chunks
-        here = [x.block in blocks for x in parts]
-        mine = [x for x, is_here in zip(parts, here) if is_here]
-        if not mine:
-            return now
-        visits = groupby(zip(here, parts), lambda x: x[0])
-        firsts = [next(visit)[1] for is_here, visit in visits if is_here]
-        # Arguments from another device are copies. Those of the caller are counted below.
-        arriving = sum(x.input for x in firsts if x is not parts[0])
-        calls = [x for x in mine if x.is_call]
-        code = sum(x.kept for x in mine if not x.is_call) + arriving
-        # While a cell is computed again, it keeps as much as one that is not.
-        full = max(m - self._again, min(1, self._again))
-        now += m * code + full * sum(x.kept for x in calls)
-        now += self._again * sum(x.input for x in calls)
-        # Backward is taken to make as much at a time as forward, and the gradient of one weight.
-        now += max(x.most for x in mine) + 2 * arriving + most
-        if here[0]:
-            now += m * self._run.input
-        if here[-1]:
-            now += m * self._run.output * (1 if self._run.has_loss else OUTSIDE)
-        return now

@@ -23,24 +23,17 @@ __all__: list[str] = []
 
 @dataclass
 class Section:
-    """A part of a run: the call of a block, or other code."""
+    """A part of a run."""
 
-    #: The name of the block; None in front of the first one.
-    block: str | None = None
-    #: Whether it is the call of the block, and not the code after that; and the arguments' bytes.
-    is_call: bool = False
-    input: int = 0
     #: The bytes of each memory that it has made, as long as somebody holds it.
     made: dict[StorageWeakRef, int] = field(default_factory=dict)
-    #: The most bytes of these at a time, and those when somebody has asked the last time.
+    #: The most bytes of these at a time.
     most: int = 0
-    kept: int = 0
 
     def alive(self) -> int:
         """The bytes of what it has made, and somebody holds."""
         self.made = {memory: size for memory, size in self.made.items() if not memory.expired()}
-        self.kept = sum(self.made.values())
-        return self.kept
+        return sum(self.made.values())
 
 
 class Meter:
@@ -55,9 +48,9 @@ class Meter:
         self._seen = {memory_of(x) for x in strided(known)}
         self.sections: list[Section] = []
 
-    def enter(self, *label: Any) -> Section:
-        """Begin another section, with its label."""
-        self.sections.append(Section(*label))
+    def enter(self) -> Section:
+        """Begin another section."""
+        self.sections.append(Section())
         return self.sections[-1]
 
     def note(self, _: Any, output: Any) -> None:

@@ -51,7 +51,7 @@ class Problem:
     modes: tuple[str, ...] | None = None
     #: Pairs of layers that share a weight, so they must be on one worker.
     ties: Sequence[tuple[int, int]] = ()
-    #: Caches of :meth:`stage`: partitions by their layers and rows, and the layers' figures by rows.
+    #: Caches of :meth:`stage`: partitions by their layers and rows, and figures by rows.
     _stages: dict[tuple[int, int, int], Stage] = field(default_factory=dict, repr=False)
     _figures: dict[int, list[Figures]] = field(default_factory=dict, repr=False)
 
