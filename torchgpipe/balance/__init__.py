@@ -101,30 +101,13 @@ def balance_by_size(
     """Balance by the memory that each layer takes in training.
 
     The cost of a layer is the memory of its parameters times ``param_scale``, plus the memory that
-    it keeps of one micro-batch for backward, the output included.
+    it keeps of one micro-batch for backward, the output included. ``param_scale`` is how many times
+    the memory of a parameter it takes to train it, itself and its gradient included: 2 for SGD, 3
+    with momentum, 4 for Adam.
 
-    Args:
-        partitions: how many partitions to make.
-        module: the layers.
-        input: an input of the size of a mini-batch, on any device: the argument of the first layer.
-
-    Keyword Args:
-        args: as in :func:`balance_by_time`.
-        kwargs: those of the first layer.
-        device: where to measure.
-        progress: whether to show a progress bar.
-        chunks: how many micro-batches are made of the mini-batch. Layers run one of them; with the
-            default they run the whole mini-batch, for which a device may lack the memory.
-        param_scale: how many times the memory of a parameter it takes to train it, itself and its
-            gradient included: 2 for SGD, 3 with momentum, 4 for Adam.
-
-    Returns:
-        How many layers each partition takes, for ``GPipe(module, balance)``.
-
-    Raises:
-        TypeError: the module could not be wrapped, or there is no input.
-        ValueError: there are fewer layers than partitions.
-        ImportError: a progress bar was asked for, and tqdm is not installed.
+    ``input`` has the size of a mini-batch, of which ``chunks`` micro-batches are made. Layers run
+    one of them; with the default they run the whole mini-batch, for which a device may lack the
+    memory. All else is as in :func:`balance_by_time`.
     """
     partitions = _verified(partitions, module)
     verify_scale(param_scale)
@@ -174,8 +157,7 @@ def map_by_time(
     Keyword Args:
         no_split: names of classes whose modules are kept whole. By default those that the model
             names itself, as models of Transformers do.
-        timeout: how many seconds to measure. A warm-up comes on top, and the model runs three times
-            at least.
+        timeout: as in :func:`balance_by_time`.
         **kwargs: the keyword arguments of the model.
 
     Returns:
@@ -203,25 +185,9 @@ def map_by_size(
 ) -> dict[str, Device]:
     """Propose a device map by the memory that each block takes in training.
 
-    The cost of a block is the memory of its parameters times ``param_scale``, plus the memory that
-    it keeps of the sample for backward.
-
-    Args:
-        devices: as in :func:`map_by_time`.
-        model: any module.
-        *args: the arguments of the model.
-
-    Keyword Args:
-        no_split: as in :func:`map_by_time`.
-        **kwargs: the keyword arguments of the model.
-        param_scale: how many times the memory of a parameter it takes to train it: 2 for SGD, 3
-            with momentum, 4 for Adam.
-
-    Returns:
-        The devices by the names of modules.
-
-    Raises:
-        ValueError: there are fewer blocks than devices.
+    The cost of a block is the memory of its parameters times ``param_scale``, as in
+    :func:`balance_by_size`, plus the memory that it keeps of the sample for backward. All else is
+    as in :func:`map_by_time`.
     """
     places = _places(devices, model, no_split)
     verify_scale(param_scale)

@@ -109,7 +109,7 @@ def hooked(
             handle.remove()
 
 
-class Call(NamedTuple):
+class BlockCall(NamedTuple):
     """The bytes that a call of a block takes, and the model's own code after it."""
 
     #: The name of the block; None for the code in front of the first call.
@@ -125,7 +125,7 @@ class Call(NamedTuple):
 
 def recorded(
     model: nn.Module, blocks: Mapping[str, nn.Module], args: Any, kwargs: Any
-) -> list[Call]:
+) -> list[BlockCall]:
     """Run a model forward on a sample, and see what takes memory.
 
     The model and random numbers stay as they are.
@@ -173,7 +173,7 @@ def recorded(
     kept[-1] += size if has_loss else OUTSIDE * size
     most = [x.most for x in meter.sections]
     return [
-        Call(name, size, kept[k], kept[k + 1], max(most[k : k + 2]))
+        BlockCall(name, size, kept[k], kept[k + 1], max(most[k : k + 2]))
         for (name, size), k in zip(labels, count(0, 2))
     ]
 
@@ -199,7 +199,7 @@ class Footprint:
         self,
         model: nn.Module,
         blocks: Mapping[str, nn.Module],
-        calls: Sequence[Call],
+        calls: Sequence[BlockCall],
         chunks: int,
         again: int,
         state: float,

@@ -141,7 +141,7 @@ def measured(
             bar.update()
     layers, kinds, samples = zip(*runs)
     lines = []
-    for field in range(len(Figures._fields)):
+    for field in range(len(Figures())):
         by_size = [
             pooled(kinds, [[figures[field] for figures in x[size]] for x in samples])
             for size in range(len(inputs))
