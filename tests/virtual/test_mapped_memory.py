@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream
 ROWS = 4
 
 
-def equal(model, *_, blocks, **__):
+def equal(model, blocks, *_):
     """Each block takes one second."""
     return dict.fromkeys(blocks, 1.0)
 
@@ -52,7 +52,7 @@ def usable(monkeypatch):
 def predicted(model, sizes, devices, arguments, chunks, mode):
     """The device map with so many units on each device, and the memory that it is said to take."""
     blocks = Wholes.of(model).blocks()
-    units = Units(blocks, equal(model, blocks=blocks))
+    units = Units(blocks, equal(model, blocks))
     calls = recorded(model, blocks, arguments, {})
     found = []
     for a, b in pairwise(accumulate(sizes, initial=0)):

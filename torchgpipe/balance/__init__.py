@@ -33,7 +33,7 @@ from torchgpipe.partition.arguments import (
     verify_scale,
 )
 from torchgpipe.partition.split import verify_module
-from torchgpipe.planner.blocks import recorded, refined, timed
+from torchgpipe.planner.blocks import Measure, recorded, timed
 from torchgpipe.planner.cuts import evenest
 from torchgpipe.planner.maps import proposed
 
@@ -166,13 +166,8 @@ def map_by_time(
     Raises:
         ValueError: there are fewer blocks than devices, or no block takes any time.
     """
-    places = _places(devices, model, no_split)
     checked_timeout(timeout)
-
-    def measure(blocks: dict[str, nn.Module]) -> dict[str, float]:
-        return timed(model, *args, blocks=blocks, timeout=timeout, **kwargs)
-
-    return proposed(places, *refined(measure, Wholes.of(model, no_split), len(places)))
+    return _map(devices, model, no_split, lambda x: timed(model, x, args, kwargs, timeout))
 
 
 def map_by_size(
@@ -189,7 +184,6 @@ def map_by_size(
     :func:`balance_by_size`, plus the memory that it keeps of the sample for backward. All else is
     as in :func:`map_by_time`.
     """
-    places = _places(devices, model, no_split)
     verify_scale(param_scale)
 
     def measure(blocks: dict[str, nn.Module]) -> dict[str, float]:
@@ -201,11 +195,11 @@ def map_by_size(
                 sizes[call.block] += call.kept
         return sizes
 
-    return proposed(places, *refined(measure, Wholes.of(model, no_split), len(places)))
+    return _map(devices, model, no_split, measure)
 
 
-def _places(devices: Any, model: Any, no_split: Any) -> list[Device]:
-    """Check the arguments of a map, and return the devices."""
+def _map(devices: Any, model: Any, no_split: Any, measure: Measure) -> dict[str, Device]:
+    """Check the arguments of a map, and spread the blocks of a model by what they cost."""
     rule, remedy = "devices must be a sequence of devices", "pass such as [0, 1], or ['cpu'] * 2"
     places = listed(devices, rule, "devices", remedy)
     for place in places:
@@ -219,7 +213,7 @@ def _places(devices: Any, model: Any, no_split: Any) -> list[Device]:
     valid = is_list and has_entries(no_split) and all(isinstance(x, str) for x in no_split)
     remedy = "pass such as ['Block']"
     verify(no_split is None or valid, rule, "no_split", no_split, remedy, TypeError)
-    return places
+    return proposed(places, Wholes.of(model, no_split), measure)
 
 
 def _verified(partitions: Any, module: nn.Sequential) -> int:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, count, cycle
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -29,14 +31,14 @@ from torchgpipe.values.structure import map_leaves
 __all__: list[str] = []
 
 
-def refined(
-    measure: Callable[[dict[str, nn.Module]], dict[str, float]], wholes: Wholes, count: int
-) -> tuple[dict[str, nn.Module], dict[str, float]]:
-    """Measure the blocks of a model, and divide those that would hold up so many devices.
+#: What blocks cost by their names: those that are called, in the order of the calls.
+Measure: TypeAlias = Callable[[dict[str, nn.Module]], dict[str, float]]
 
-    Returns:
-        The blocks, and what those cost that are called, in the order of the calls.
-    """
+
+def refined(
+    measure: Measure, wholes: Wholes, count: int
+) -> tuple[dict[str, nn.Module], dict[str, float]]:
+    """Measure the blocks of a model, and divide those that would hold up so many devices."""
     blocks = wholes.blocks()
     costs = measure(blocks)
     while (finer := wholes.finer(blocks, costs, count)) is not None:
@@ -45,13 +47,9 @@ def refined(
 
 
 def timed(
-    model: nn.Module,
-    *args: Any,
-    blocks: Mapping[str, nn.Module],
-    timeout: float = 1.0,
-    **kwargs: Any,
+    model: nn.Module, blocks: Mapping[str, nn.Module], args: Any, kwargs: Any, timeout: float = 1.0
 ) -> dict[str, float]:
-    """Measure the seconds of each block's forward, in the order of the calls."""
+    """Measure the seconds of each block's forward in a run of the model."""
     home = next((x.device for x in model.parameters()), CPU)
     watches = {
         name: Stopwatch(next((x.device for x in block.parameters()), home))
@@ -183,64 +181,61 @@ def cloned(x: Any) -> Any:
     return x.detach().requires_grad_(x.requires_grad).clone() if isinstance(x, Tensor) else x
 
 
+@dataclass
 class Footprint:
-    """The memory of a model, whichever blocks a device has.
+    """The memory of a model, whichever blocks a device has."""
 
-    Args:
-        model: the model.
-        blocks: its blocks by name.
-        calls: what a run of one micro-batch has taken.
-        chunks: the number of micro-batches.
-        again: how many of them, from the first, are computed again.
-        state: memory of the optimizer, for each byte of a parameter that it changes.
-    """
+    model: nn.Module
+    #: The blocks by name, and what a run of one micro-batch has taken.
+    blocks: Mapping[str, nn.Module]
+    calls: Sequence[BlockCall]
+    #: The number of micro-batches, and how many of them, from the first, are computed again.
+    chunks: int
+    again: int
+    #: The bytes of the optimizer for each byte of a parameter that it changes.
+    state: float
 
-    def __init__(
-        self,
-        model: nn.Module,
-        blocks: Mapping[str, nn.Module],
-        calls: Sequence[BlockCall],
-        chunks: int,
-        again: int,
-        state: float,
-    ) -> None:
-        self._calls, self._chunks, self._again, self._state = calls, chunks, again, state
+    @cached_property
+    def weights(self) -> dict[tuple[str | None, ...], tuple[int, int, int]]:
+        """The bytes of all weights, of trained ones, and of the largest of these.
+
+        They are by the blocks that have them, where None stands for the model itself.
+        """
         users: dict[Tensor, list[str | None]] = {}
-        for name, module in blocks.items():
+        for name, module in self.blocks.items():
             for x in {*module.parameters(), *module.buffers()}:
                 users.setdefault(x, []).append(name)
-        #: The bytes of all weights, of trained ones, and of the largest of these, by the blocks
-        #: that have them; None stands for the model itself.
-        self._weights: dict[tuple[str | None, ...], tuple[int, int, int]] = {}
-        for x in (*model.parameters(), *model.buffers()):
+        sizes: dict[tuple[str | None, ...], tuple[int, int, int]] = {}
+        for x in (*self.model.parameters(), *self.model.buffers()):
             names = (*users.get(x, [None]),)
-            size, trained, largest = self._weights.get(names, (0, 0, 0))
+            size, trained, largest = sizes.get(names, (0, 0, 0))
             changed = x.nbytes if x.requires_grad else 0
-            self._weights[names] = size + x.nbytes, trained + changed, max(largest, changed)
+            sizes[names] = size + x.nbytes, trained + changed, max(largest, changed)
+        return sizes
 
     def need(self, blocks: Collection[str | None]) -> float:
         """The most bytes of a device with some blocks, and with None for all else."""
         now, most = 0.0, 0
-        for names, (size, trained, largest) in self._weights.items():
+        for names, (size, trained, largest) in self.weights.items():
             if any(name in blocks for name in names):
                 # A weight that blocks share is at home in the first of the deepest ones. Another
                 # device gets a copy, and sends the copy's gradient home.
                 home = max(names, key=lambda name: 0 if name is None else 1 + name.count("."))
-                now += size + trained * (1 + (self._state if home in blocks else 0.0))
+                now += size + trained * (1 + (self.state if home in blocks else 0.0))
                 most = max(most, largest)
-        here = [x.block in blocks for x in self._calls]
-        calls = [x for x, is_here in zip(self._calls, here) if is_here]
+        here = [x.block in blocks for x in self.calls]
+        calls = [x for x, is_here in zip(self.calls, here) if is_here]
         if not calls:
             return now
         # Arguments from another device are copies.
         arriving = sum(
             x.input
-            for x, was_here, is_here in zip(self._calls, [False, *here], here)
+            for x, was_here, is_here in zip(self.calls, [False, *here], here)
             if is_here and not was_here
         )
-        now += self._chunks * (sum(x.code for x in calls) + arriving)
+        now += self.chunks * (sum(x.code for x in calls) + arriving)
         # While a cell is computed again, it keeps as much as one that is not.
-        full = max(self._chunks - self._again, min(1, self._again))
-        now += full * sum(x.kept for x in calls) + self._again * sum(x.input for x in calls)
+        full = max(self.chunks - self.again, min(1, self.again))
+        now += full * sum(x.kept for x in calls) + self.again * sum(x.input for x in calls)
         # Backward is taken to make as much at a time as forward, and the gradient of one weight.
         return now + max(x.most for x in calls) + 2 * arriving + most

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -163,7 +163,7 @@ def _run(
         The layer without its lines, its kind, and for each size the figures of all rounds.
     """
     sandboxes = [Sandbox(layer, x, device) for x in inputs.values()]
-    first, memory = sandboxes[0], [x.memory() for x in sandboxes]
+    first, memory = sandboxes[0], [x.halved(is_metered=True) for x in sandboxes]
     rounds_of = [[x.timed(y) for x, y in zip(sandboxes, memory)] for _ in rounds(timeout)]
     kind = kind_of(layer), *[(x.shape, x.dtype, x.requires_grad) for x in first.batch]
     inputs.update(zip(inputs, [x.output for x in sandboxes]))
@@ -194,9 +194,9 @@ def measured_links(
     Among them is each device with itself: what leaves a compute stream is cloned there.
     """
     links = {}
-    places = [*dict.fromkeys(devices)]
-    within = [(x, x) for x in places if has_streams(x)]
-    for source, target in [*permutations(places, 2), *within]:
+    for source, target in product(dict.fromkeys(devices), repeat=2):
+        if source == target and not has_streams(source):
+            continue
         points = []
         for size in SIZES:
             x, y = (torch.empty(size, dtype=torch.uint8, device=d) for d in (source, target))

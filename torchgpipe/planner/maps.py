@@ -26,7 +26,7 @@ from torchgpipe.mapped.hugging_face import (
     without_cache,
 )
 from torchgpipe.partition.keeping import Keeping, checkpointed, counted, is_policy
-from torchgpipe.planner.blocks import Footprint, recorded, refined, timed
+from torchgpipe.planner.blocks import Footprint, Measure, recorded, refined, timed
 from torchgpipe.planner.cuts import cut, evenest
 from torchgpipe.planner.given import (
     FILLED,
@@ -114,19 +114,14 @@ class Units:
         def needed(start: int, stop: int) -> float:
             return need({*chain([] if start else [None], *members[start:stop])})
 
-        def lacking(j: int, start: int, stop: int) -> float:
-            return max(0.0, needed(start, stop) - limits[j])
-
         def cost(j: int, start: int, stop: int) -> float:
-            return inf if lacking(j, start, stop) else sums[stop] - sums[start]
+            lack = needed(start, stop) - limits[j]
+            # What does not fit costs more than all that fits, and the more, the more it lacks.
+            return sums[-1] + lack if lack > 0 else sums[stop] - sums[start]
 
-        for rule in (cost, lacking):
-            sizes = cut(n, count, rule)
-            ends = enumerate(pairwise(accumulate(sizes, initial=0)))
-            lacks = [lacking(j, *block) for j, block in ends]
-            if not any(lacks):
-                break
-        return sizes, lacks
+        sizes = cut(n, count, cost)
+        ends = pairwise(accumulate(sizes, initial=0))
+        return sizes, [max(0.0, needed(*block) - limit) for block, limit in zip(ends, limits)]
 
     def placed(self, devices: Sequence[Device], sizes: Sequence[int]) -> dict[str, Device]:
         """The device map that gives each device as many units as ``sizes`` says, in order."""
@@ -136,11 +131,9 @@ class Units:
         return {"": devices[0], **{name: by_name[name] for name in self._order}}
 
 
-def proposed(
-    devices: Sequence[Device], blocks: Mapping[str, nn.Module], costs: Mapping[str, float]
-) -> dict[str, Device]:
-    """Spread blocks over devices in the order of their costs."""
-    units = Units(blocks, costs)
+def proposed(devices: Sequence[Device], wholes: Wholes, measure: Measure) -> dict[str, Device]:
+    """Spread the blocks of a model over devices evenly by what they cost."""
+    units = Units(*refined(measure, wholes, len(devices)))
     return units.placed(devices, units.cut([inf] * len(devices))[0])
 
 
@@ -262,7 +255,7 @@ def _maps(
     args, kwargs = arguments
 
     def measure(blocks: Mapping[str, nn.Module]) -> dict[str, float]:
-        return timed(model, *args, blocks=blocks, **kwargs)
+        return timed(model, blocks, args, kwargs)
 
     def map_of(blocks: Mapping[str, nn.Module], costs: Mapping[str, float]) -> dict[str, Device]:
         units, need = Units(blocks, costs), None

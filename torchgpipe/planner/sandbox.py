@@ -143,14 +143,6 @@ class Sandbox:
         """The keys of the skips that the layer pops."""
         return [x for x in self.batch.skips if x not in self.output.skips]
 
-    @property
-    def _state(self) -> list[Tensor]:
-        return [x for _, x in tensors(self.layer)]
-
-    @property
-    def _trained(self) -> list[Tensor]:
-        return [x for x in self.layer.parameters() if x.requires_grad]
-
     def sample(self) -> tuple[float, float]:
         """Run the layer, and return the seconds of its forward and of its backward."""
         batch, ends = self._input()
@@ -160,12 +152,15 @@ class Sandbox:
         self.output = leaves(output)
         grads = [torch.ones_like(x) for x in roots]
         self._watch.start()
-        backward([*map(get_gradient_edge, roots)], grads, [*ends, *self._trained])
+        trained = [x for x in self.layer.parameters() if x.requires_grad]
+        backward([*map(get_gradient_edge, roots)], grads, [*ends, *trained])
         return forward, self._watch.stop() if roots else 0.0
 
-    def halved(self, meter: Meter | None = None) -> Figures:
-        """Run the layer, its backward in halves, for the memory if there is a meter, or times."""
-        weights, again = {memory_of(x) for x in strided(self._state)}, 0.0
+    def halved(self, *, is_metered: bool) -> Figures:
+        """Run the layer, its backward in halves, for its memory or for its times in seconds."""
+        state = [x for _, x in tensors(self.layer)]
+        trained = [x for x in self.layer.parameters() if x.requires_grad]
+        weights, again = {memory_of(x) for x in strided(state)}, 0.0
 
         def pack(x: Tensor) -> Tensor:
             nonlocal again
@@ -174,9 +169,9 @@ class Sandbox:
             return x.detach()
 
         # These hooks would hold saved tensors that the first half lets go of.
-        hooks = nullcontext() if meter else saved_tensors_hooks(pack, lambda x: x)
-        meter, seeing = meter or Meter(()), watching(meter.note) if meter else nullcontext()
-        with seeing:
+        hooks = nullcontext() if is_metered else saved_tensors_hooks(pack, lambda x: x)
+        meter = Meter([*state, *self.batch])
+        with watching(meter.note) if is_metered else nullcontext():
             arrived = meter.enter()
             batch, ends = self._input()
             made = meter.enter()
@@ -187,7 +182,7 @@ class Sandbox:
             size, gradient = bytes_of(value), sum(x.nbytes for x in value if x.requires_grad)
             first = meter.enter()
             grads, edges = [torch.ones_like(x) for x in roots], [*map(get_gradient_edge, roots)]
-            halves = Halves(edges, grads, ends, self._trained)
+            halves = Halves(edges, grads, ends, trained)
             del batch, output, value, roots, grads
             kept = made.alive(), arrived.alive()
             self._watch.start()
@@ -197,21 +192,19 @@ class Sandbox:
             self._watch.start()
             halves.weight()
             weight = self._watch.stop()
-        times = 0.0, 0.0, input if ends else 0.0, weight, again
+        if not is_metered:
+            return Figures(input=input if ends else 0.0, weight=weight, again=again)
         most = [x.most for x in (made, first, second)]
-        return Figures(*times, *map(float, (size, gradient, left, *kept, pending, *most)))
+        sizes = map(float, (size, gradient, left, *kept, pending, *most))
+        return Figures(0.0, 0.0, 0.0, 0.0, 0.0, *sizes)
 
     def timed(self, memory: Figures) -> Figures:
         """Run the layer twice, once with its backward in halves; add the times to its memory."""
-        halves = self.halved()
+        halves = self.halved(is_metered=False)
         forward, backward = self.sample()
         input, again = min(halves.input, backward), min(halves.again, forward)
         times = forward, backward, input, halves.weight, again
         return Figures(*[1000 * x for x in times], *memory[len(times) :])
-
-    def memory(self) -> Figures:
-        """Run the layer, its backward in halves, for the memory that it takes, without times."""
-        return self.halved(Meter([*self._state, *self.batch]))._replace(input=0.0, weight=0.0)
 
     def _input(self) -> tuple[Batch, list[Any]]:
         """A copy of the input at the beginning of a graph, and the ends of its backward."""

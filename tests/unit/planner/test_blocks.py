@@ -1,5 +1,6 @@
 """Device maps that are proposed keep blocks whole, and spread what they cost."""
 
+import math
 import time
 from random import Random
 
@@ -10,7 +11,7 @@ from torch import nn
 from torchgpipe.balance import map_by_size, map_by_time
 from torchgpipe.mapped.device_map import Wholes
 from torchgpipe.planner.blocks import hooked
-from torchgpipe.planner.maps import proposed
+from torchgpipe.planner.maps import Units
 
 
 class Block(nn.Module):
@@ -103,6 +104,11 @@ def test_buffers_that_a_forward_replaces_or_cannot_change(propose):
     propose(["a"], model, torch.ones(3, 4), **({"timeout": 0} if propose is map_by_time else {}))
     assert model.count is count
     assert count == 0
+
+
+def proposed(devices, blocks, costs):
+    units = Units(blocks, costs)
+    return units.placed(devices, units.cut([math.inf] * len(devices))[0])
 
 
 def test_tied_blocks_may_be_apart():
