@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, combinations, pairwise, permutations
 from math import comb, inf, lcm
 from numbers import Integral
 
@@ -71,14 +71,13 @@ def others(sizes: Sequence[int]) -> Iterator[list[int]]:
             if other != [*sizes]:
                 yield other
         return
-    for distance in range(1, blocks):
-        for k in range(blocks - distance):
-            for give, take in ((k, k + distance), (k + distance, k)):
-                if sizes[give] > 1:
-                    moved = list(sizes)
-                    moved[give] -= 1
-                    moved[take] += 1
-                    yield moved
+    pairs = permutations(range(blocks), 2)
+    for give, take in sorted(pairs, key=lambda x: (abs(x[0] - x[1]), min(x))):
+        if sizes[give] > 1:
+            moved = [*sizes]
+            moved[give] -= 1
+            moved[take] += 1
+            yield moved
 
 
 def evenest(costs: Sequence[float], partitions: int = 1) -> list[int]:

@@ -111,14 +111,9 @@ def measured(
 ) -> list[Layer]:
     """Measure layers, one by one: the times and the memory that they take.
 
-    The model may be larger than the device, which has a copy of one layer at a time.
-
-    Args:
-        module: the layers.
-        batches: micro-batches, by their rows, of one size or two.
-        device: where to measure.
-        timeout: the seconds to take times of all layers; None takes no times, which are 0 then.
-        progress: whether to show a progress bar.
+    The model may be larger than the device, which has a copy of one layer at a time. The batches
+    are micro-batches by their rows, of one size or two. The timeout is the seconds for the times of
+    all layers; without one no times are taken, which are 0 then.
     """
     children = [(name, x) for name, x in module._modules.items() if x is not None]
     share = None if timeout is None else timeout / len(children)
@@ -169,7 +164,8 @@ def _run(
     inputs.update(zip(inputs, [x.output for x in sandboxes]))
     stashed = {
         key: through(*[(rows, float(bytes_of(x.parts[key]))) for rows, x in inputs.items()])
-        for key in first.stashed
+        for key in first.output.skips
+        if key not in first.batch.skips
     }
     made = Layer(title, _weights_of(layer), stashed, first.popped)
     return made, kind, [*map(list, zip(*(rounds_of or [memory])))]

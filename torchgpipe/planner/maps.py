@@ -53,33 +53,31 @@ class Units:
     """
 
     def __init__(self, blocks: Mapping[str, nn.Module], costs: Mapping[str, float]) -> None:
-        self._order = [*costs, *[name for name in blocks if name not in costs]]
         weights = {name: [*block.parameters()] for name, block in blocks.items()}
-        leader = {name: name for name in blocks}
-        #: For each parameter, the first block that is called with it.
-        called: dict[Tensor, str] = {}
-        norms: dict[Tensor, str] = {}
-        home = next((name for name in self._order if weights[name]), "")
+        #: For each parameter, and the statistics of each norm, the first block called with them.
+        users: dict[Tensor, str] = {}
+        #: For each block that is called, the first one of its unit.
+        leader: dict[str, str] = {}
+        home = next(name for name in (*[x for x in costs if weights[x]], *costs))
         for name in costs:
             # An activation goes with the layer before it.
-            if not weights[name]:
-                leader[name] = leader.get(home, name)
-            home = name
+            home = name if weights[name] else home
+            leader[name] = leader.get(home, home)
             for module in blocks[name].modules():
                 if isinstance(mean := getattr(module, "running_mean", None), Tensor):
-                    leader[name] = leader[norms.setdefault(mean, name)]
+                    leader[name] = leader[users.setdefault(mean, name)]
             for x in weights[name]:
-                called.setdefault(x, name)
+                users.setdefault(x, name)
         #: The names of the blocks of each unit, by the first one.
         self.members: dict[str, list[str]] = {x: [] for x in costs if leader[x] == x}
-        home = next(iter(self.members), "")
+        home = next(iter(self.members))
         for name in blocks:
             # What was not called may have a weight that the code around uses, as a table of
             # positions has. It goes with the block that is called with its weight, or else with
             # the one that was made before it.
-            known = [name] if name in costs else [called[x] for x in weights[name] if x in called]
+            known = [name] if name in costs else [users[x] for x in weights[name] if x in users]
             home = leader[known[0]] if known else home
-            self.members.setdefault(home, []).append(name)
+            self.members[home].append(name)
         #: What each unit costs.
         self.costs = [sum(costs.get(x, 0.0) for x in names) for names in self.members.values()]
 
@@ -90,12 +88,9 @@ class Units:
     ) -> tuple[list[int], list[float]]:
         """Cut units into blocks that fit, of which the slowest is as fast as can be.
 
-        If nothing fits, it is the cut that needs the least beyond a device's memory.
-
-        Args:
-            limits: the bytes that each device may use.
-            need: the most bytes that a device needs for some blocks, and for None, which stands
-                for what belongs to no block and is on the first device; None if all fits.
+        ``need`` tells the most bytes of a device with some blocks, and with None for what belongs
+        to no block, which is on the first device. Without it all fits. If nothing fits, it is the
+        cut that needs the least beyond a device's limit.
 
         Returns:
             The sizes, and the bytes that each block has too little.
@@ -126,9 +121,9 @@ class Units:
     def placed(self, devices: Sequence[Device], sizes: Sequence[int]) -> dict[str, Device]:
         """The device map that gives each device as many units as ``sizes`` says, in order."""
         places = [device for device, size in zip(devices, sizes) for _ in range(size)]
-        by_name = {x: place for place, names in zip(places, self.members.values()) for x in names}
+        units = zip(places, self.members.values())
         # Parameters of modules that have blocks themselves are on the first device.
-        return {"": devices[0], **{name: by_name[name] for name in self._order}}
+        return {"": devices[0], **{name: place for place, names in units for name in names}}
 
 
 def proposed(devices: Sequence[Device], wholes: Wholes, measure: Measure) -> dict[str, Device]:
@@ -153,11 +148,6 @@ def chosen_map(
     It is the user's own, or ``"auto"``, which measures the model with a sample. A map that was
     found is rehearsed with the sample, and gives way to another one if the model raises anything.
     Without accelerators, all is on the CPU.
-
-    Raises:
-        TypeError: the sample or the devices are of the wrong kind.
-        ValueError: arguments are missing, or given beside a map of the user's, or the model cannot
-            be measured, or does not fit.
     """
     if isinstance(device_map, str) and device_map != "auto":
         raise ValueError(
@@ -174,22 +164,20 @@ def chosen_map(
             "'auto' as the device map"
         )
     verify_all_there(model)
-    chosen: Mapping[str, Device]
-    if isinstance(device_map, str) and has_no_place(devices):
-        _arguments_of(model, sample)
-        chosen = on_cpu(model)
-    elif isinstance(device_map, str):
-        places = places_of(devices, are_one_each=False)
-        # Several entries of one device share its memory.
-        limits = [FILLED * x / places.count(y) for x, y in zip(limits_of(memory, places), places)]
+    assert device_map is not None
+    if isinstance(device_map, str):
         arguments = _arguments_of(model, sample)
-        maps = _maps(model, places, arguments, limits, chunks, checkpoint)
-        chosen = _first_that_runs(model, maps, lambda x: rehearse(x, arguments))
-    else:
-        assert device_map is not None
-        chosen = device_map
+        if has_no_place(devices):
+            device_map = on_cpu(model)
+        else:
+            places = places_of(devices, are_one_each=False)
+            # Several entries of one device share its memory.
+            limits = zip(places, limits_of(memory, places))
+            shares = [FILLED * limit / places.count(place) for place, limit in limits]
+            maps = _maps(model, places, arguments, shares, chunks, checkpoint)
+            device_map = _first_that_runs(model, maps, lambda x: rehearse(x, arguments))
     release(model)
-    return chosen
+    return device_map
 
 
 def _arguments_of(model: nn.Module, sample: Any) -> Arguments:
@@ -229,11 +217,10 @@ def _first_that_runs(
         release(model)
         try:
             rehearse(device_map)
+            return device_map
         except Exception as error:
             failure = failure or error
             place(model, {"": home})
-        else:
-            return device_map
     assert failure is not None
     add_note(
         failure,

@@ -32,7 +32,7 @@ class Section:
 
     def alive(self) -> int:
         """The bytes of what it has made, and somebody holds."""
-        self.made = {memory: size for memory, size in self.made.items() if not memory.expired()}
+        self.made = {x: size for x, size in self.made.items() if not x.expired()}
         return sum(self.made.values())
 
 
@@ -45,7 +45,7 @@ class Meter:
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         #: The memory that is known, or that a section has made.
-        self._seen = {memory_of(x) for x in strided(known)}
+        self._seen = {*memories(known)}
         self.sections: list[Section] = []
 
     def enter(self) -> Section:
@@ -55,8 +55,7 @@ class Meter:
 
     def note(self, _: Any, output: Any) -> None:
         """Take note of what an operator has made."""
-        made = {memory_of(x): size_of(x) for x in strided(output)}
-        made = {memory: size for memory, size in made.items() if memory not in self._seen}
+        made = {x: size for x, size in memories(output).items() if x not in self._seen}
         self._seen.update(made)
         # Memory that is made before the first section, as by copies of arguments, does not count.
         if made and self.sections:
@@ -65,25 +64,21 @@ class Meter:
             section.most = max(section.most, section.alive())
 
 
-def memory_of(tensor: Tensor) -> StorageWeakRef:
-    """The memory of a tensor, which this does not hold."""
-    return StorageWeakRef(tensor.untyped_storage())
-
-
-def size_of(tensor: Tensor) -> int:
-    """The bytes of the memory of a tensor."""
-    return tensor.untyped_storage().nbytes()
+def memories(values: Any) -> dict[StorageWeakRef, int]:
+    """The memory of all tensors among values, which nobody holds by this, and its bytes."""
+    storages = [x.untyped_storage() for x in strided(values)]
+    return {StorageWeakRef(x): x.nbytes() for x in storages}
 
 
 def bytes_of(values: Any) -> int:
     """The bytes of the memory of all tensors among values."""
-    return sum({memory_of(x): size_of(x) for x in strided(values)}.values())
+    return sum(memories(values).values())
 
 
 def strided(values: Any) -> list[Tensor]:
     """The tensors among values that have memory of their own, as sparse ones have not."""
-    found = [x for x in leaves_of(values) if isinstance(x, Tensor)]
-    return [x for x in found if x.layout == torch.strided]
+    tensors = [x for x in leaves_of(values) if isinstance(x, Tensor)]
+    return [x for x in tensors if x.layout == torch.strided]
 
 
 def watching(note: Callable[[Any, Any], None]) -> Any:

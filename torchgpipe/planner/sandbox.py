@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchgpipe.ambient.generators import generator_of, get_state, set_state
 from torchgpipe.autograd.halves import Halves, backward
@@ -21,7 +22,7 @@ from torchgpipe.autograd.nodes import enter
 from torchgpipe.devices.recorder import Stopwatch
 from torchgpipe.devices.streams import CPU
 from torchgpipe.partition.placement import place, tensors
-from torchgpipe.planner.meter import Meter, bytes_of, memory_of, strided, watching
+from torchgpipe.planner.meter import Meter, bytes_of, memories, strided, watching
 from torchgpipe.recompute.once import updated_in, updates
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 from torchgpipe.values.microbatch import VALUE, Batch
@@ -134,11 +135,6 @@ class Sandbox:
         self.sample()
 
     @property
-    def stashed(self) -> list[Any]:
-        """The keys of the skips that the layer stashes."""
-        return [x for x in self.output.skips if x not in self.batch.skips]
-
-    @property
     def popped(self) -> list[Any]:
         """The keys of the skips that the layer pops."""
         return [x for x in self.batch.skips if x not in self.output.skips]
@@ -160,11 +156,11 @@ class Sandbox:
         """Run the layer, its backward in halves, for its memory or for its times in seconds."""
         state = [x for _, x in tensors(self.layer)]
         trained = [x for x in self.layer.parameters() if x.requires_grad]
-        weights, again = {memory_of(x) for x in strided(state)}, 0.0
+        weights, again = memories(state), 0.0
 
         def pack(x: Tensor) -> Tensor:
             nonlocal again
-            if x.layout == torch.strided and memory_of(x) not in weights:
+            if x.layout == torch.strided and StorageWeakRef(x.untyped_storage()) not in weights:
                 again = self._watch.stop()
             return x.detach()
 
