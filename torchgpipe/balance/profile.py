@@ -31,15 +31,10 @@ __all__ = ["Profile", "detach", "layerwise_sandbox", "profile_layers"]
 
 @dataclass(frozen=True)
 class Profile:
-    """The time and the memory that the layers of a module take on a device; print it for a table.
-
-    Args:
-        device: where they were measured.
-        rows: the rows that they were measured with.
-        layers: the layers.
-    """
+    """The time and the memory that layers take on a device; print it for a table."""
 
     device: torch.device
+    #: The rows that the layers were measured with.
     rows: int
     layers: list[Layer]
 

@@ -23,8 +23,16 @@ from torchgpipe.engine.unchanged import unchanged
 from torchgpipe.mapped.device_map import Wholes
 from torchgpipe.mapped.lazy_outputs import can_fill_itself
 from torchgpipe.planner.memory import OUTSIDE
-from torchgpipe.planner.meter import Meter, bytes_of, strided, watching
-from torchgpipe.planner.sandbox import kind_of, pooled, rounds, verify_timed
+from torchgpipe.planner.sandbox import (
+    Meter,
+    bytes_of,
+    kind_of,
+    pooled,
+    rounds,
+    strided,
+    verify_timed,
+    watching,
+)
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import map_leaves
 
@@ -69,12 +77,11 @@ def timed(
         for _ in chain([None], rounds(timeout)):
             samples.append({})
             model(*args, **kwargs)
+    del samples[0]
     # A model may call its blocks in one round and not in another, but the order stays.
-    names = [*dict.fromkeys(name for sample in samples[1:] for name in sample)]
-    times = pooled(
-        [kind_of(blocks[name]) for name in names],
-        [[sample.get(name, 0.0) for sample in samples[1:]] for name in names],
-    )
+    names = [*dict.fromkeys(chain(*samples))]
+    kinds = [kind_of(blocks[name]) for name in names]
+    times = pooled(kinds, [[sample.get(name, 0.0) for sample in samples] for name in names])
     verify_timed(times, home, "blocks", "move the model to the CPU before, by model.cpu()")
     return dict(zip(names, times))
 

@@ -87,13 +87,9 @@ def evenest(costs: Sequence[float], partitions: int = 1) -> list[int]:
     """
     costs = listed(costs, "costs must be a sequence", "costs", "pass a number for each layer")
     n = len(costs)
-    verify(
-        isinstance(partitions, Integral) and partitions is not True and partitions >= 1,
-        "partitions must be a positive integer",
-        "partitions",
-        partitions,
-        "one partition takes all layers",
-    )
+    valid = isinstance(partitions, Integral) and partitions is not True and partitions >= 1
+    rule, remedy = "partitions must be a positive integer", "one partition takes all layers"
+    verify(valid, rule, "partitions", partitions, remedy)
     if n < partitions:
         raise ValueError(
             "there must be at least one layer for each partition "

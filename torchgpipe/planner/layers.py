@@ -19,10 +19,10 @@ from torchgpipe.devices.recorder import Stopwatch
 from torchgpipe.devices.streams import has_streams, use_device
 from torchgpipe.engine.outcome import LARGE
 from torchgpipe.partition.placement import tensors
-from torchgpipe.planner.meter import bytes_of
 from torchgpipe.planner.sandbox import (
     Figures,
     Sandbox,
+    bytes_of,
     copied,
     kind_of,
     leaves,
@@ -52,14 +52,13 @@ class Line:
         return max(0.0, self.constant + self.slope * rows)
 
 
-def through(first: tuple[int, float], second: tuple[int, float] | None = None) -> Line:
+def through(first: tuple[int, float], second: tuple[int, float] = (0, 0.0)) -> Line:
     """The line through two points, each of rows and the number there.
 
     The constant part is not negative, as noise might have it. With one point, the number is taken
     to be proportional to the rows.
     """
-    rows, value = first
-    others, other = second or (0, 0.0)
+    (rows, value), (others, other) = first, second
     slope = max(0.0, (value - other) / (rows - others))
     constant = value - slope * rows
     # Noise may make few rows seem to be slower than they are.
@@ -137,10 +136,8 @@ def measured(
     layers, kinds, samples = zip(*runs)
     lines = []
     for field in range(len(Figures())):
-        by_size = [
-            pooled(kinds, [[figures[field] for figures in x[size]] for x in samples])
-            for size in range(len(inputs))
-        ]
+        # For each size of the micro-batch, a number for each layer.
+        by_size = [pooled(kinds, [[x[field] for x in y] for y in size]) for size in zip(*samples)]
         lines.append([through(*zip(inputs, points)) for points in zip(*by_size)])
     return [replace(layer, lines=x) for layer, x in zip(layers, zip(*lines))]
 
@@ -154,8 +151,7 @@ def _run(
 ) -> tuple[Layer, Hashable, list[list[Figures]]]:
     """Run a layer with micro-batches of each size, and put its outputs in their place.
 
-    Returns:
-        The layer without its lines, its kind, and for each size the figures of all rounds.
+    Return the layer without its lines, its kind, and for each size the figures of all rounds.
     """
     sandboxes = [Sandbox(layer, x, device) for x in inputs.values()]
     first, memory = sandboxes[0], [x.halved(is_metered=True) for x in sandboxes]

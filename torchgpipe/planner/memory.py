@@ -27,12 +27,9 @@ EARLY_AT_FIRST, EARLY = 2, 1
 class Stage:
     """Layers that follow each other: the memory for a micro-batch, in bytes, and the times.
 
-    Args:
-        layers: all layers.
-        figures: the times and the memory of each.
-        rows: the rows of the micro-batch.
-        own: the numbers of the layers of this stage.
-        is_summed: whether a schedule adds up gradients, which it does in place, and not autograd.
+    The layers are all of a model, each with its figures for so many rows, and ``own`` are the
+    numbers of those in this stage. A schedule adds up gradients in place if ``is_summed``, and
+    autograd does otherwise.
     """
 
     def __init__(
