@@ -58,11 +58,8 @@ def timed(
     model: nn.Module, blocks: Mapping[str, nn.Module], args: Any, kwargs: Any, timeout: float = 1.0
 ) -> dict[str, float]:
     """Measure the seconds of each block's forward in a run of the model."""
-    home = next((x.device for x in model.parameters()), CPU)
-    watches = {
-        name: Stopwatch(next((x.device for x in block.parameters()), home))
-        for name, block in blocks.items()
-    }
+    home = home_of(model)
+    watches = {name: Stopwatch(home_of(block, home)) for name, block in blocks.items()}
     #: For each round, how long each block took; a block may be called several times.
     samples: list[dict[str, float]] = []
 
@@ -84,6 +81,11 @@ def timed(
     times = pooled(kinds, [[sample.get(name, 0.0) for sample in samples] for name in names])
     verify_timed(times, home, "blocks", "move the model to the CPU before, by model.cpu()")
     return dict(zip(names, times))
+
+
+def home_of(module: nn.Module, otherwise: torch.device = CPU) -> torch.device:
+    """The device of a module's first parameter, if it has any."""
+    return next((x.device for x in module.parameters()), otherwise)
 
 
 @contextmanager

@@ -130,8 +130,5 @@ def solve(costs: Sequence[float], partitions: int = 1) -> list[list[float]]:
         >>> [len(block) for block in solve([1, 2, 3, 4, 5, 6], partitions=2)]
         [4, 2]
     """
-    blocks, start = [], 0
-    for size in evenest(costs, partitions):
-        blocks.append([*costs[start : start + size]])
-        start += size
-    return blocks
+    ends = accumulate(evenest(costs, partitions), initial=0)
+    return [[*costs[a:b]] for a, b in pairwise(ends)]

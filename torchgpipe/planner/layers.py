@@ -32,7 +32,7 @@ from torchgpipe.planner.sandbox import (
     same_numbers,
     undisturbed,
 )
-from torchgpipe.values.microbatch import VALUE, Batch
+from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
 
@@ -124,10 +124,8 @@ def measured(
         torch.enable_grad(),
         progress_bar(progress, len(children)) as bar,
     ):
-        inputs = {
-            rows: leaves(batch.map(lambda *xs: [x.to(device) for x in xs], [VALUE]))
-            for rows, batch in batches.items()
-        }
+        near = [x.replace([y.to(device) for y in x]) for x in batches.values()]
+        inputs = dict(zip(batches, map(leaves, near)))
         for name, child in children:
             title = f"{name} ({type(child).__name__})"
             with noted(f"raised while layer {title} was profiled"):

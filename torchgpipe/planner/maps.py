@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.ambient.notes import add_note, noted
-from torchgpipe.devices.streams import CPU, Device
+from torchgpipe.devices.streams import Device
 from torchgpipe.mapped.device_map import Wholes, place
 from torchgpipe.mapped.hugging_face import (
     on_cpu,
@@ -26,7 +26,7 @@ from torchgpipe.mapped.hugging_face import (
     without_cache,
 )
 from torchgpipe.partition.keeping import Keeping, checkpointed, counted, is_policy
-from torchgpipe.planner.blocks import Footprint, Measure, recorded, refined, timed
+from torchgpipe.planner.blocks import Footprint, Measure, home_of, recorded, refined, timed
 from torchgpipe.planner.cuts import cut, evenest
 from torchgpipe.planner.given import (
     FILLED,
@@ -195,14 +195,10 @@ def _arguments_of(model: nn.Module, sample: Any) -> Arguments:
             "a model on the meta device takes no time that could be measured for the device map "
             f"'auto' ({absent}: meta); load the model first, or pass a device map of your own"
         )
-    home = _home(model)
+    home = home_of(model)
     near = [x.to(home) if x.device.type == "cpu" else x for x in batch]
     args, kwargs = batch.replace(near).value
     return Arguments(args, without_cache(kwargs) if takes_cache(model) else kwargs)
-
-
-def _home(model: nn.Module) -> torch.device:
-    return next((x.device for x in model.parameters()), CPU)
 
 
 def _first_that_runs(
@@ -211,7 +207,7 @@ def _first_that_runs(
     rehearse: Callable[[Mapping[str, Device]], None],
 ) -> Mapping[str, Device]:
     """Run a model with one map after another, and return the first one with which it runs."""
-    home, failure = _home(model), None
+    home, failure = home_of(model), None
     for device_map in maps:
         # Accelerate's hooks would bring tensors to where they were before.
         release(model)
