@@ -39,7 +39,7 @@ from torchgpipe.values.structure import map_leaves
 __all__: list[str] = []
 
 
-#: What blocks cost by their names: those that are called, in the order of the calls.
+#: Measures blocks; returns by name what those cost that are called, in the order of the calls.
 Measure: TypeAlias = Callable[[dict[str, nn.Module]], dict[str, float]]
 
 

@@ -58,7 +58,7 @@ class Units:
         users: dict[Tensor, str] = {}
         #: For each block that is called, the first one of its unit.
         leader: dict[str, str] = {}
-        home = next(name for name in (*[x for x in costs if weights[x]], *costs))
+        home = next(iter([*[x for x in costs if weights[x]], *costs]), "")
         for name in costs:
             # An activation goes with the layer before it.
             home = name if weights[name] else home
@@ -70,14 +70,14 @@ class Units:
                 users.setdefault(x, name)
         #: The names of the blocks of each unit, by the first one.
         self.members: dict[str, list[str]] = {x: [] for x in costs if leader[x] == x}
-        home = next(iter(self.members))
+        home = next(iter(self.members), "")
         for name in blocks:
             # What was not called may have a weight that the code around uses, as a table of
             # positions has. It goes with the block that is called with its weight, or else with
             # the one that was made before it.
             known = [name] if name in costs else [users[x] for x in weights[name] if x in users]
             home = leader[known[0]] if known else home
-            self.members[home].append(name)
+            self.members.setdefault(home, []).append(name)
         #: What each unit costs.
         self.costs = [sum(costs.get(x, 0.0) for x in names) for names in self.members.values()]
 

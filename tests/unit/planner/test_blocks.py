@@ -165,6 +165,21 @@ def test_uncalled_block_before_all_others_is_on_the_first_device():
     assert found == {"": 0, "c": 0, "b": 1, "a": 0}
 
 
+def test_blocks_whose_weights_are_used_without_any_call():
+    class Functional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = nn.functional.linear(x, layer.weight)
+            return x
+
+    found = map_by_size([0], Functional(), torch.rand(3, 4))
+    assert found == {"": 0, "layers.0": 0, "layers.1": 0}
+
+
 def test_fewer_blocks_than_devices():
     with pytest.raises(ValueError, match=r"blocks: 3, devices: 4"):
         map_by_size([0, 1, 2, 3], Model(Block()), torch.rand(3, 4))
