@@ -58,11 +58,11 @@ class Units:
         users: dict[Tensor, str] = {}
         #: For each block that is called, the first one of its unit.
         leader: dict[str, str] = {}
-        home = next(iter([*[x for x in costs if weights[x]], *costs]), "")
+        home = next((name for name in costs if weights[name]), "")
         for name in costs:
             # An activation goes with the layer before it.
-            home = name if weights[name] else home
-            leader[name] = leader.get(home, home)
+            leader[name] = name if weights[name] else leader.get(home, home or name)
+            home = name
             for module in blocks[name].modules():
                 if isinstance(mean := getattr(module, "running_mean", None), Tensor):
                     leader[name] = leader[users.setdefault(mean, name)]
