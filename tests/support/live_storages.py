@@ -2,7 +2,7 @@
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchgpipe.planner.meter import strided, watching
+from torchgpipe.planner.sandbox import strided, watching
 
 
 class LiveStorages:

@@ -35,7 +35,6 @@ ELSEWHERE = {
     "mapped/slice_refusals": "virtual/test_slices_arguments.py",
     "mapped/sliced_call": "virtual/test_slices.py",
     "planner/advice": "virtual/test_advice.py",
-    "planner/meter": "virtual/test_plan_memory.py",
     "planner/observed": "virtual/test_advice_strays.py",
     "planner/problem": "virtual/test_plans.py",
     "show/figures": "unit/show/test_describe.py",

@@ -55,6 +55,6 @@ def test_times_are_exact(devices):
     with observe(costs={"addmm": 1.0, "mm": 2.0}) as seen:
         table = profile_layers(linears(), torch.rand(2, 4), timeout=0)
     assert_no_races(seen)
-    assert [x.times(2).forward for x in table.layers] == [1] * 8
+    assert [x.at(2).forward for x in table.layers] == [1] * 8
     # The input of the first layer needs no gradient.
     assert table.times() == [0.003, *[0.005] * 7]

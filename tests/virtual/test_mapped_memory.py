@@ -15,10 +15,9 @@ from torchgpipe import MappedGPipe
 from torchgpipe.mapped.device_map import Wholes
 from torchgpipe.partition.keeping import checkpointed
 from torchgpipe.planner import maps
-from torchgpipe.planner.blocks import Times, recorded
+from torchgpipe.planner.blocks import Footprint, recorded
 from torchgpipe.planner.given import USABLE
 from torchgpipe.planner.maps import Units
-from torchgpipe.planner.memory import Footprint
 
 # Embedding and head are one weight, used on the streams of two visits.
 pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
@@ -26,10 +25,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream
 ROWS = 4
 
 
-def equal(model, *_, blocks=None, **__):
+def equal(model, blocks, *_):
     """Each block takes one second."""
-    blocks = blocks or Wholes.of(model).blocks()
-    return Times(blocks, dict.fromkeys(blocks, 1.0))
+    return dict.fromkeys(blocks, 1.0)
 
 
 @pytest.fixture
@@ -53,15 +51,15 @@ def usable(monkeypatch):
 
 def predicted(model, sizes, devices, arguments, chunks, mode):
     """The device map with so many units on each device, and the memory that it is said to take."""
-    times = equal(model)
-    units = Units(*times)
-    run = recorded(model, times.blocks, arguments, {})
+    blocks = Wholes.of(model).blocks()
+    units = Units(blocks, equal(model, blocks))
+    calls = recorded(model, blocks, arguments, {})
     found = []
     for a, b in pairwise(accumulate(sizes, initial=0)):
         own = {x for names in [*units.members.values()][a:b] for x in names}
         own = own if a else {*own, None}
         again = checkpointed(mode, chunks)
-        footprint = Footprint(model, times.blocks, run, chunks, again, 2.0)
+        footprint = Footprint(model, blocks, calls, chunks, again, 2.0)
         found.append(footprint.need(own))
     return units.placed(devices, sizes), found
 

@@ -33,7 +33,7 @@ from torchgpipe.partition.arguments import (
     verify_scale,
 )
 from torchgpipe.partition.split import verify_module
-from torchgpipe.planner.blocks import Times, recorded, refined, timed
+from torchgpipe.planner.blocks import Measure, recorded, timed
 from torchgpipe.planner.cuts import evenest
 from torchgpipe.planner.maps import proposed
 
@@ -101,30 +101,13 @@ def balance_by_size(
     """Balance by the memory that each layer takes in training.
 
     The cost of a layer is the memory of its parameters times ``param_scale``, plus the memory that
-    it keeps of one micro-batch for backward, the output included.
+    it keeps of one micro-batch for backward, the output included. ``param_scale`` is how many times
+    the memory of a parameter it takes to train it, itself and its gradient included: 2 for SGD, 3
+    with momentum, 4 for Adam.
 
-    Args:
-        partitions: how many partitions to make.
-        module: the layers.
-        input: an input of the size of a mini-batch, on any device: the argument of the first layer.
-
-    Keyword Args:
-        args: as in :func:`balance_by_time`.
-        kwargs: those of the first layer.
-        device: where to measure.
-        progress: whether to show a progress bar.
-        chunks: how many micro-batches are made of the mini-batch. Layers run one of them; with the
-            default they run the whole mini-batch, for which a device may lack the memory.
-        param_scale: how many times the memory of a parameter it takes to train it, itself and its
-            gradient included: 2 for SGD, 3 with momentum, 4 for Adam.
-
-    Returns:
-        How many layers each partition takes, for ``GPipe(module, balance)``.
-
-    Raises:
-        TypeError: the module could not be wrapped, or there is no input.
-        ValueError: there are fewer layers than partitions.
-        ImportError: a progress bar was asked for, and tqdm is not installed.
+    ``input`` has the size of a mini-batch, of which ``chunks`` micro-batches are made. Layers run
+    one of them; with the default they run the whole mini-batch, for which a device may lack the
+    memory. All else is as in :func:`balance_by_time`.
     """
     partitions = _verified(partitions, module)
     verify_scale(param_scale)
@@ -142,7 +125,7 @@ def balance_by_size(
             )
         raise
     costs = [
-        layer.bytes(profile.rows).left + layer.weights.parameters * param_scale
+        layer.at(profile.rows).left + layer.weights.parameters * param_scale
         for layer in profile.layers
     ]
     return evenest(costs, partitions)
@@ -174,8 +157,7 @@ def map_by_time(
     Keyword Args:
         no_split: names of classes whose modules are kept whole. By default those that the model
             names itself, as models of Transformers do.
-        timeout: how many seconds to measure. A warm-up comes on top, and the model runs three times
-            at least.
+        timeout: as in :func:`balance_by_time`.
         **kwargs: the keyword arguments of the model.
 
     Returns:
@@ -184,13 +166,8 @@ def map_by_time(
     Raises:
         ValueError: there are fewer blocks than devices, or no block takes any time.
     """
-    places = _places(devices, model, no_split)
     checked_timeout(timeout)
-
-    def measure(blocks: dict[str, nn.Module]) -> Times:
-        return timed(model, *args, blocks=blocks, timeout=timeout, **kwargs)
-
-    return proposed(places, *refined(measure, Wholes.of(model, no_split), len(places)))
+    return _map(devices, model, no_split, lambda x: timed(model, x, args, kwargs, timeout))
 
 
 def map_by_size(
@@ -203,43 +180,26 @@ def map_by_size(
 ) -> dict[str, Device]:
     """Propose a device map by the memory that each block takes in training.
 
-    The cost of a block is the memory of its parameters times ``param_scale``, plus the memory that
-    it keeps of the sample for backward.
-
-    Args:
-        devices: as in :func:`map_by_time`.
-        model: any module.
-        *args: the arguments of the model.
-
-    Keyword Args:
-        no_split: as in :func:`map_by_time`.
-        **kwargs: the keyword arguments of the model.
-        param_scale: how many times the memory of a parameter it takes to train it: 2 for SGD, 3
-            with momentum, 4 for Adam.
-
-    Returns:
-        The devices by the names of modules.
-
-    Raises:
-        ValueError: there are fewer blocks than devices.
+    The cost of a block is the memory of its parameters times ``param_scale``, as in
+    :func:`balance_by_size`, plus the memory that it keeps of the sample for backward. All else is
+    as in :func:`map_by_time`.
     """
-    places = _places(devices, model, no_split)
     verify_scale(param_scale)
 
-    def measure(blocks: dict[str, nn.Module]) -> Times:
+    def measure(blocks: dict[str, nn.Module]) -> dict[str, float]:
         sizes: dict[str, float] = {}
-        for part in recorded(model, blocks, args, kwargs).parts:
-            if part.block is not None and part.is_call:
-                weights = sum(x.nbytes for x in blocks[part.block].parameters())
-                sizes.setdefault(part.block, param_scale * weights)
-                sizes[part.block] += part.kept
-        return Times(blocks, sizes)
+        for call in recorded(model, blocks, args, kwargs):
+            if call.block is not None:
+                weights = sum(x.nbytes for x in blocks[call.block].parameters())
+                sizes.setdefault(call.block, param_scale * weights)
+                sizes[call.block] += call.kept
+        return sizes
 
-    return proposed(places, *refined(measure, Wholes.of(model, no_split), len(places)))
+    return _map(devices, model, no_split, measure)
 
 
-def _places(devices: Any, model: Any, no_split: Any) -> list[Device]:
-    """Check the arguments of a map, and return the devices."""
+def _map(devices: Any, model: Any, no_split: Any, measure: Measure) -> dict[str, Device]:
+    """Check the arguments of a map, and spread the blocks of a model by what they cost."""
     rule, remedy = "devices must be a sequence of devices", "pass such as [0, 1], or ['cpu'] * 2"
     places = listed(devices, rule, "devices", remedy)
     for place in places:
@@ -253,7 +213,7 @@ def _places(devices: Any, model: Any, no_split: Any) -> list[Device]:
     valid = is_list and has_entries(no_split) and all(isinstance(x, str) for x in no_split)
     remedy = "pass such as ['Block']"
     verify(no_split is None or valid, rule, "no_split", no_split, remedy, TypeError)
-    return places
+    return proposed(places, Wholes.of(model, no_split), measure)
 
 
 def _verified(partitions: Any, module: nn.Sequential) -> int:

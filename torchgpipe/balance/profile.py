@@ -31,15 +31,10 @@ __all__ = ["Profile", "detach", "layerwise_sandbox", "profile_layers"]
 
 @dataclass(frozen=True)
 class Profile:
-    """The time and the memory that the layers of a module take on a device; print it for a table.
-
-    Args:
-        device: where they were measured.
-        rows: the rows that they were measured with.
-        layers: the layers.
-    """
+    """The time and the memory that layers take on a device; print it for a table."""
 
     device: torch.device
+    #: The rows that the layers were measured with.
     rows: int
     layers: list[Layer]
 
@@ -47,9 +42,9 @@ class Profile:
         titles = ["layer", "forward ms", "backward ms", "parameters", "activations", "output"]
         rows = [titles]
         for layer in self.layers:
-            times, memory = layer.times(self.rows), layer.bytes(self.rows)
-            sizes = layer.weights.parameters, round(memory.left), round(memory.output)
-            milliseconds = [f"{x:.3f}" for x in (times.forward, times.backward)]
+            figures = layer.at(self.rows)
+            sizes = layer.weights.parameters, round(figures.left), round(figures.output)
+            milliseconds = [f"{x:.3f}" for x in (figures.forward, figures.backward)]
             rows.append([layer.name, *milliseconds, *map(in_bytes, sizes)])
         return aligned(rows)
 
@@ -88,27 +83,11 @@ def profile_layers(
     device: Device | None = None,
     progress: bool = False,
 ) -> Profile:
-    """Measure the time and the memory of each layer, in train mode.
+    """Measure the time and the memory of each layer, in train mode; print the result for a table.
 
-    Args:
-        module: the layers.
-        sample: an input on any device: the argument of the first layer.
-
-    Keyword Args:
-        args: the arguments of the first layer after the sample, or all of them without a sample.
-        kwargs: the keyword arguments of the first layer.
-        chunks: the number of micro-batches to make of the sample; by default the sample is one.
-        timeout: the seconds to measure. A warm-up comes on top, and there are three rounds for each
-            layer at least. None measures no times, which are 0 then, but only the memory.
-        device: where to measure: by default the first accelerator, or the CPU if there is none.
-        progress: whether to show a progress bar.
-
-    Returns:
-        A row for each layer. Print it.
-
-    Raises:
-        TypeError: the module could not be wrapped, or there is no input, or args is no tuple.
-        ImportError: a progress bar was asked for, and tqdm is not installed.
+    Of the sample so many micro-batches are made as ``chunks`` says, and the first one is measured.
+    A ``timeout`` of None measures no times, which are 0 then, but only the memory. All else is as
+    in :func:`torchgpipe.balance.balance_by_time`, the errors included.
     """
     verify_module(module)
     verify_skippables(module)

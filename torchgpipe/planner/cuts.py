@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, combinations, pairwise, permutations
 from math import comb, inf, lcm
 from numbers import Integral
 
@@ -35,48 +35,27 @@ def cut(
         most: what no block of the best cut costs more than, nor any larger block that costs more.
     """
 
-    def largest(before: float, *block: int) -> float | None:
-        size = cost(*block)
-        return max(before, size) if size <= most else None
+    def best(add: Callable[[float, float], float], bound: float) -> tuple[float, Sequence[int]]:
+        # For each number of layers, counted from the first one, the least total of the blocks that
+        # they are cut into, and the sizes of these blocks.
+        ends: dict[int, tuple[float, Sequence[int]]] = {0: (0, ())}
+        for j in range(blocks):
+            before, ends, left = ends, {}, blocks - j - 1
+            for start, (total, sizes) in before.items():
+                for stop in range(start + 1, n - left + 1) if left else [n]:
+                    if stop in ends and total >= ends[stop][0]:
+                        continue
+                    size = cost(j, start, stop)
+                    if size > most:
+                        break
+                    more = add(total, size)
+                    if size <= bound and (stop not in ends or more < ends[stop][0]):
+                        ends[stop] = more, (*sizes, stop - start)
+        return ends[n]
 
-    bound, _ = _best(n, blocks, largest)
-
-    def squares(before: float, *block: int) -> float | None:
-        size = cost(*block)
-        if size <= bound < inf:
-            return before + size * size
-        return inf if size <= most else None
-
-    sizes = _best(n, blocks, squares)[1]
-    # If no cut fits, take any: the search then moves layers until one fits.
-    return [*(sizes or _best(n, blocks, lambda before, *block: before)[1])]
-
-
-def _best(
-    n: int, blocks: int, add: Callable[[float, int, int, int], float | None]
-) -> tuple[float, Sequence[int]]:
-    """The least total of blocks, and their sizes; infinite if none has any.
-
-    ``add(total, j, start, stop)`` is no less than ``total``, and None where larger blocks cannot be
-    either.
-    """
-    # best[stop] is the best way to cut the first `stop` layers.
-    best: dict[int, tuple[float, Sequence[int]]] = {0: (0, ())}
-    for j in range(blocks):
-        now: dict[int, tuple[float, Sequence[int]]] = {}
-        left = blocks - j - 1
-        for start, (before, sizes) in best.items():
-            for stop in range(start + 1, n - left + 1) if left else [n]:
-                least = now[stop][0] if stop in now else inf
-                if before >= least:
-                    continue
-                total = add(before, j, start, stop)
-                if total is None:
-                    break
-                if total < least:
-                    now[stop] = total, (*sizes, stop - start)
-        best = now
-    return best.get(n, (inf, ()))
+    largest, sizes = best(max, inf)
+    # If no cut fits, any will do: the search then moves layers until one fits.
+    return [*(sizes if largest == inf else best(lambda x, y: x + y * y, largest)[1])]
 
 
 def others(sizes: Sequence[int]) -> Iterator[list[int]]:
@@ -92,14 +71,13 @@ def others(sizes: Sequence[int]) -> Iterator[list[int]]:
             if other != [*sizes]:
                 yield other
         return
-    for distance in range(1, blocks):
-        for k in range(blocks - distance):
-            for give, take in ((k, k + distance), (k + distance, k)):
-                if sizes[give] > 1:
-                    moved = list(sizes)
-                    moved[give] -= 1
-                    moved[take] += 1
-                    yield moved
+    pairs = permutations(range(blocks), 2)
+    for give, take in sorted(pairs, key=lambda x: (abs(x[0] - x[1]), min(x))):
+        if sizes[give] > 1:
+            moved = [*sizes]
+            moved[give] -= 1
+            moved[take] += 1
+            yield moved
 
 
 def evenest(costs: Sequence[float], partitions: int = 1) -> list[int]:
@@ -109,23 +87,17 @@ def evenest(costs: Sequence[float], partitions: int = 1) -> list[int]:
     """
     costs = listed(costs, "costs must be a sequence", "costs", "pass a number for each layer")
     n = len(costs)
-    verify(
-        isinstance(partitions, Integral) and partitions is not True and partitions >= 1,
-        "partitions must be a positive integer",
-        "partitions",
-        partitions,
-        "one partition takes all layers",
-    )
+    valid = isinstance(partitions, Integral) and partitions is not True and partitions >= 1
+    rule, remedy = "partitions must be a positive integer", "one partition takes all layers"
+    verify(valid, rule, "partitions", partitions, remedy)
     if n < partitions:
         raise ValueError(
             "there must be at least one layer for each partition "
             f"(layers: {n}, partitions: {partitions}); use fewer partitions"
         )
-    rule, remedy = (
-        "costs must be finite and not negative",
-        "measure the layer again, or estimate it",
-    )
+    rule = "costs must be finite and not negative"
     for k, x in enumerate(costs):
+        remedy = "measure the layer again, or estimate it"
         verify(is_number(x) and finite(x) and x >= 0, rule, f"costs[{k}]", x, remedy)
     # Costs are counted in whole units, so that sums are exact.
     exact = [Fraction(cost) for cost in costs]
@@ -158,8 +130,5 @@ def solve(costs: Sequence[float], partitions: int = 1) -> list[list[float]]:
         >>> [len(block) for block in solve([1, 2, 3, 4, 5, 6], partitions=2)]
         [4, 2]
     """
-    blocks, start = [], 0
-    for size in evenest(costs, partitions):
-        blocks.append([*costs[start : start + size]])
-        start += size
-    return blocks
+    ends = accumulate(evenest(costs, partitions), initial=0)
+    return [[*costs[a:b]] for a, b in pairwise(ends)]

@@ -6,9 +6,9 @@ constant part and a part per row, as it is for the time of kernels: a launch, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import permutations
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +19,10 @@ from torchgpipe.devices.recorder import Stopwatch
 from torchgpipe.devices.streams import has_streams, use_device
 from torchgpipe.engine.outcome import LARGE
 from torchgpipe.partition.placement import tensors
-from torchgpipe.planner.meter import bytes_of
 from torchgpipe.planner.sandbox import (
-    Bytes,
+    Figures,
     Sandbox,
-    Timings,
+    bytes_of,
     copied,
     kind_of,
     leaves,
@@ -33,7 +32,7 @@ from torchgpipe.planner.sandbox import (
     same_numbers,
     undisturbed,
 )
-from torchgpipe.values.microbatch import VALUE, Batch
+from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
 
@@ -53,14 +52,13 @@ class Line:
         return max(0.0, self.constant + self.slope * rows)
 
 
-def through(first: tuple[int, float], second: tuple[int, float] | None = None) -> Line:
+def through(first: tuple[int, float], second: tuple[int, float] = (0, 0.0)) -> Line:
     """The line through two points, each of rows and the number there.
 
     The constant part is not negative, as noise might have it. With one point, the number is taken
     to be proportional to the rows.
     """
-    rows, value = first
-    others, other = second or (0, 0.0)
+    (rows, value), (others, other) = first, second
     slope = max(0.0, (value - other) / (rows - others))
     constant = value - slope * rows
     # Noise may make few rows seem to be slower than they are.
@@ -86,38 +84,20 @@ class Layer:
 
     name: str
     weights: Weights
-    #: The lines of the figures, in their order.
-    seconds: Sequence[Line]
-    sizes: Sequence[Line]
-    #: The bytes of the skips that it stashes, by their numbers, and the numbers of those it pops.
-    stashed: Mapping[int, Line]
-    popped: Sequence[int]
+    #: The bytes of the skips that it stashes, by their keys, and the keys of those it pops.
+    stashed: Mapping[Any, Line]
+    popped: Sequence[Any]
+    #: A line for each field of ``Figures``.
+    lines: Sequence[Line] = ()
 
-    def times(self, rows: float) -> Timings:
-        """Milliseconds for a micro-batch of some rows."""
-        return Timings(*[1000 * x.at(rows) for x in self.seconds])
-
-    def bytes(self, rows: float) -> Bytes:
-        """The memory for a micro-batch of some rows."""
-        return Bytes(*[x.at(rows) for x in self.sizes])
+    def at(self, rows: float) -> Figures:
+        """The times and the memory for a micro-batch of some rows."""
+        return Figures(*[x.at(rows) for x in self.lines])
 
     def time(self, rows: float) -> float:
         """The milliseconds of forward and backward."""
-        times = self.times(rows)
-        return times.forward + times.backward
-
-
-class Runs(NamedTuple):
-    """The figures of the runs of a layer, in lists by the size of the micro-batch."""
-
-    #: Layers of the same kind get the same times, as far as noise explains their difference.
-    kind: object
-    weights: Weights
-    rounds: list[list[Timings]]
-    memory: list[Bytes]
-    #: The memory of skips that it stashes, by their keys, and the keys of those that it pops.
-    stashed: dict[Any, list[float]]
-    popped: list[Any]
+        figures = self.at(rows)
+        return figures.forward + figures.backward
 
 
 def measured(
@@ -130,73 +110,59 @@ def measured(
 ) -> list[Layer]:
     """Measure layers, one by one: the times and the memory that they take.
 
-    The model may be larger than the device, which has a copy of one layer at a time.
-
-    Args:
-        module: the layers.
-        batches: micro-batches, by their rows, of one size or two.
-        device: where to measure.
-        timeout: the seconds to take times of all layers; None takes no times, which are 0 then.
-        progress: whether to show a progress bar.
+    The model may be larger than the device, which has a copy of one layer at a time. The batches
+    are micro-batches by their rows, of one size or two. The timeout is the seconds for the times of
+    all layers; without one no times are taken, which are 0 then.
     """
-    children = module._modules.items()
-    layers = {f"{name} ({type(x).__name__})": x for name, x in children if x is not None}
-    share = None if timeout is None else timeout / len(layers)
-    runs: list[Runs] = []
+    children = [(name, x) for name, x in module._modules.items() if x is not None]
+    share = None if timeout is None else timeout / len(children)
+    runs = []
     with (
         same_numbers(device),
         use_device(device),
         torch.inference_mode(False),
         torch.enable_grad(),
-        progress_bar(progress, len(layers)) as bar,
+        progress_bar(progress, len(children)) as bar,
     ):
-        near = [x.map(lambda *xs: [y.to(device) for y in xs], [VALUE]) for x in batches.values()]
-        inputs = [*map(leaves, near)]
-        for title, layer in layers.items():
+        near = [x.replace([y.to(device) for y in x]) for x in batches.values()]
+        inputs = dict(zip(batches, map(leaves, near)))
+        for name, child in children:
+            title = f"{name} ({type(child).__name__})"
             with noted(f"raised while layer {title} was profiled"):
-                seen, inputs = _run(copied(layer, device), inputs, device, share)
-            runs.append(seen)
+                runs.append(_run(title, copied(child, device), inputs, device, share))
             bar.update()
-    kinds = [x.kind for x in runs]
-    # By size and figure, and then by layer.
-    seconds = [
-        [pooled(kinds, x) for x in zip(*[zip(*samples) for samples in size])]
-        for size in zip(*[x.rounds for x in runs])
-    ]
-    numbers = {key: k for k, key in enumerate(key for x in runs for key in x.stashed)}
-
-    def lines(points: Iterable[Sequence[float]]) -> list[Line]:
-        return [through(*zip(batches, x)) for x in zip(*points)]
-
-    return [
-        Layer(
-            *(title, x.weights),
-            lines([[times[k] for times in size] for size in seconds]),
-            lines(x.memory),
-            {numbers[key]: through(*zip(batches, sizes)) for key, sizes in x.stashed.items()},
-            [numbers[key] for key in x.popped],
-        )
-        for k, (title, x) in enumerate(zip(layers, runs))
-    ]
+    layers, kinds, samples = zip(*runs)
+    lines = []
+    for field in range(len(Figures())):
+        # For each size of the micro-batch, a number for each layer.
+        by_size = [pooled(kinds, [[x[field] for x in y] for y in size]) for size in zip(*samples)]
+        lines.append([through(*zip(inputs, points)) for points in zip(*by_size)])
+    return [replace(layer, lines=x) for layer, x in zip(layers, zip(*lines))]
 
 
 def _run(
-    layer: nn.Module, inputs: Sequence[Batch], device: torch.device, timeout: float | None
-) -> tuple[Runs, list[Batch]]:
-    """Run a layer with micro-batches of each size; return the outputs, too."""
-    sandboxes = [Sandbox(layer, x, device) for x in inputs]
-    first, memory = sandboxes[0], [x.bytes() for x in sandboxes]
-    samples: list[list[Timings]] = [[] for _ in inputs]
-    for _ in rounds(timeout):
-        for sandbox, times in zip(sandboxes, samples):
-            times.append(sandbox.timings())
+    title: str,
+    layer: nn.Module,
+    inputs: dict[int, Batch],
+    device: torch.device,
+    timeout: float | None,
+) -> tuple[Layer, Hashable, list[list[Figures]]]:
+    """Run a layer with micro-batches of each size, and put its outputs in their place.
+
+    Return the layer without its lines, its kind, and for each size the figures of all rounds.
+    """
+    sandboxes = [Sandbox(layer, x, device) for x in inputs.values()]
+    first, memory = sandboxes[0], [x.halved(is_metered=True) for x in sandboxes]
+    rounds_of = [[x.timed(y) for x, y in zip(sandboxes, memory)] for _ in rounds(timeout)]
     kind = kind_of(layer), *[(x.shape, x.dtype, x.requires_grad) for x in first.batch]
-    skips = {
-        key: [float(bytes_of(x.output.parts[key])) for x in sandboxes] for key in first.stashed
+    inputs.update(zip(inputs, [x.output for x in sandboxes]))
+    stashed = {
+        key: through(*[(rows, float(bytes_of(x.parts[key]))) for rows, x in inputs.items()])
+        for key in first.output.skips
+        if key not in first.batch.skips
     }
-    samples = [x or [Timings()] for x in samples]
-    runs = Runs(kind, _weights_of(layer), samples, memory, skips, first.popped)
-    return runs, [x.output for x in sandboxes]
+    made = Layer(title, _weights_of(layer), stashed, first.popped)
+    return made, kind, [*map(list, zip(*(rounds_of or [memory])))]
 
 
 def _weights_of(layer: nn.Module) -> Weights:
@@ -218,9 +184,9 @@ def measured_links(
     Among them is each device with itself: what leaves a compute stream is cloned there.
     """
     links = {}
-    places = [*dict.fromkeys(devices)]
-    within = [(x, x) for x in places if has_streams(x)]
-    for source, target in [*permutations(places, 2), *within]:
+    for source, target in product(dict.fromkeys(devices), repeat=2):
+        if source == target and not has_streams(source):
+            continue
         points = []
         for size in SIZES:
             x, y = (torch.empty(size, dtype=torch.uint8, device=d) for d in (source, target))

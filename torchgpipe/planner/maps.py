@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.ambient.notes import add_note, noted
-from torchgpipe.devices.streams import CPU, Device
+from torchgpipe.devices.streams import Device
 from torchgpipe.mapped.device_map import Wholes, place
 from torchgpipe.mapped.hugging_face import (
     on_cpu,
@@ -26,7 +26,7 @@ from torchgpipe.mapped.hugging_face import (
     without_cache,
 )
 from torchgpipe.partition.keeping import Keeping, checkpointed, counted, is_policy
-from torchgpipe.planner.blocks import Times, recorded, refined, timed
+from torchgpipe.planner.blocks import Footprint, Measure, home_of, recorded, refined, timed
 from torchgpipe.planner.cuts import cut, evenest
 from torchgpipe.planner.given import (
     FILLED,
@@ -37,7 +37,6 @@ from torchgpipe.planner.given import (
     places_of,
     state_of,
 )
-from torchgpipe.planner.memory import Footprint
 from torchgpipe.planner.trial import by_device
 from torchgpipe.values.division import FlatInput
 from torchgpipe.values.microbatch import Batch
@@ -54,23 +53,21 @@ class Units:
     """
 
     def __init__(self, blocks: Mapping[str, nn.Module], costs: Mapping[str, float]) -> None:
-        self._order = [*costs, *[name for name in blocks if name not in costs]]
         weights = {name: [*block.parameters()] for name, block in blocks.items()}
-        leader = {name: name for name in blocks}
-        #: For each parameter, the first block that is called with it.
-        called: dict[Tensor, str] = {}
-        norms: dict[Tensor, str] = {}
-        home = next((name for name in self._order if weights[name]), "")
+        #: For each parameter, and the statistics of each norm, the first block called with them.
+        users: dict[Tensor, str] = {}
+        #: For each block that is called, the first one of its unit.
+        leader: dict[str, str] = {}
+        home = next((name for name in costs if weights[name]), "")
         for name in costs:
             # An activation goes with the layer before it.
-            if not weights[name]:
-                leader[name] = leader.get(home, name)
+            leader[name] = name if weights[name] else leader.get(home, home or name)
             home = name
             for module in blocks[name].modules():
                 if isinstance(mean := getattr(module, "running_mean", None), Tensor):
-                    leader[name] = leader[norms.setdefault(mean, name)]
+                    leader[name] = leader[users.setdefault(mean, name)]
             for x in weights[name]:
-                called.setdefault(x, name)
+                users.setdefault(x, name)
         #: The names of the blocks of each unit, by the first one.
         self.members: dict[str, list[str]] = {x: [] for x in costs if leader[x] == x}
         home = next(iter(self.members), "")
@@ -78,7 +75,7 @@ class Units:
             # What was not called may have a weight that the code around uses, as a table of
             # positions has. It goes with the block that is called with its weight, or else with
             # the one that was made before it.
-            known = [name] if name in costs else [called[x] for x in weights[name] if x in called]
+            known = [name] if name in costs else [users[x] for x in weights[name] if x in users]
             home = leader[known[0]] if known else home
             self.members.setdefault(home, []).append(name)
         #: What each unit costs.
@@ -91,12 +88,9 @@ class Units:
     ) -> tuple[list[int], list[float]]:
         """Cut units into blocks that fit, of which the slowest is as fast as can be.
 
-        If nothing fits, it is the cut that needs the least beyond a device's memory.
-
-        Args:
-            limits: the bytes that each device may use.
-            need: the most bytes that a device needs for some blocks, and for None, which stands
-                for what belongs to no block and is on the first device; None if all fits.
+        ``need`` tells the most bytes of a device with some blocks, and with None for what belongs
+        to no block, which is on the first device. Without it all fits. If nothing fits, it is the
+        cut that needs the least beyond a device's limit.
 
         Returns:
             The sizes, and the bytes that each block has too little.
@@ -115,33 +109,26 @@ class Units:
         def needed(start: int, stop: int) -> float:
             return need({*chain([] if start else [None], *members[start:stop])})
 
-        def lacking(j: int, start: int, stop: int) -> float:
-            return max(0.0, needed(start, stop) - limits[j])
-
         def cost(j: int, start: int, stop: int) -> float:
-            return inf if lacking(j, start, stop) else sums[stop] - sums[start]
+            lack = needed(start, stop) - limits[j]
+            # What does not fit costs more than all that fits, and the more, the more it lacks.
+            return sums[-1] + lack if lack > 0 else sums[stop] - sums[start]
 
-        for rule in (cost, lacking):
-            sizes = cut(n, count, rule)
-            ends = enumerate(pairwise(accumulate(sizes, initial=0)))
-            lacks = [lacking(j, *block) for j, block in ends]
-            if not any(lacks):
-                break
-        return sizes, lacks
+        sizes = cut(n, count, cost)
+        ends = pairwise(accumulate(sizes, initial=0))
+        return sizes, [max(0.0, needed(*block) - limit) for block, limit in zip(ends, limits)]
 
     def placed(self, devices: Sequence[Device], sizes: Sequence[int]) -> dict[str, Device]:
         """The device map that gives each device as many units as ``sizes`` says, in order."""
         places = [device for device, size in zip(devices, sizes) for _ in range(size)]
-        by_name = {x: place for place, names in zip(places, self.members.values()) for x in names}
+        units = zip(places, self.members.values())
         # Parameters of modules that have blocks themselves are on the first device.
-        return {"": devices[0], **{name: by_name[name] for name in self._order}}
+        return {"": devices[0], **{name: place for place, names in units for name in names}}
 
 
-def proposed(
-    devices: Sequence[Device], blocks: Mapping[str, nn.Module], costs: Mapping[str, float]
-) -> dict[str, Device]:
-    """Spread blocks over devices in the order of their costs."""
-    units = Units(blocks, costs)
+def proposed(devices: Sequence[Device], wholes: Wholes, measure: Measure) -> dict[str, Device]:
+    """Spread the blocks of a model over devices evenly by what they cost."""
+    units = Units(*refined(measure, wholes, len(devices)))
     return units.placed(devices, units.cut([inf] * len(devices))[0])
 
 
@@ -161,11 +148,6 @@ def chosen_map(
     It is the user's own, or ``"auto"``, which measures the model with a sample. A map that was
     found is rehearsed with the sample, and gives way to another one if the model raises anything.
     Without accelerators, all is on the CPU.
-
-    Raises:
-        TypeError: the sample or the devices are of the wrong kind.
-        ValueError: arguments are missing, or given beside a map of the user's, or the model cannot
-            be measured, or does not fit.
     """
     if isinstance(device_map, str) and device_map != "auto":
         raise ValueError(
@@ -182,22 +164,20 @@ def chosen_map(
             "'auto' as the device map"
         )
     verify_all_there(model)
-    chosen: Mapping[str, Device]
-    if isinstance(device_map, str) and has_no_place(devices):
-        _arguments_of(model, sample)
-        chosen = on_cpu(model)
-    elif isinstance(device_map, str):
-        places = places_of(devices, are_one_each=False)
-        # Several entries of one device share its memory.
-        limits = [FILLED * x / places.count(y) for x, y in zip(limits_of(memory, places), places)]
+    assert device_map is not None
+    if isinstance(device_map, str):
         arguments = _arguments_of(model, sample)
-        maps = _maps(model, places, arguments, limits, chunks, checkpoint)
-        chosen = _first_that_runs(model, maps, lambda x: rehearse(x, arguments))
-    else:
-        assert device_map is not None
-        chosen = device_map
+        if has_no_place(devices):
+            device_map = on_cpu(model)
+        else:
+            places = places_of(devices, are_one_each=False)
+            # Several entries of one device share its memory.
+            limits = zip(places, limits_of(memory, places))
+            shares = [FILLED * limit / places.count(place) for place, limit in limits]
+            maps = _maps(model, places, arguments, shares, chunks, checkpoint)
+            device_map = _first_that_runs(model, maps, lambda x: rehearse(x, arguments))
     release(model)
-    return chosen
+    return device_map
 
 
 def _arguments_of(model: nn.Module, sample: Any) -> Arguments:
@@ -215,14 +195,10 @@ def _arguments_of(model: nn.Module, sample: Any) -> Arguments:
             "a model on the meta device takes no time that could be measured for the device map "
             f"'auto' ({absent}: meta); load the model first, or pass a device map of your own"
         )
-    home = _home(model)
+    home = home_of(model)
     near = [x.to(home) if x.device.type == "cpu" else x for x in batch]
     args, kwargs = batch.replace(near).value
     return Arguments(args, without_cache(kwargs) if takes_cache(model) else kwargs)
-
-
-def _home(model: nn.Module) -> torch.device:
-    return next((x.device for x in model.parameters()), CPU)
 
 
 def _first_that_runs(
@@ -231,17 +207,16 @@ def _first_that_runs(
     rehearse: Callable[[Mapping[str, Device]], None],
 ) -> Mapping[str, Device]:
     """Run a model with one map after another, and return the first one with which it runs."""
-    home, failure = _home(model), None
+    home, failure = home_of(model), None
     for device_map in maps:
         # Accelerate's hooks would bring tensors to where they were before.
         release(model)
         try:
             rehearse(device_map)
+            return device_map
         except Exception as error:
             failure = failure or error
             place(model, {"": home})
-        else:
-            return device_map
     assert failure is not None
     add_note(
         failure,
@@ -262,16 +237,16 @@ def _maps(
     """Propose device maps, the best one first, and then those of fewer, larger blocks."""
     args, kwargs = arguments
 
-    def measure(blocks: Mapping[str, nn.Module]) -> Times:
-        return timed(model, *args, blocks=blocks, **kwargs)
+    def measure(blocks: Mapping[str, nn.Module]) -> dict[str, float]:
+        return timed(model, blocks, args, kwargs)
 
-    def map_of(times: Times) -> dict[str, Device]:
-        units, need = Units(*times), None
+    def map_of(blocks: Mapping[str, nn.Module], costs: Mapping[str, float]) -> dict[str, Device]:
+        units, need = Units(blocks, costs), None
         if min(limits) < inf:
-            run = recorded(model, times.blocks, *arguments)
+            calls = recorded(model, blocks, args, kwargs)
             again = checkpointed(counted(checkpoint), chunks)
             state = state_of(torch.optim.AdamW)
-            need = Footprint(model, times.blocks, run, chunks, again, state).need
+            need = Footprint(model, blocks, calls, chunks, again, state).need
         sizes, lacks = units.cut(limits, need)
         if any(lacks):
             raise _too_large(places, limits, lacks, chunks, checkpoint)
@@ -279,18 +254,18 @@ def _maps(
 
     wholes = Wholes.of(model)
     with noted("raised by the sample of the device map 'auto'"):
-        measured = refined(measure, wholes, len(places))
-        first = map_of(measured)
+        blocks, costs = refined(measure, wholes, len(places))
+        first = map_of(blocks, costs)
     yield first
-    for blocks in (wholes.blocks(), wholes.coarsest()):
-        if [*blocks] != [*measured.blocks] and len(blocks) >= len(places):
+    for coarser in (wholes.blocks(), wholes.coarsest()):
+        if [*coarser] != [*blocks] and len(coarser) >= len(places):
+            blocks = coarser
             try:
-                measured = measure(blocks)
-                coarser = map_of(measured)
+                proposal = map_of(blocks, measure(blocks))
             except ValueError:
                 # The first map has fitted, so the error of its rehearsal says more than this one.
                 continue
-            yield coarser
+            yield proposal
 
 
 def _too_large(

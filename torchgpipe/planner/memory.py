@@ -1,20 +1,17 @@
-"""The memory of a partition, and of the blocks that a device of a map has.
+"""The memory of a partition.
 
 Each cell keeps bytes between forward and backward, which :class:`~torchgpipe.schedule.Costs` has,
 and each computation needs more while it runs: its workspace. All follows from what one run of each
-layer, or block, takes. Where one run does not tell, more is counted, and not less.
+layer takes. Where one run does not tell, more is counted, and not less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Sequence
+from operator import add
 
-from torch import Tensor, nn
-
-from torchgpipe.planner.blocks import Run
 from torchgpipe.planner.layers import Layer
-from torchgpipe.planner.sandbox import Bytes, Timings
+from torchgpipe.planner.sandbox import Figures
 
 __all__: list[str] = []
 
@@ -30,25 +27,22 @@ EARLY_AT_FIRST, EARLY = 2, 1
 class Stage:
     """Layers that follow each other: the memory for a micro-batch, in bytes, and the times.
 
-    Args:
-        layers: all layers.
-        memory: the memory of each.
-        rows: the rows of the micro-batch.
-        own: the numbers of the layers of this stage.
-        is_summed: whether a schedule adds up gradients, which it does in place, and not autograd.
+    The layers are all of a model, each with its figures for so many rows, and ``own`` are the
+    numbers of those in this stage. A schedule adds up gradients in place if ``is_summed``, and
+    autograd does otherwise.
     """
 
     def __init__(
         self,
         layers: Sequence[Layer],
-        memory: Sequence[Bytes],
+        figures: Sequence[Figures],
         rows: int,
         own: range,
         *,
         is_summed: bool,
     ) -> None:
-        self._times = [layers[k].times(rows) for k in own]
-        here, weights = [memory[k] for k in own], [layers[k].weights for k in own]
+        self._here = here = [figures[k] for k in own]
+        weights = [layers[k].weights for k in own]
         #: The bytes of weights, and of trained ones.
         self.weights = sum(x.all for x in weights)
         self.trainable = sum(x.trainable for x in weights)
@@ -63,7 +57,7 @@ class Stage:
         #: By the layers that they come from, the sizes and gradients of what arrives.
         self.arrivals = [(a, x, x) for a, _, x in arriving]
         if own.start:
-            before = memory[own.start - 1]
+            before = figures[own.start - 1]
             self.arrivals.append((own.start - 1, before.output, before.gradient))
         #: Whether an arrival needs a gradient. Otherwise W does all of backward.
         self.gives_back = any(gradient for *_, gradient in self.arrivals)
@@ -81,7 +75,7 @@ class Stage:
         kept, output, ends = 0.0, 0.0, [0.0]
         #: What I lets go of in layers that keep their output, though the next layer's W needs it.
         shared = 0.0
-        for x, before in zip(here, [Bytes(), *here]):
+        for x, before in zip(here, [Figures(), *here]):
             held = min(output, x.kept_input)
             shared += min(before.output, x.kept_input) - held
             kept += held + x.kept
@@ -89,14 +83,15 @@ class Stage:
             output = x.left - x.kept if x.left else output - held
             ends.append(kept + output)
         # A layer may keep nothing of a skip that it pops.
-        freed = sum(max(0.0, x - memory[b].kept_input) for _, b, x in arriving)
+        freed = sum(max(0.0, x - figures[b].kept_input) for _, b, x in arriving)
         self.kept = self.stored + kept - freed
         # From I until W, a cell has the gradients that W begins with, and lacks what only I needed.
         noted = shared + sum(x.pending - x.kept for x in here) if self.gives_back else 0.0
         self.pending = self.kept + self.gets + noted
-        forward = max(before + x.forward for before, x in zip(ends, here)) - kept
+        forward = max(before + x.most_forward for before, x in zip(ends, here)) - kept
         forward = max(0.0, forward) + freed + leaving + (0.0 if is_last else last.output)
-        backward = max(end + max(x.input, x.weight) for end, x in zip(ends[1:], here)) - kept
+        halves = [max(x.most_input, x.most_weight) for x in here]
+        backward = max(map(add, ends[1:], halves)) - kept
         backward += self.gets + inside + sum(x.small for x in weights)
         backward += 0 if is_summed else max(x.largest for x in weights)
         #: The most that each kind of computation needs above what is kept, and an F of what is
@@ -111,86 +106,14 @@ class Stage:
         }
         if self.gives_back:
             # The gradients of all weights are there before they are added to the sums.
-            self.workspaces["W"] = max(x.weight for x in here) + self.trainable
+            self.workspaces["W"] = max(x.most_weight for x in here) + self.trainable
 
     def durations(self, *, splits: bool) -> tuple[float, float, float, float]:
         """The milliseconds of F, I, W and R, whose backward may be in halves."""
-        total, last = Timings(*map(sum, zip(*self._times))), self._times[-1]
+        total, last = Figures(*map(sum, zip(*self._here))), self._here[-1]
         # A recomputation ends at the last tensor that backward needs.
         again = total.forward - last.forward + last.again
         if not self.gives_back:
             return total.forward, 0.0, total.backward, again
         weight = total.weight if splits else max(0.0, total.backward - total.input)
         return total.forward, total.input, weight, again
-
-
-# Any model under a device map.
-
-
-class Footprint:
-    """The memory of a model, whichever blocks a device has.
-
-    Args:
-        model: the model.
-        blocks: its blocks by name.
-        run: what a run of one micro-batch has taken.
-        chunks: the number of micro-batches.
-        again: how many of them, from the first, are computed again.
-        state: memory of the optimizer, for each byte of a parameter that it changes.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        blocks: Mapping[str, nn.Module],
-        run: Run,
-        chunks: int,
-        again: int,
-        state: float,
-    ) -> None:
-        self._run, self._chunks, self._again, self._state = run, chunks, again, state
-        users: dict[Tensor, list[str | None]] = {}
-        for name, module in blocks.items():
-            for x in {*module.parameters(), *module.buffers()}:
-                users.setdefault(x, []).append(name)
-        #: The bytes of all weights, of trained ones, and of the largest of these, by the blocks
-        #: that have them; None stands for the model itself.
-        self._weights: dict[tuple[str | None, ...], tuple[int, int, int]] = {}
-        for x in (*model.parameters(), *model.buffers()):
-            names = (*users.get(x, [None]),)
-            size, trained, largest = self._weights.get(names, (0, 0, 0))
-            changed = x.nbytes if x.requires_grad else 0
-            self._weights[names] = size + x.nbytes, trained + changed, max(largest, changed)
-
-    def need(self, blocks: Collection[str | None]) -> float:
-        """The most bytes of a device with some blocks, and with None for all else."""
-        now, most = 0.0, 0
-        for names, (size, trained, largest) in self._weights.items():
-            if any(name in blocks for name in names):
-                # A weight that blocks share is at home in the first of the deepest ones. Another
-                # device gets a copy, and sends the copy's gradient home.
-                home = max(names, key=lambda name: 0 if name is None else 1 + name.count("."))
-                now += size + trained * (1 + (self._state if home in blocks else 0.0))
-                most = max(most, largest)
-        parts, m = self._run.parts, self._chunks
-        here = [x.block in blocks for x in parts]
-        mine = [x for x, is_here in zip(parts, here) if is_here]
-        if not mine:
-            return now
-        visits = groupby(zip(here, parts), lambda x: x[0])
-        firsts = [next(visit)[1] for is_here, visit in visits if is_here]
-        # Arguments from another device are copies. Those of the caller are counted below.
-        arriving = sum(x.input for x in firsts if x is not parts[0])
-        calls = [x for x in mine if x.is_call]
-        code = sum(x.kept for x in mine if not x.is_call) + arriving
-        # While a cell is computed again, it keeps as much as one that is not.
-        full = max(m - self._again, min(1, self._again))
-        now += m * code + full * sum(x.kept for x in calls)
-        now += self._again * sum(x.input for x in calls)
-        # Backward is taken to make as much at a time as forward, and the gradient of one weight.
-        now += max(x.most for x in mine) + 2 * arriving + most
-        if here[0]:
-            now += m * self._run.input
-        if here[-1]:
-            now += m * self._run.output * (1 if self._run.has_loss else OUTSIDE)
-        return now

@@ -21,7 +21,7 @@ from torchgpipe.planner.given import (
 )
 from torchgpipe.planner.layers import Layer, Line, measured, measured_links
 from torchgpipe.planner.memory import Stage
-from torchgpipe.planner.sandbox import Bytes, verify_timed
+from torchgpipe.planner.sandbox import Figures, verify_timed
 from torchgpipe.values.division import row_count
 from torchgpipe.values.microbatch import scatter
 
@@ -51,9 +51,9 @@ class Problem:
     modes: tuple[str, ...] | None = None
     #: Pairs of layers that share a weight, so they must be on one worker.
     ties: Sequence[tuple[int, int]] = ()
-    #: Caches of :meth:`stage`: partitions by their layers and rows, and the layers' memory by rows.
+    #: Caches of :meth:`stage`: partitions by their layers and rows, and figures by rows.
     _stages: dict[tuple[int, int, int], Stage] = field(default_factory=dict, repr=False)
-    _bytes: dict[int, list[Bytes]] = field(default_factory=dict, repr=False)
+    _figures: dict[int, list[Figures]] = field(default_factory=dict, repr=False)
 
     @property
     def count(self) -> int:
@@ -67,11 +67,11 @@ class Problem:
     def stage(self, start: int, stop: int, m: int) -> Stage:
         """Some layers as a partition, of one of some micro-batches."""
         rows = self.rows(m)
-        if rows not in self._bytes:
-            self._bytes[rows] = [x.bytes(rows) for x in self.layers]
+        if rows not in self._figures:
+            self._figures[rows] = [x.at(rows) for x in self.layers]
         if (start, stop, rows) not in self._stages:
-            here, memory = range(start, stop), self._bytes[rows]
-            stage = Stage(self.layers, memory, rows, here, is_summed=self.has_loss)
+            here, figures = range(start, stop), self._figures[rows]
+            stage = Stage(self.layers, figures, rows, here, is_summed=self.has_loss)
             self._stages[start, stop, rows] = stage
         return self._stages[start, stop, rows]
 

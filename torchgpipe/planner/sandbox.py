@@ -1,10 +1,15 @@
-"""Sandboxes: copies of layers that run again and again on a device, to be measured there."""
+"""Sandboxes: copies of layers that run again and again on a device, to be measured there.
+
+A *meter* sees what memory a run makes: what is alive of it, and the most at a time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain
 from statistics import median, median_low
 from time import monotonic
@@ -14,17 +19,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from torchgpipe import _torch
 from torchgpipe.ambient.generators import generator_of, get_state, set_state
 from torchgpipe.autograd.halves import Halves, backward
 from torchgpipe.autograd.nodes import enter
 from torchgpipe.devices.recorder import Stopwatch
 from torchgpipe.devices.streams import CPU
 from torchgpipe.partition.placement import place, tensors
-from torchgpipe.planner.meter import Meter, bytes_of, memory_of, strided, watching
 from torchgpipe.recompute.once import updated_in, updates
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 from torchgpipe.values.microbatch import VALUE, Batch
+from torchgpipe.values.structure import leaves_of
 
 __all__: list[str] = []
 
@@ -91,24 +98,19 @@ def pooled(kinds: Sequence[Hashable], samples: Sequence[Sequence[float]]) -> lis
     return result
 
 
-class Timings(NamedTuple):
-    """The times of a layer for a micro-batch."""
+class Figures(NamedTuple):
+    """The milliseconds and the bytes that a layer takes for a micro-batch."""
 
+    #: The times of forward, and of both halves of backward at once. One after the other the halves
+    #: may take longer, since a node of autograd may compute both gradients each time.
     forward: float = 0
-    #: Both halves of backward at once. One after the other they may take longer, since a node of
-    #: autograd may compute both gradients each time.
     backward: float = 0
     input: float = 0
     weight: float = 0
-    #: A recomputation, which ends at the last tensor that the layer saves, if it is the last layer
-    #: of a partition.
+    #: The time of a recomputation, which ends at the last tensor that the layer saves, if it is the
+    #: last layer of a partition.
     again: float = 0
-
-
-class Bytes(NamedTuple):
-    """The memory of a layer for a micro-batch."""
-
-    #: Its output, and the gradient of the output; skips aside.
+    #: The bytes of its output, and of the gradient of the output; skips aside.
     output: float = 0
     gradient: float = 0
     #: What it has made that is there after forward, the output included.
@@ -117,11 +119,11 @@ class Bytes(NamedTuple):
     kept: float = 0
     kept_input: float = 0
     pending: float = 0
-    #: The most that is made at a time in forward, and in each half of backward, with the gradients
-    #: that the layer gets.
-    forward: float = 0
-    input: float = 0
-    weight: float = 0
+    #: The most bytes that are made at a time in forward, and in each half of backward, with the
+    #: gradients that the layer gets.
+    most_forward: float = 0
+    most_input: float = 0
+    most_weight: float = 0
 
 
 class Sandbox:
@@ -139,22 +141,9 @@ class Sandbox:
         self.sample()
 
     @property
-    def stashed(self) -> list[Any]:
-        """The keys of the skips that the layer stashes."""
-        return [x for x in self.output.skips if x not in self.batch.skips]
-
-    @property
     def popped(self) -> list[Any]:
         """The keys of the skips that the layer pops."""
         return [x for x in self.batch.skips if x not in self.output.skips]
-
-    @property
-    def _state(self) -> list[Tensor]:
-        return [x for _, x in tensors(self.layer)]
-
-    @property
-    def _trained(self) -> list[Tensor]:
-        return [x for x in self.layer.parameters() if x.requires_grad]
 
     def sample(self) -> tuple[float, float]:
         """Run the layer, and return the seconds of its forward and of its backward."""
@@ -165,28 +154,26 @@ class Sandbox:
         self.output = leaves(output)
         grads = [torch.ones_like(x) for x in roots]
         self._watch.start()
-        backward([*map(get_gradient_edge, roots)], grads, [*ends, *self._trained])
+        trained = [x for x in self.layer.parameters() if x.requires_grad]
+        backward([*map(get_gradient_edge, roots)], grads, [*ends, *trained])
         return forward, self._watch.stop() if roots else 0.0
 
-    def halved(self, meter: Meter | None = None) -> tuple[float, float, float, Bytes]:
-        """Run the layer, its backward in halves.
-
-        Returns:
-            The seconds of a recomputation, which ends at the last tensor that the layer saves, and
-            of the halves; and the memory, if there is a meter.
-        """
-        weights, again = {memory_of(x) for x in strided(self._state)}, 0.0
+    def halved(self, *, is_metered: bool) -> Figures:
+        """Run the layer, its backward in halves, for its memory or for its times in seconds."""
+        state = [x for _, x in tensors(self.layer)]
+        trained = [x for x in self.layer.parameters() if x.requires_grad]
+        weights, again = memories(state), 0.0
 
         def pack(x: Tensor) -> Tensor:
             nonlocal again
-            if x.layout == torch.strided and memory_of(x) not in weights:
+            if x.layout == torch.strided and StorageWeakRef(x.untyped_storage()) not in weights:
                 again = self._watch.stop()
             return x.detach()
 
         # These hooks would hold saved tensors that the first half lets go of.
-        hooks = nullcontext() if meter else saved_tensors_hooks(pack, lambda x: x)
-        meter, seeing = meter or Meter(()), watching(meter.note) if meter else nullcontext()
-        with seeing:
+        hooks = nullcontext() if is_metered else saved_tensors_hooks(pack, lambda x: x)
+        meter = Meter([*state, *self.batch])
+        with watching(meter.note) if is_metered else nullcontext():
             arrived = meter.enter()
             batch, ends = self._input()
             made = meter.enter()
@@ -197,7 +184,7 @@ class Sandbox:
             size, gradient = bytes_of(value), sum(x.nbytes for x in value if x.requires_grad)
             first = meter.enter()
             grads, edges = [torch.ones_like(x) for x in roots], [*map(get_gradient_edge, roots)]
-            halves = Halves(edges, grads, ends, self._trained)
+            halves = Halves(edges, grads, ends, trained)
             del batch, output, value, roots, grads
             kept = made.alive(), arrived.alive()
             self._watch.start()
@@ -207,19 +194,19 @@ class Sandbox:
             self._watch.start()
             halves.weight()
             weight = self._watch.stop()
+        if not is_metered:
+            return Figures(input=input if ends else 0.0, weight=weight, again=again)
         most = [x.most for x in (made, first, second)]
-        memory = Bytes(*map(float, (size, gradient, left, *kept, pending, *most)))
-        return again, input if ends else 0.0, weight, memory
+        sizes = map(float, (size, gradient, left, *kept, pending, *most))
+        return Figures(0.0, 0.0, 0.0, 0.0, 0.0, *sizes)
 
-    def timings(self) -> Timings:
-        """Run the layer twice, once with its backward in halves."""
-        again, first, second, _ = self.halved()
+    def timed(self, memory: Figures) -> Figures:
+        """Run the layer twice, once with its backward in halves; add the times to its memory."""
+        halves = self.halved(is_metered=False)
         forward, backward = self.sample()
-        return Timings(forward, backward, min(first, backward), second, min(again, forward))
-
-    def bytes(self) -> Bytes:
-        """Run the layer, its backward in halves, and return the memory that it takes."""
-        return self.halved(Meter([*self._state, *self.batch]))[-1]
+        input, again = min(halves.input, backward), min(halves.again, forward)
+        times = forward, backward, input, halves.weight, again
+        return Figures(*[1000 * x for x in times], *memory[len(times) :])
 
     def _input(self) -> tuple[Batch, list[Any]]:
         """A copy of the input at the beginning of a graph, and the ends of its backward."""
@@ -277,3 +264,90 @@ def copied(layer: nn.Module, device: torch.device) -> nn.Module:
 def leaves(batch: Batch) -> Batch:
     """The same values without what they were computed from."""
     return batch.replace([x.detach().requires_grad_(x.requires_grad) for x in batch])
+
+
+@dataclass
+class Section:
+    """A part of a run, such as the call of a block, or forward or backward."""
+
+    #: The bytes of each memory that it has made, as long as somebody holds it.
+    made: dict[StorageWeakRef, int] = field(default_factory=dict)
+    #: The most bytes of these at a time.
+    most: int = 0
+
+    def alive(self) -> int:
+        """The bytes of what it has made, and somebody holds."""
+        self.made = {x: size for x, size in self.made.items() if not x.expired()}
+        return sum(self.made.values())
+
+
+class Meter:
+    """The memory that one run makes, within ``watching(meter.note)``, section by section.
+
+    What operators make counts, not what they use inside, nor the memory of ``known`` tensors, such
+    as weights.
+    """
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        #: The memory that is known, or that a section has made.
+        self._seen = {*memories(known)}
+        self.sections: list[Section] = []
+
+    def enter(self) -> Section:
+        """Begin another section."""
+        self.sections.append(Section())
+        return self.sections[-1]
+
+    def note(self, _: Any, output: Any) -> None:
+        """Take note of what an operator has made."""
+        made = {x: size for x, size in memories(output).items() if x not in self._seen}
+        self._seen.update(made)
+        # Memory that is made before the first section, as by copies of arguments, does not count.
+        if made and self.sections:
+            section = self.sections[-1]
+            section.made.update(made)
+            section.most = max(section.most, section.alive())
+
+
+def memories(values: Any) -> dict[StorageWeakRef, int]:
+    """The memory of all tensors among values, which nobody holds by this, and its bytes."""
+    storages = [x.untyped_storage() for x in strided(values)]
+    return {StorageWeakRef(x): x.nbytes() for x in storages}
+
+
+def bytes_of(values: Any) -> int:
+    """The bytes of the memory of all tensors among values."""
+    return sum(memories(values).values())
+
+
+def strided(values: Any) -> list[Tensor]:
+    """The tensors among values that have memory of their own, as sparse ones have not."""
+    tensors = [x for x in leaves_of(values) if isinstance(x, Tensor)]
+    return [x for x in tensors if x.layout == torch.strided]
+
+
+def watching(note: Callable[[Any, Any], None]) -> Any:
+    """Context manager that calls a function with the inputs and the output of each operator.
+
+    Operators of backward are among them, wherever it runs in a thread of the block.
+    """
+    return _mode()(note)
+
+
+# Made once, since only Python's collector frees a class.
+@cache
+def _mode() -> Any:
+    # To mypy, PyTorch's class is any object.
+    class AllocationMode(_torch.DispatchMode):  # type: ignore[misc]
+        def __init__(self, note: Callable[[Any, Any], None]) -> None:
+            super().__init__()
+            self._note = note
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            output = func(*args, **(kwargs or {}))
+            self._note((args, kwargs), output)
+            return output
+
+    return AllocationMode

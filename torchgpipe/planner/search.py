@@ -77,7 +77,7 @@ def _even(setting: Setting) -> tuple[int, ...]:
     count, rows = len(placement), problem.rows(setting.chunks)
     # Sums over the first k layers, so that a range of layers costs a subtraction.
     times = [*accumulate([x.time(rows) for x in problem.layers], initial=0.0)]
-    forwards = [*accumulate([x.times(rows).forward for x in problem.layers], initial=0.0)]
+    forwards = [*accumulate([x.at(rows).forward for x in problem.layers], initial=0.0)]
     weights = [x.weights.all + (1 + problem.state) * x.weights.trainable for x in problem.layers]
     sizes = [*accumulate(weights, initial=0.0)]
 

@@ -15,7 +15,6 @@ from torchgpipe.mapped.slice_lengths import Slices
 from torchgpipe.mapped_gpipe import MappedGPipe
 from torchgpipe.partition.arguments import checked_count
 from torchgpipe.partition.keeping import Keeping
-from torchgpipe.planner.blocks import Times, refined
 from torchgpipe.planner.given import places_of
 from torchgpipe.planner.maps import proposed
 from torchgpipe.transformers.fused_head import call_within_head
@@ -161,11 +160,10 @@ def keep_in_place(model: Any, device_map: Mapping[str, torch.device] | None = No
 def by_weights(model: nn.Module, places: Sequence[torch.device]) -> dict[str, Device]:
     """Spread the blocks of a model evenly by the bytes of their weights."""
 
-    def measure(blocks: dict[str, nn.Module]) -> Times:
-        sizes = {name: float(sum(x.nbytes for x in y.parameters())) for name, y in blocks.items()}
-        return Times(blocks, sizes)
+    def measure(blocks: dict[str, nn.Module]) -> dict[str, float]:
+        return {name: float(sum(x.nbytes for x in y.parameters())) for name, y in blocks.items()}
 
-    return proposed(places, *refined(measure, Wholes.of(model), len(places)))
+    return proposed(places, Wholes.of(model), measure)
 
 
 def follow(optimizer: Any, moved: Mapping[nn.Parameter, nn.Parameter]) -> None:

@@ -17,6 +17,7 @@ from torchgpipe.balance.profile import (
 )
 from torchgpipe.planner import sandbox
 from torchgpipe.planner.layers import Layer, Line, Weights
+from torchgpipe.planner.sandbox import Figures
 from torchgpipe.skip import skippable, stash
 from torchgpipe.values.microbatch import Batch
 
@@ -36,9 +37,9 @@ def rows(module, *sample, timeout=0, **options):
     profile = profile_layers(module, *sample, timeout=timeout, device="cpu", **options)
     found = []
     for layer in profile.layers:
-        times, memory = layer.times(profile.rows), layer.bytes(profile.rows)
-        seconds = times.forward / 1000, times.backward / 1000
-        sizes = layer.weights.parameters, memory.left, memory.output
+        figures = layer.at(profile.rows)
+        seconds = figures.forward / 1000, figures.backward / 1000
+        sizes = layer.weights.parameters, figures.left, figures.output
         found.append(Row(layer.name, *seconds, *sizes))
     return found
 
@@ -239,9 +240,10 @@ def test_memory_alone(clock):
 
 def test_table():
     def layer(name, forward, backward, parameters, left, output):
-        lines = [Line(0.0, x) for x in (forward, backward, 0, 0, 0)]
-        sizes = [Line(0.0, x) for x in (output, 0, left, 0, 0, 0, 0, 0, 0)]
-        return Layer(name, Weights(parameters=parameters), lines, sizes, {}, [])
+        times = 1000 * forward, 1000 * backward
+        figures = Figures(*times, output=output, left=left)
+        lines = [Line(0.0, x) for x in figures]
+        return Layer(name, Weights(parameters=parameters), {}, [], lines)
 
     layers = [
         layer("0 (Linear)", 0.0012345, 0.002, 1536, 10, 0),

@@ -1,5 +1,6 @@
 """Device maps that are proposed keep blocks whole, and spread what they cost."""
 
+import math
 import time
 from random import Random
 
@@ -10,7 +11,7 @@ from torch import nn
 from torchgpipe.balance import map_by_size, map_by_time
 from torchgpipe.mapped.device_map import Wholes
 from torchgpipe.planner.blocks import hooked
-from torchgpipe.planner.maps import proposed
+from torchgpipe.planner.maps import Units
 
 
 class Block(nn.Module):
@@ -105,6 +106,11 @@ def test_buffers_that_a_forward_replaces_or_cannot_change(propose):
     assert count == 0
 
 
+def proposed(devices, blocks, costs):
+    units = Units(blocks, costs)
+    return units.placed(devices, units.cut([math.inf] * len(devices))[0])
+
+
 def test_tied_blocks_may_be_apart():
     blocks = {name: nn.Linear(2, 2) for name in "abcd"}
     blocks["d"].weight = blocks["a"].weight
@@ -157,6 +163,21 @@ def test_uncalled_block_before_all_others_is_on_the_first_device():
     blocks = {name: nn.Linear(2, 2) for name in "abc"}
     found = proposed([0, 1], blocks, {"c": 1.0, "b": 1.0})
     assert found == {"": 0, "c": 0, "b": 1, "a": 0}
+
+
+def test_blocks_whose_weights_are_used_without_any_call():
+    class Functional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = nn.functional.linear(x, layer.weight)
+            return x
+
+    found = map_by_size([0], Functional(), torch.rand(3, 4))
+    assert found == {"": 0, "layers.0": 0, "layers.1": 0}
 
 
 def test_fewer_blocks_than_devices():

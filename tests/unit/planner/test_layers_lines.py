@@ -11,8 +11,6 @@ def test_line():
 
 
 def test_a_layer_between_two_sizes():
-    lines = [Line(1.0, 2.0)] * 9
-    layer = Layer("", Weights(), lines[:5], lines, {7: Line(0.0, 1.0)}, [3])
-    assert {*layer.bytes(3)} == {7.0}
-    assert {*layer.times(3)} == {7000.0}
-    assert layer.time(3) == 14000
+    layer = Layer("", Weights(), {7: Line(0.0, 1.0)}, [3], [Line(1.0, 2.0)] * 14)
+    assert {*layer.at(3)} == {7.0}
+    assert layer.time(3) == 14

@@ -11,8 +11,7 @@ from torch import nn
 from tests.support.size import some
 from torchgpipe.mapped.device_map import Wholes
 from torchgpipe.planner import maps
-from torchgpipe.planner.blocks import Run
-from torchgpipe.planner.memory import Footprint
+from torchgpipe.planner.blocks import Footprint
 
 
 def every_cut(n, count):
@@ -75,7 +74,7 @@ def test_weights():
     model.blocks[1].requires_grad_(False)
     model.blocks[3].weight = model.blocks[0].weight
     blocks, state = Wholes.of(model).blocks(), 2.0
-    footprint = Footprint(model, blocks, Run([], 0.0, 0.0, False), 4, 0, state)
+    footprint = Footprint(model, blocks, [], 4, 0, state)
     weight, bias = 4 * 8 * 8, 4 * 8
     # A buffer of two numbers, and a parameter of one, which are in no block.
     assert footprint.need({None}) == 8 + 4 * (2 + state)

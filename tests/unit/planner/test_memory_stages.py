@@ -20,7 +20,7 @@ def stage(layers, start=0, stop=None, shape=(10, 6)):
     x = torch.rand(shape, requires_grad=True)
     found = measured(nn.Sequential(*layers), {10: Batch(x)}, CPU, timeout=None)
     own = range(start, len(layers) if stop is None else stop)
-    return Stage(found, [x.bytes(10) for x in found], 10, own, is_summed=True)
+    return Stage(found, [x.at(10) for x in found], 10, own, is_summed=True)
 
 
 def linear():
