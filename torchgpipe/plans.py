@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torchgpipe.planner.given import (
     state_of,
 )
 from torchgpipe.planner.layers import Layer
-from torchgpipe.planner.problem import problem_of
+from torchgpipe.planner.problem import Problem
 from torchgpipe.planner.proving import PROVEN, proof_of, ranked
 from torchgpipe.planner.trial import Proof, Trial, by_device
 from torchgpipe.schedule.limits import bounds
@@ -120,15 +121,17 @@ def plan(
     remedy = f"pass a sample of {rows} rows, or prove=0"
     rule = "candidates are proven with a sample that has the rows of a mini-batch"
     verify(not prove or have == rows, rule, "rows", have, remedy)
-    options: Any = {"loss": loss, "targets": targets, "timeout": timeout, "progress": progress}
-    problem = problem_of(layers, input, places, rows, **options)
-    problem = replace(problem, memory=room, state=state)
-
-    def proven(trial: Trial) -> Proof | None:
-        wrap = _candidate(trial, loss).wrap
-        return proof_of(trial, wrap, layers, input, loss, targets)
-
-    candidates = [_candidate(x, loss) for x in ranked(problem, tried, prove, proven)]
+    problem = Problem(
+        *(layers, input, places, rows),
+        memory=room,
+        state=state,
+        loss=loss,
+        targets=targets,
+        timeout=timeout,
+        progress=progress,
+    )
+    proven = partial(proof_of, lambda trial, *copies: _candidate(trial).wrap(*copies))
+    candidates = [*map(_candidate, ranked(problem, tried, prove, proven))]
     return Plans(
         [x for x in candidates if not x.excess],
         [x for x in candidates if x.excess],
@@ -137,7 +140,7 @@ def plan(
     )
 
 
-def _candidate(trial: Trial, loss: Callable[..., Any] | None) -> Candidate:
+def _candidate(trial: Trial) -> Candidate:
     schedule, costs = trial.schedule, trial.table.costs
     memory = by_device(trial.problem.places, trial.memory)
     report = simulate(schedule, costs)
@@ -146,7 +149,7 @@ def _candidate(trial: Trial, loss: Callable[..., Any] | None) -> Candidate:
         *([*trial.balance], trial.devices, schedule.chunks, trial.checkpoint, trial.setting.name),
         trial.time,
         memory,
-        *(round(trial.excess), report, limit.gap(report), loss, trial.proof),
+        *(round(trial.excess), report, limit.gap(report), trial.problem.loss, trial.proof),
     )
 
 

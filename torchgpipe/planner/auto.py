@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,9 +15,9 @@ from torchgpipe.mapped.hugging_face import on_cpu
 from torchgpipe.partition.arguments import MISSING, checked_chunks
 from torchgpipe.partition.keeping import checked_keepings, counted, is_policy, keepings_of
 from torchgpipe.planner.given import chunks_of, has_no_place, input_of, places_of, rows_of
-from torchgpipe.planner.problem import problem_of
+from torchgpipe.planner.problem import Problem
 from torchgpipe.planner.proving import PROVEN, agreed, proof_of, ranked
-from torchgpipe.planner.trial import Proof, Trial, by_device
+from torchgpipe.planner.trial import Trial, by_device
 
 __all__: list[str] = []
 
@@ -87,16 +86,14 @@ def chosen(
         None if fixed is None else [min(fixed, rows)], rows, has_norms=has_batch_norms(module)
     )
 
+    def wrapped(trial: Trial, layers: nn.Sequential, _: None) -> nn.Module:
+        options = {"chunks": trial.schedule.chunks, "checkpoint": modes or trial.checkpoint}
+        return wrap(layers, [*trial.balance], devices=trial.devices, **options)
+
     def choose() -> tuple[list[int], list[int], int, Any, float, list[float]]:
-        problem = problem_of(module, input, places, rows)
-        problem = replace(problem, modes=modes and tuple(map(counted, keepings)))
-
-        def prove(trial: Trial) -> Proof | None:
-            options = {"chunks": trial.schedule.chunks, "checkpoint": modes or trial.checkpoint}
-            made = partial(wrap, balance=[*trial.balance], devices=trial.devices, **options)
-            return proof_of(trial, lambda layers, _: made(layers), module, input)
-
-        trial = ranked(problem, tried, PROVEN, prove)[0]
+        fixed_modes = modes and tuple(map(counted, keepings))
+        problem = Problem(module, input, places, rows, modes=fixed_modes)
+        trial = ranked(problem, tried, PROVEN, partial(proof_of, wrapped))[0]
         workers, m = trial.setting.placement, trial.setting.chunks
         if trial.excess:
             more = POLICY if any(map(is_policy, keepings)) else ""

@@ -18,7 +18,7 @@ from torchgpipe.partition.arguments import checked_device, checked_devices, posi
 from torchgpipe.values.division import FlatInput, divided, row_count
 from torchgpipe.values.marks import NoChunk
 from torchgpipe.values.microbatch import Batch, scatter
-from torchgpipe.values.structure import Arguments, Spec, arguments, flatten_tree
+from torchgpipe.values.structure import Arguments, arguments, flatten_tree
 
 __all__: list[str] = []
 
@@ -175,19 +175,13 @@ def with_loss(
     return nn.Sequential(OrderedDict([*layers.named_children(), ("loss", Loss(loss, targets))]))
 
 
-def targets_in(targets: Sequence[Any]) -> tuple[list[Any], Spec]:
-    """The leaves of targets, with marks of what goes whole, and the containers around them."""
-    leaves, spec = flatten_tree((*targets,), lambda x: isinstance(x, NoChunk))
-    return leaves, spec
-
-
 class Loss(nn.Module):
     """A loss as the last layer, whose targets are as many as the rows that come."""
 
     def __init__(self, loss: Callable[..., Any], targets: Sequence[Any]) -> None:
         super().__init__()
         self.loss = loss
-        leaves, containers = targets_in(targets)
+        leaves, containers = flatten_tree((*targets,))
         # A function, since copies of this layer share it: the containers of targets may hold what
         # ``deepcopy`` refuses.
         self._together = lambda leaves: containers.unflatten(leaves)

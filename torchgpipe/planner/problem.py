@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -12,122 +13,95 @@ from torch import Tensor, nn
 
 from torchgpipe.checks import checked_flag, verify_kind
 from torchgpipe.partition.arguments import checked_timeout, verify_loss
-from torchgpipe.planner.given import (
-    limits_of,
-    looks_of,
-    state_of,
-    targets_in,
-    with_loss,
-)
-from torchgpipe.planner.layers import Layer, Line, measured, measured_links
+from torchgpipe.planner.given import limits_of, looks_of, state_of, with_loss
+from torchgpipe.planner.layers import measured, measured_links
 from torchgpipe.planner.memory import Stage
-from torchgpipe.planner.sandbox import Bytes, verify_timed
+from torchgpipe.planner.sandbox import verify_timed
 from torchgpipe.values.division import row_count
 from torchgpipe.values.microbatch import scatter
+from torchgpipe.values.structure import leaves_of
 
 __all__: list[str] = []
 
 
-@dataclass(frozen=True, eq=False)
 class Problem:
-    """A model to plan, and the devices to plan it for."""
+    """A model to plan, the devices to plan it for, and what was measured of them.
 
-    layers: Sequence[Layer]
-    #: Whether the last layer is the loss.
-    has_loss: bool
-    batch: int
-    places: Sequence[torch.device]
-    #: The bytes that each worker may use.
-    memory: Sequence[float]
-    #: The time of a copy between each pair of workers, by the bytes.
-    links: dict[tuple[int, int], Line]
-    #: Memory of the optimizer, for each byte of a parameter that it changes.
-    state: float
-    #: Memory of the input of a mini-batch.
-    input_bytes: float
-    #: Memory of the targets of a mini-batch.
-    target_bytes: float
-    #: The checkpoint mode of each partition, if they are given; None to search them.
-    modes: tuple[str, ...] | None = None
-    #: Pairs of layers that share a weight, so they must be on one worker.
-    ties: Sequence[tuple[int, int]] = ()
-    #: Caches of :meth:`stage`: partitions by their layers and rows, and the layers' memory by rows.
-    _stages: dict[tuple[int, int, int], Stage] = field(default_factory=dict, repr=False)
-    _bytes: dict[int, list[Bytes]] = field(default_factory=dict, repr=False)
+    Other arguments are those of :func:`torchgpipe.plan`.
 
-    @property
-    def count(self) -> int:
-        """The number of layers, without the loss."""
-        return len(self.layers) - self.has_loss
+    Args:
+        model: the layers.
+        input: a mini-batch of some rows, as one value.
+        places: the device of each worker.
+        rows: the rows of a mini-batch to plan for.
+        memory: the bytes that each worker may use; by default what there is.
+        state: the bytes of the optimizer for each byte of a parameter that it changes; by default
+            those of AdamW.
+        modes: the checkpoint mode of each partition, if they are given; None to search them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Sequential,
+        input: Any,
+        places: Sequence[torch.device],
+        rows: int,
+        *,
+        memory: Sequence[float] | None = None,
+        state: float | None = None,
+        modes: tuple[str, ...] | None = None,
+        loss: Callable[..., Any] | None = None,
+        targets: Sequence[Any] = (),
+        timeout: float = 1.0,
+        progress: bool = False,
+    ) -> None:
+        if loss is not None:
+            verify_loss(loss)
+        rule, remedy = "targets must be the arguments of the loss", "pass such as targets=(target,)"
+        verify_kind(targets, (list, tuple), rule, "targets", remedy)
+        checked_timeout(timeout)
+        progress = checked_flag(progress, "progress")
+        self.model, self.input, self.loss, self.targets = model, input, loss, targets
+        self.places, self.batch, self.modes = places, rows, modes
+        self.has_loss = loss is not None
+        self.memory = limits_of(None, places) if memory is None else memory
+        self.state = state_of(torch.optim.AdamW) if state is None else state
+        have = max(1, row_count(input))
+        module, looks = with_loss(model, loss, targets), looks_of(input, have, rows)
+        after = [loss] if isinstance(loss, nn.Module) else []
+        #: The pairs of layers that share a weight, so they must be on one worker. Where all workers
+        #: are on one device, as on the CPU, shared weights are together anyway.
+        self.ties = _ties([*model, *after]) if len({*places}) > 1 else []
+        #: The profile of the layers, of which the last one is the loss, if there is one.
+        self.layers = measured(module, looks, places[0], timeout=timeout, progress=progress)
+        if loss is not None:
+            # The measured loss holds the targets as buffers, which ``target_bytes`` counts.
+            size = sum(x.nbytes for y in after for x in chain(y.parameters(), y.buffers()))
+            last = self.layers[-1]
+            self.layers[-1] = replace(last, weights=last.weights._replace(all=size))
+        elsewhere = f"on the CPU, by devices=['cpu'] * {len(places)}"
+        verify_timed([x.time(rows) for x in self.layers], places[0], "layers", elsewhere)
+        number = {place: w for w, place in reversed([*enumerate(places)])}
+        links = measured_links(places).items()
+        #: For each pair of workers, the milliseconds of a copy by its bytes.
+        self.links = {(number[a], number[b]): line for (a, b), line in links}
+        #: Memory of the input, and of the targets, of a mini-batch.
+        self.input_bytes = rows / have * sum(x.nbytes for x in scatter(input, 1)[0])
+        rowed = [x for x in leaves_of(targets) if isinstance(x, Tensor)]
+        self.target_bytes = rows / have * sum(x.nbytes for x in rowed)
+        #: The number of layers, without the loss.
+        self.count = len(model)
+        self._bytes = cache(lambda rows: [x.bytes(rows) for x in self.layers])
+        #: Layers from one number up to another as a partition, of micro-batches of some rows.
+        self.stage = cache(self._stage)
 
     def rows(self, m: int) -> int:
         """The rows of the largest of some micro-batches."""
         return -(-self.batch // m)
 
-    def stage(self, start: int, stop: int, m: int) -> Stage:
-        """Some layers as a partition, of one of some micro-batches."""
-        rows = self.rows(m)
-        if rows not in self._bytes:
-            self._bytes[rows] = [x.bytes(rows) for x in self.layers]
-        if (start, stop, rows) not in self._stages:
-            here, memory = range(start, stop), self._bytes[rows]
-            stage = Stage(self.layers, memory, rows, here, is_summed=self.has_loss)
-            self._stages[start, stop, rows] = stage
-        return self._stages[start, stop, rows]
-
-
-def problem_of(
-    layers: nn.Sequential,
-    input: Any,
-    places: Sequence[torch.device],
-    rows: int,
-    *,
-    loss: Callable[..., Any] | None = None,
-    targets: Sequence[Any] = (),
-    timeout: float = 1.0,
-    progress: bool = False,
-) -> Problem:
-    """Measure layers, and copies between devices.
-
-    The arguments are those of :func:`torchgpipe.plan`, but for the input, which is one value. The
-    memory is what there is, and the optimizer AdamW.
-    """
-    if loss is not None:
-        verify_loss(loss)
-    rule, remedy = "targets must be the arguments of the loss", "pass such as targets=(target,)"
-    verify_kind(targets, (list, tuple), rule, "targets", remedy)
-    checked_timeout(timeout)
-    progress = checked_flag(progress, "progress")
-    have = max(1, row_count(input))
-    after = [loss] if isinstance(loss, nn.Module) else []
-    # Where all workers are on one device, as on the CPU, shared weights are together anyway.
-    ties = _ties([*layers, *after]) if len({*places}) > 1 else []
-    module, looks = with_loss(layers, loss, targets), looks_of(input, have, rows)
-    profile = measured(module, looks, places[0], timeout=timeout, progress=progress)
-    if loss is not None:
-        # The measured loss holds the targets as buffers, which ``target_bytes`` counts.
-        tensors = [x for module in after for x in chain(module.parameters(), module.buffers())]
-        weights = profile[-1].weights._replace(all=sum(x.nbytes for x in tensors))
-        profile[-1] = replace(profile[-1], weights=weights)
-    elsewhere = f"on the CPU, by devices=['cpu'] * {len(places)}"
-    verify_timed([x.time(rows) for x in profile], places[0], "layers", elsewhere)
-    number = {place: w for w, place in reversed([*enumerate(places)])}
-    links = measured_links(places).items()
-    (whole,) = scatter(input, 1)
-    scale = rows / have
-    problem = Problem(
-        profile,
-        loss is not None,
-        rows,
-        places,
-        [],
-        {(number[a], number[b]): line for (a, b), line in links},
-        state_of(torch.optim.AdamW),
-        scale * sum(x.nbytes for x in whole),
-        scale * sum(x.nbytes for x in targets_in(targets)[0] if isinstance(x, Tensor)),
-        ties=ties,
-    )
-    return replace(problem, memory=limits_of(None, places))
+    def _stage(self, start: int, stop: int, rows: int) -> Stage:
+        here = range(start, stop)
+        return Stage(self.layers, self._bytes(rows), rows, here, is_summed=self.has_loss)
 
 
 def _ties(layers: Iterable[nn.Module]) -> list[tuple[int, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from functools import partial
 from math import inf
@@ -14,14 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchgpipe.ambient.generators import generator_of, get_state, set_state
 from torchgpipe.devices.recorder import Stopwatch, forget_peak, memory_allocated, peak_memory
-from torchgpipe.devices.streams import CPU, has_streams
+from torchgpipe.devices.streams import has_streams
+from torchgpipe.mapped.inputs import on_device
 from torchgpipe.planner.given import FILLED
 from torchgpipe.planner.problem import Problem
+from torchgpipe.planner.sandbox import same_numbers
 from torchgpipe.planner.search import again, search
 from torchgpipe.planner.trial import Proof, Trial, by_device
-from torchgpipe.values.structure import is_of_input, leaves_of, map_leaves
+from torchgpipe.values.division import FlatInput
+from torchgpipe.values.structure import leaves_of
 
 __all__: list[str] = []
 
@@ -39,6 +42,9 @@ HOPED = 1.2
 #: Trains the layers for two steps as a trial says. It returns None if it has run out of memory for
 #: another reason than the trial's: that the model itself is on a device.
 Prove: TypeAlias = Callable[[Trial], Proof | None]
+
+#: Wraps layers, with their loss, as a trial says.
+Wrap: TypeAlias = Callable[[Trial, nn.Sequential, Any], nn.Module]
 
 
 def ranked(problem: Problem, chunks: Sequence[int], most: int, prove: Prove) -> list[Trial]:
@@ -117,58 +123,38 @@ def _shares(trial: Trial, proof: Proof) -> list[float]:
     return [max(1 / MOST, real / size) for real, size in taken]
 
 
-def proof_of(
-    trial: Trial,
-    wrap: Callable[[nn.Sequential, Any], nn.Module],
-    layers: nn.Sequential,
-    input: Any,
-    loss: Callable[..., Any] | None = None,
-    targets: Sequence[Any] = (),
-) -> Proof | None:
-    """Train a copy of layers for two steps, of which the second one counts.
-
-    Args:
-        trial: the settings.
-        wrap: wraps the copy, and that of the loss.
-        layers: the layers.
-        input: a mini-batch.
-        loss: the loss of a schedule; None if it is outside.
-        targets: its arguments after the output.
-    """
-    devices = [*dict.fromkeys(trial.devices)]
-    generators = {generator_of(x) for x in (*devices, CPU)}
-    numbers = {generator: get_state(generator) for generator in generators}
+def proof_of(wrap: Wrap, trial: Trial) -> Proof | None:
+    """Train a copy of layers, and of the loss, for two steps, of which the second one counts."""
+    problem, devices = trial.problem, [*dict.fromkeys(trial.devices)]
     gc.collect()
     before = {x: memory_allocated(x) or 0 for x in devices}
-    try:
-        model = wrap(*deepcopy((layers, loss))).train()
-        input, targets = _near(input, trial.devices[0]), _near((*targets,), trial.devices[-1])
-        for _ in range(2):
-            model.zero_grad()
-            time = _step(model, devices, input, targets if trial.setting.name else ())
-    except torch.OutOfMemoryError:
-        # The user's own layers may have taken the memory, if they are on one of the devices.
-        return None if any(x.device in devices for x in layers.parameters()) else Proof(inf, {})
-    finally:
-        for generator, state in numbers.items():
-            set_state(generator, state)
+    with ExitStack() as stack:
+        for device in devices:
+            stack.enter_context(same_numbers(device))
+        try:
+            model = wrap(trial, *deepcopy((problem.model, problem.loss))).train()
+            input = _near(problem.input, trial.devices[0])
+            targets = _near((*problem.targets,), trial.devices[-1])
+            for _ in range(2):
+                model.zero_grad()
+                time = _step(model, devices, input, targets if trial.setting.name else ())
+        except torch.OutOfMemoryError:
+            # The user's own layers may have taken the memory, if they are on one of the devices.
+            is_there = any(x.device in devices for x in problem.model.parameters())
+            return None if is_there else Proof(inf, {})
     memory = {}
     for device, old in before.items():
         here = [x for x in model.parameters() if x.requires_grad and x.device == device]
-        optimizer = round(trial.problem.state * sum(x.nbytes for x in here))
+        optimizer = round(problem.state * sum(x.nbytes for x in here))
         memory[device] = (peak_memory(device) or 0) - old + optimizer
     return Proof(time, memory)
 
 
-def _near(values: Any, device: torch.device) -> Any:
-    """Values on a device, under the same marks."""
-    return map_leaves(partial(_on, device), values, is_of_input)
-
-
-def _on(device: torch.device, x: Any) -> Any:
-    if is_of_input(x):
-        return x.map(partial(_on, device))
-    return x.to(device) if isinstance(x, Tensor) else x
+def _near(value: Any, device: torch.device) -> Any:
+    """A value on a device, under the same marks."""
+    flat = FlatInput(value)
+    flat.map(partial(on_device, device))
+    return flat.spec.unflatten(flat.leaves)
 
 
 def _step(

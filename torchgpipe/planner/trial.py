@@ -94,7 +94,7 @@ class Setting:
 
     def stage(self, start: int, stop: int) -> Stage:
         """Some layers as a partition."""
-        return self.problem.stage(start, stop, self.chunks)
+        return self.problem.stage(start, stop, self.problem.rows(self.chunks))
 
     def _rehearsal(self, skips: Skips) -> Rehearsal:
         """The program without recomputation, ready to be timed."""
