@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torchgpipe._torch.dynamo import is_compiled
-from torchgpipe.devices.recorder import Mark, Recorder, forget_peak, peak_memory
+from torchgpipe.devices.recorder import Recorder, forget_peak, peak_memory
 from torchgpipe.devices.streams import has_streams
 from torchgpipe.engine.recorded import Recording, Traceable
 from torchgpipe.gpipe import GPipe
@@ -121,10 +121,9 @@ class Watch:
         is_eager = getattr(model, "stages", "eager") == "eager"
         if is_eager and not any(map(is_compiled, wrapper.module.modules())):
             self._recorder.at_steps.append(self._waits.clear)
-            recording.within = self._within
-
-    def _within(self, mark: Mark) -> Looking:
-        return Looking(self._recorder, mark.stream.device, self._waits)
+            recording.within = lambda mark: Looking(
+                recording.recorder, mark.stream.device, self._waits
+            )
 
     def _called(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         self._rows = row_count((args, kwargs))
@@ -137,8 +136,13 @@ class Watch:
         # any time.
         if not {"B", "W"} & {x.kind for x in step.spans} or not any(x.busy for x in shares):
             return None
+        chunks = 1 + max(x.microbatch or 0 for x in step.spans if x.computes)
         first = {x.stage or 0: x for x in step.spans if x.kind == "F" and not x.microbatch}
-        kept = self._recorder.kept()
+        devices = [torch.device(x.stream.device_name) for _, x in sorted(first.items())]
+        modes, kept = keepings_of(model.checkpoint, len(first)), self._recorder.kept()
+        # A cell that is computed again keeps all from its R on, and not from its F on.
+        held = {j: max(0.0, kept.get(("R", j), size)) for (_, j), size in kept.items()}
+        waits = [wait for call in self._waits if (wait := call()) is not None]
         if isinstance(model, MappedGPipe):
             calls, workers = judged(model)
             count, balancing = len(calls), "balance.map_by_time(devices, model.module, sample)"
@@ -147,19 +151,6 @@ class Watch:
         else:
             count, threads = len(model), 0
             balancing = f"balance.balance_by_time({len(first)}, model.module, sample)"
-        return advice_on(
-            Observed(
-                step,
-                shares,
-                1 + max(x.microbatch or 0 for x in step.spans if x.computes),
-                self._rows,
-                keepings_of(model.checkpoint, len(first)),
-                [torch.device(x.stream.device_name) for _, x in sorted(first.items())],
-                # A cell that is computed again keeps all from its R on, and not from its F on.
-                {j: max(0.0, kept.get(("R", j), size)) for (_, j), size in kept.items()},
-                [wait for call in self._waits if (wait := call()) is not None],
-                count,
-                balancing,
-                threads,
-            )
-        )
+        layout = count, balancing, threads
+        observed = Observed(step, shares, chunks, self._rows, modes, devices, held, waits, *layout)
+        return advice_on(observed)

@@ -62,10 +62,8 @@ class Observed:
 
 def advice_on(step: Observed) -> Advice | None:
     """The first rule that applies; None if none does."""
-    for rule in (_copies, _waits, _host, _balance, _modes, _bubble):
-        for advice in rule(step):
-            return advice
-    return None
+    rules = (_copies, _waits, _host, _balance, _modes, _bubble)
+    return next((advice for rule in rules for advice in rule(step)), None)
 
 
 def _copies(step: Observed) -> Iterator[Advice]:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from torchgpipe.batchnorm import has_batch_norms
+from torchgpipe.checks import verify
 from torchgpipe.devices.streams import Device
 from torchgpipe.mapped.hugging_face import on_cpu
 from torchgpipe.partition.arguments import MISSING, checked_chunks
@@ -20,9 +21,6 @@ from torchgpipe.planner.proving import PROVEN, agreed, proof_of, ranked
 from torchgpipe.planner.trial import Trial, by_device
 
 __all__: list[str] = []
-
-#: What to do if nothing fits with a policy, which counts as ``'never'``.
-POLICY = "pass 'always', and assign the policy to model.checkpoint after that, "
 
 
 def too_large(
@@ -64,16 +62,12 @@ def chosen(
         chunks = 1 if chunks is MISSING else chunks
         checkpoint = "except_last" if checkpoint is MISSING else checkpoint
         return balance, devices, chunks, checkpoint, None
-    if balance != "auto":
-        raise ValueError(
-            "balance is a list with the number of layers of each partition, or the word 'auto' "
-            f"(balance: {balance!r}); pass 'auto' and a sample, or such as [2, 2]"
-        )
-    if sample is None:
-        raise TypeError(
-            "the balance 'auto' needs a sample to measure the layers with (sample: None); pass the "
-            "arguments of a call with as many rows as a mini-batch"
-        )
+    rule = "balance is a list with the number of layers of each partition, or the word 'auto'"
+    remedy = "pass 'auto' and a sample, or such as [2, 2]"
+    verify(balance == "auto", rule, "balance", balance, remedy)
+    rule = "the balance 'auto' needs a sample to measure the layers with"
+    remedy = "pass the arguments of a call with as many rows as a mini-batch"
+    verify(sample is not None, rule, "sample", sample, remedy, TypeError)
     input = input_of(sample)
     places = places_of([*on_cpu(module).values()] if has_no_place(devices) else devices)
     # Wrong arguments are told before the layers are measured, which takes a second or more.
@@ -82,9 +76,7 @@ def chosen(
     modes = None if checkpoint is MISSING else checked_keepings(checkpoint, count)
     keepings = keepings_of(modes or "never", count)
     rows = rows_of(None, input)
-    tried = chunks_of(
-        None if fixed is None else [min(fixed, rows)], rows, has_norms=has_batch_norms(module)
-    )
+    tried = chunks_of(fixed and min(fixed, rows), rows, has_norms=has_batch_norms(module))
 
     def wrapped(trial: Trial, layers: nn.Sequential, _: None) -> nn.Module:
         options = {"chunks": trial.schedule.chunks, "checkpoint": modes or trial.checkpoint}
@@ -96,7 +88,10 @@ def chosen(
         trial = ranked(problem, tried, PROVEN, partial(proof_of, wrapped))[0]
         workers, m = trial.setting.placement, trial.setting.chunks
         if trial.excess:
-            more = POLICY if any(map(is_policy, keepings)) else ""
+            more = ""
+            if any(map(is_policy, keepings)):
+                # A policy counts as 'never'.
+                more = "pass 'always', and assign the policy to model.checkpoint after that, "
             raise too_large(trial.setting.name, m, trial.balance, trial.excess, more)
         return [*trial.balance], [*workers], m, trial.checkpoint, trial.time, trial.memory
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from torchgpipe.devices.recorder import Recorder, WorkTimes
+from torchgpipe.devices.recorder import Recorder
 from torchgpipe.devices.streams import current_stream, has_streams
 from torchgpipe.values.structure import leaves_of
 
@@ -84,25 +83,19 @@ class Looking(TorchFunctionMode):
         others = tuple([x for x in places if x != self._device])
         after = self._recorder.issued(self._device)
         name = f".{name}() in {_line()}"
-        self._waits.append(partial(self._wait, name, others, before, at, after))
-        return result
 
-    def _wait(
-        self,
-        name: str,
-        others: tuple[torch.device, ...],
-        before: WorkTimes,
-        at: WorkTimes,
-        after: WorkTimes,
-    ) -> Wait | None:
-        start, end = (self._recorder.bounds(x)[0] for x in (before, after))
-        until, stop = self._recorder.bounds(at)
-        if others:
-            return Wait(name, stop - until, self._device, others)
-        # The device still had work when the function was called, and had none when it returned:
-        # the host has waited for it.
-        is_wait = until > start + LEFT and until <= end + LEFT
-        return Wait(name, end - start, self._device, ()) if is_wait else None
+        def wait() -> Wait | None:
+            start, end = (self._recorder.bounds(x)[0] for x in (before, after))
+            until, stop = self._recorder.bounds(at)
+            if others:
+                return Wait(name, stop - until, self._device, others)
+            # The device still had work when the function was called, and had none when it returned:
+            # the host has waited for it.
+            is_wait = until > start + LEFT and until <= end + LEFT
+            return Wait(name, end - start, self._device, ()) if is_wait else None
+
+        self._waits.append(wait)
+        return result
 
 
 def _line() -> str:

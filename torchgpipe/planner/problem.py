@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchgpipe.checks import checked_flag, verify_kind
 from torchgpipe.partition.arguments import checked_timeout, verify_loss
-from torchgpipe.planner.given import limits_of, looks_of, state_of, with_loss
+from torchgpipe.planner.given import Memory, limits_of, looks_of, state_of, with_loss
 from torchgpipe.planner.layers import measured, measured_links
 from torchgpipe.planner.memory import Stage
 from torchgpipe.planner.sandbox import verify_timed
@@ -27,17 +27,8 @@ __all__: list[str] = []
 class Problem:
     """A model to plan, the devices to plan it for, and what was measured of them.
 
-    Other arguments are those of :func:`torchgpipe.plan`.
-
-    Args:
-        model: the layers.
-        input: a mini-batch of some rows, as one value.
-        places: the device of each worker.
-        rows: the rows of a mini-batch to plan for.
-        memory: the bytes that each worker may use; by default what there is.
-        state: the bytes of the optimizer for each byte of a parameter that it changes; by default
-            those of AdamW.
-        modes: the checkpoint mode of each partition, if they are given; None to search them.
+    The arguments are those of :func:`torchgpipe.plan`, but for the input, which is one value, and
+    ``modes``: the checkpoint modes of the partitions, if they are not to be searched.
     """
 
     def __init__(
@@ -47,8 +38,8 @@ class Problem:
         places: Sequence[torch.device],
         rows: int,
         *,
-        memory: Sequence[float] | None = None,
-        state: float | None = None,
+        memory: Memory | None = None,
+        optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | float = torch.optim.AdamW,
         modes: tuple[str, ...] | None = None,
         loss: Callable[..., Any] | None = None,
         targets: Sequence[Any] = (),
@@ -64,8 +55,9 @@ class Problem:
         self.model, self.input, self.loss, self.targets = model, input, loss, targets
         self.places, self.batch, self.modes = places, rows, modes
         self.has_loss = loss is not None
-        self.memory = limits_of(None, places) if memory is None else memory
-        self.state = state_of(torch.optim.AdamW) if state is None else state
+        #: The bytes that each worker may use, and those of the optimizer for each byte of a
+        #: parameter that it changes.
+        self.memory, self.state = limits_of(memory, places), state_of(optimizer)
         have = max(1, row_count(input))
         module, looks = with_loss(model, loss, targets), looks_of(input, have, rows)
         after = [loss] if isinstance(loss, nn.Module) else []
@@ -81,10 +73,9 @@ class Problem:
             self.layers[-1] = replace(last, weights=last.weights._replace(all=size))
         elsewhere = f"on the CPU, by devices=['cpu'] * {len(places)}"
         verify_timed([x.time(rows) for x in self.layers], places[0], "layers", elsewhere)
-        number = {place: w for w, place in reversed([*enumerate(places)])}
-        links = measured_links(places).items()
+        links, number = measured_links(places).items(), places.index
         #: For each pair of workers, the milliseconds of a copy by its bytes.
-        self.links = {(number[a], number[b]): line for (a, b), line in links}
+        self.links = {(number(a), number(b)): line for (a, b), line in links}
         #: Memory of the input, and of the targets, of a mini-batch.
         self.input_bytes = rows / have * sum(x.nbytes for x in scatter(input, 1)[0])
         rowed = [x for x in leaves_of(targets) if isinstance(x, Tensor)]
@@ -92,16 +83,16 @@ class Problem:
         #: The number of layers, without the loss.
         self.count = len(model)
         self._bytes = cache(lambda rows: [x.bytes(rows) for x in self.layers])
-        #: Layers from one number up to another as a partition, of micro-batches of some rows.
+        #: For micro-batches of some rows, layers from one number up to another as a partition.
         self.stage = cache(self._stage)
 
     def rows(self, m: int) -> int:
         """The rows of the largest of some micro-batches."""
         return -(-self.batch // m)
 
-    def _stage(self, start: int, stop: int, rows: int) -> Stage:
-        here = range(start, stop)
-        return Stage(self.layers, self._bytes(rows), rows, here, is_summed=self.has_loss)
+    def _stage(self, rows: int, *ends: int) -> Stage:
+        memory, here = self._bytes(rows), range(*ends)
+        return Stage(self.layers, memory, rows, here, is_summed=self.has_loss)
 
 
 def _ties(layers: Iterable[nn.Module]) -> list[tuple[int, int]]:

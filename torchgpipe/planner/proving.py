@@ -9,7 +9,7 @@ from copy import deepcopy
 from functools import partial
 from math import inf
 from statistics import mean
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -176,10 +176,7 @@ def _step(
     return 1000 * max(watch.stop() for watch in watches)
 
 
-T = TypeVar("T")
-
-
-def agreed(choose: Callable[[], T]) -> T:
+def agreed(choose: Callable[[], Any]) -> Any:
     """Choose in the first process, and have all others take its choice.
 
     Replicas that are trained together must be wrapped alike. An error is one of all.
@@ -190,11 +187,11 @@ def agreed(choose: Callable[[], T]) -> T:
     answer: list[Any] = [None, None]
     if group.get_rank() == 0:
         try:
-            answer[0] = choose()
+            answer = [choose(), None]
         except Exception as error:
-            answer[1] = error
+            answer = [None, error]
     group.broadcast_object_list(answer)
     choice, raised = answer
     if raised is not None:
         raise raised
-    return cast(T, choice)
+    return choice
