@@ -115,18 +115,22 @@ def plan(
     verify(not prove or have == rows, rule, "rows", have, remedy)
     options: Any = {"memory": memory, "optimizer": optimizer, "loss": loss, "targets": targets}
     problem = Problem(layers, input, places, rows, timeout=timeout, progress=progress, **options)
-    proven = partial(proof_of, lambda trial, *copies: _candidate(trial).wrap(*copies))
-    candidates = [*map(_candidate, ranked(problem, tried, prove, proven))]
+
+    def wrap(trial: Trial, *copies: Any) -> nn.Module:
+        return _candidate(trial, loss).wrap(*copies)
+
+    proven = partial(proof_of, wrap, layers, input, loss, targets)
+    candidates = [_candidate(x, loss) for x in ranked(problem, tried, prove, proven)]
     fitting = [x for x in candidates if not x.excess]
     misfits = [x for x in candidates if x.excess]
     return Plans(fitting, misfits, problem.layers, by_device(places, problem.memory))
 
 
-def _candidate(trial: Trial) -> Candidate:
-    schedule, costs, problem = trial.schedule, trial.table.costs, trial.problem
+def _candidate(trial: Trial, loss: Callable[..., Any] | None) -> Candidate:
+    schedule, costs = trial.schedule, trial.table.costs
     report = simulate(schedule, costs)
     limit = bounds(schedule.placement, schedule.chunks, costs, skips=schedule.skips)
-    memory, excess = by_device(problem.places, trial.memory), round(trial.excess)
+    memory = by_device(trial.problem.places, trial.memory)
     settings = (
         [*trial.balance],
         trial.devices,
@@ -134,8 +138,8 @@ def _candidate(trial: Trial) -> Candidate:
         trial.checkpoint,
         trial.setting.name,
     )
-    gap = limit.gap(report)
-    return Candidate(*settings, trial.time, memory, excess, report, gap, problem.loss, trial.proof)
+    excess, gap = round(trial.excess), limit.gap(report)
+    return Candidate(*settings, trial.time, memory, excess, report, gap, loss, trial.proof)
 
 
 @dataclass(frozen=True)

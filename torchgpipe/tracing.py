@@ -97,11 +97,7 @@ def _found(model: nn.Module) -> Traceable:
 
 
 def _advised(model: Traceable, devices: Sequence[torch.device]) -> GPipe | MappedGPipe | None:
-    """The wrapper to advise on.
-
-    There are no rules for a ``Pipe``, for slices of a sequence, nor for the CPU, since it is the
-    host and the device at once.
-    """
+    """The wrapper to advise on: no rule is for a ``Pipe``, slices or the CPU, which is the host."""
     wrapper = model.model if isinstance(model, ScheduledLoss) else model
     if not isinstance(wrapper, GPipe | MappedGPipe) or not all(map(has_streams, devices)):
         return None
@@ -109,21 +105,19 @@ def _advised(model: Traceable, devices: Sequence[torch.device]) -> GPipe | Mappe
 
 
 class Watch:
-    """What is seen of the steps of a wrapper beside their spans, as long as its hook is there."""
+    """A wrapper whose calls are looked at until its hook is removed, to advise on the last step."""
 
     def __init__(self, model: Any, wrapper: GPipe | MappedGPipe, recording: Recording) -> None:
-        self._wrapper, self._recorder = wrapper, recording.recorder
-        self._rows = 0
+        self._wrapper, self._rows = wrapper, 0
+        self._recorder = recorder = recording.recorder
         self._waits: list[Callable[[], Wait | None]] = []
         self.hook = model.register_forward_pre_hook(self._called, with_kwargs=True)
         # Stages as graphs do not run the layers' code, and within a mode that looks at functions
         # compiled modules would be compiled anew.
         is_eager = getattr(model, "stages", "eager") == "eager"
         if is_eager and not any(map(is_compiled, wrapper.module.modules())):
-            self._recorder.at_steps.append(self._waits.clear)
-            recording.within = lambda mark: Looking(
-                recording.recorder, mark.stream.device, self._waits
-            )
+            recorder.at_steps.append(self._waits.clear)
+            recording.within = lambda mark: Looking(recorder, mark.stream.device, self._waits)
 
     def _called(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         self._rows = row_count((args, kwargs))

@@ -85,13 +85,13 @@ def chosen(
     def choose() -> tuple[list[int], list[int], int, Any, float, list[float]]:
         fixed_modes = modes and tuple(map(counted, keepings))
         problem = Problem(module, input, places, rows, modes=fixed_modes)
-        trial = ranked(problem, tried, PROVEN, partial(proof_of, wrapped))[0]
+        proven = partial(proof_of, wrapped, module, input, None, ())
+        trial = ranked(problem, tried, PROVEN, proven)[0]
         workers, m = trial.setting.placement, trial.setting.chunks
         if trial.excess:
-            more = ""
-            if any(map(is_policy, keepings)):
-                # A policy counts as 'never'.
-                more = "pass 'always', and assign the policy to model.checkpoint after that, "
+            # A policy counts as 'never'.
+            remedy = "pass 'always', and assign the policy to model.checkpoint after that, "
+            more = remedy if any(map(is_policy, keepings)) else ""
             raise too_large(trial.setting.name, m, trial.balance, trial.excess, more)
         return [*trial.balance], [*workers], m, trial.checkpoint, trial.time, trial.memory
 

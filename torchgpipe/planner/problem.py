@@ -25,7 +25,7 @@ __all__: list[str] = []
 
 
 class Problem:
-    """A model to plan, the devices to plan it for, and what was measured of them.
+    """The layers of a model, and the devices to plan it for, as they were measured.
 
     The arguments are those of :func:`torchgpipe.plan`, but for the input, which is one value, and
     ``modes``: the checkpoint modes of the partitions, if they are not to be searched.
@@ -52,7 +52,7 @@ class Problem:
         verify_kind(targets, (list, tuple), rule, "targets", remedy)
         checked_timeout(timeout)
         progress = checked_flag(progress, "progress")
-        self.model, self.input, self.loss, self.targets = model, input, loss, targets
+        # Trials are freed by Python's collector, so they must not hold the model, nor its input.
         self.places, self.batch, self.modes = places, rows, modes
         self.has_loss = loss is not None
         #: The bytes that each worker may use, and those of the optimizer for each byte of a
@@ -81,7 +81,7 @@ class Problem:
         rowed = [x for x in leaves_of(targets) if isinstance(x, Tensor)]
         self.target_bytes = rows / have * sum(x.nbytes for x in rowed)
         #: The number of layers, without the loss.
-        self.count = len(model)
+        self.count = len(self.layers) - self.has_loss
         self._bytes = cache(lambda rows: [x.bytes(rows) for x in self.layers])
         #: For micro-batches of some rows, layers from one number up to another as a partition.
         self.stage = cache(self._stage)
@@ -90,8 +90,8 @@ class Problem:
         """The rows of the largest of some micro-batches."""
         return -(-self.batch // m)
 
-    def _stage(self, rows: int, *ends: int) -> Stage:
-        memory, here = self._bytes(rows), range(*ends)
+    def _stage(self, rows: int, start: int, stop: int) -> Stage:
+        memory, here = self._bytes(rows), range(start, stop)
         return Stage(self.layers, memory, rows, here, is_summed=self.has_loss)
 
 

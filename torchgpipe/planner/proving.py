@@ -43,9 +43,6 @@ HOPED = 1.2
 #: another reason than the trial's: that the model itself is on a device.
 Prove: TypeAlias = Callable[[Trial], Proof | None]
 
-#: Wraps layers, with their loss, as a trial says.
-Wrap: TypeAlias = Callable[[Trial, nn.Sequential, Any], nn.Module]
-
 
 def ranked(problem: Problem, chunks: Sequence[int], most: int, prove: Prove) -> list[Trial]:
     """Search a problem, and prove so many of the best candidates, if devices have streams.
@@ -70,9 +67,7 @@ def ranked(problem: Problem, chunks: Sequence[int], most: int, prove: Prove) -> 
     return sorted(times, key=lambda x: (x.excess > 0, not x.proof, x.excess, times[x]))
 
 
-def _proven(
-    trials: Sequence[Trial], limits: Sequence[float], most: int, prove: Prove
-) -> list[Trial]:
+def _proven(trials: list[Trial], limits: Sequence[float], most: int, prove: Prove) -> list[Trial]:
     """Prove the fastest trials, until so many fit, or none of the rest may be faster.
 
     What a step has taken, as a share of what was predicted, corrects the limits for its schedule,
@@ -123,30 +118,35 @@ def _shares(trial: Trial, proof: Proof) -> list[float]:
     return [max(1 / MOST, real / size) for real, size in taken]
 
 
-def proof_of(wrap: Wrap, trial: Trial) -> Proof | None:
+def proof_of(
+    wrap: Callable[[Trial, nn.Sequential, Any], nn.Module],
+    layers: nn.Sequential,
+    input: Any,
+    loss: Callable[..., Any] | None,
+    targets: Sequence[Any],
+    trial: Trial,
+) -> Proof | None:
     """Train a copy of layers, and of the loss, for two steps, of which the second one counts."""
-    problem, devices = trial.problem, [*dict.fromkeys(trial.devices)]
+    devices = [*dict.fromkeys(trial.devices)]
     gc.collect()
     before = {x: memory_allocated(x) or 0 for x in devices}
     with ExitStack() as stack:
         for device in devices:
             stack.enter_context(same_numbers(device))
         try:
-            model = wrap(trial, *deepcopy((problem.model, problem.loss))).train()
-            input = _near(problem.input, trial.devices[0])
-            targets = _near((*problem.targets,), trial.devices[-1])
+            model = wrap(trial, *deepcopy((layers, loss))).train()
+            input, targets = _near(input, trial.devices[0]), _near((*targets,), trial.devices[-1])
             for _ in range(2):
                 model.zero_grad()
                 time = _step(model, devices, input, targets if trial.setting.name else ())
         except torch.OutOfMemoryError:
             # The user's own layers may have taken the memory, if they are on one of the devices.
-            is_there = any(x.device in devices for x in problem.model.parameters())
-            return None if is_there else Proof(inf, {})
-    memory = {}
-    for device, old in before.items():
-        here = [x for x in model.parameters() if x.requires_grad and x.device == device]
-        optimizer = round(problem.state * sum(x.nbytes for x in here))
-        memory[device] = (peak_memory(device) or 0) - old + optimizer
+            return None if any(x.device in devices for x in layers.parameters()) else Proof(inf, {})
+    memory = {x: (peak_memory(x) or 0) - old for x, old in before.items()}
+    trained = [x for x in model.parameters() if x.requires_grad]
+    for device in devices:
+        size = sum(x.nbytes for x in trained if x.device == device)
+        memory[device] += round(trial.problem.state * size)
     return Proof(time, memory)
 
 
@@ -157,9 +157,7 @@ def _near(value: Any, device: torch.device) -> Any:
     return flat.spec.unflatten(flat.leaves)
 
 
-def _step(
-    model: nn.Module, devices: Sequence[torch.device], input: Any, targets: Sequence[Any]
-) -> float:
+def _step(model: nn.Module, devices: Sequence[torch.device], input: Any, targets: Any) -> float:
     """The milliseconds of a step."""
     watches = [Stopwatch(device) for device in devices]
     for device, watch in zip(devices, watches):

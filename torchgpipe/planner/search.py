@@ -31,9 +31,6 @@ def search(problem: Problem, chunks: Iterable[int], limits: Sequence[float]) -> 
     """Find the best trial of each schedule and number of micro-batches, under predicted peaks.
 
     Those that fit come before those that do not, the fastest first.
-
-    Raises:
-        ValueError: no trial keeps layers together that share a weight.
     """
     begun = [x.fitted(_even(x), limits) for x in settings(problem, chunks)]
     best = min(begun, key=lambda x: x.rank(limits))

@@ -19,7 +19,7 @@ from functools import cache, cached_property, lru_cache, partial
 from itertools import accumulate, pairwise, product
 from math import inf
 from operator import add, mul
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -239,7 +239,6 @@ class Trial:
 
     @cached_property
     def parts(self) -> list[Part]:
-        """The share of each worker."""
         sizes = defaultdict[tuple[int, int], float](float)
         for j, k, size, gradient in self.arrivals:
             sizes[j, k] += size
@@ -331,7 +330,6 @@ class Trial:
 
     @property
     def devices(self) -> list[torch.device]:
-        """The device of each partition."""
         return [self.problem.places[w] for w in self.setting.placement]
 
 
@@ -348,10 +346,8 @@ def settings(problem: Problem, chunks: Iterable[int]) -> Iterator[Setting]:
     """Yield the schedules that the layers of a problem can run under, of some micro-batches."""
     workers = min(len(problem.places), problem.count)
     for m in chunks:
-        if not problem.has_loss:
-            yield Setting(problem, None, fill_drain(workers, m))
-            continue
-        for name, schedule in built_in(workers, m):
+        pairs: Any = built_in(workers, m) if problem.has_loss else [(None, fill_drain(workers, m))]
+        for name, schedule in pairs:
             # Nobody can tell beforehand how long two computations take that overlap on a device.
             overlaps = any(isinstance(x, Overlap) for line in schedule.program for x in line)
             if not overlaps and len(schedule.placement) <= problem.count:
