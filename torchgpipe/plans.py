@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import mean
 from typing import Any
 
 import torch
@@ -16,17 +18,9 @@ from torchgpipe.engine.stages import stages_of
 from torchgpipe.gpipe import GPipe
 from torchgpipe.partition.split import verify_module
 from torchgpipe.planner.auto import too_large
-from torchgpipe.planner.given import (
-    Memory,
-    chunks_of,
-    input_of,
-    limits_of,
-    places_of,
-    rows_of,
-    state_of,
-)
+from torchgpipe.planner.given import Memory, chunks_of, input_of, places_of, rows_of
 from torchgpipe.planner.layers import Layer
-from torchgpipe.planner.problem import problem_of
+from torchgpipe.planner.problem import Problem
 from torchgpipe.planner.proving import PROVEN, proof_of, ranked
 from torchgpipe.planner.trial import Proof, Trial, by_device
 from torchgpipe.schedule.limits import bounds
@@ -112,7 +106,6 @@ def plan(
     rows, have = rows_of(batch, input), row_count(input)
     # Wrong arguments are told before the layers are measured, which takes a second or more.
     tried = chunks_of(chunks, rows, has_norms=has_batch_norms(layers))
-    room, state = limits_of(memory, places), state_of(optimizer)
     if prove is None:
         prove = PROVEN if have == rows else 0
     rule = "prove must be how many candidates are trained at most"
@@ -120,34 +113,33 @@ def plan(
     remedy = f"pass a sample of {rows} rows, or prove=0"
     rule = "candidates are proven with a sample that has the rows of a mini-batch"
     verify(not prove or have == rows, rule, "rows", have, remedy)
-    options: Any = {"loss": loss, "targets": targets, "timeout": timeout, "progress": progress}
-    problem = problem_of(layers, input, places, rows, **options)
-    problem = replace(problem, memory=room, state=state)
+    options: Any = {"memory": memory, "optimizer": optimizer, "loss": loss, "targets": targets}
+    problem = Problem(layers, input, places, rows, timeout=timeout, progress=progress, **options)
 
-    def proven(trial: Trial) -> Proof | None:
-        wrap = _candidate(trial, loss).wrap
-        return proof_of(trial, wrap, layers, input, loss, targets)
+    def wrap(trial: Trial, *copies: Any) -> nn.Module:
+        return _candidate(trial, loss).wrap(*copies)
 
+    proven = partial(proof_of, wrap, layers, input, loss, targets)
     candidates = [_candidate(x, loss) for x in ranked(problem, tried, prove, proven)]
-    return Plans(
-        [x for x in candidates if not x.excess],
-        [x for x in candidates if x.excess],
-        [*problem.layers],
-        by_device(places, room),
-    )
+    fitting = [x for x in candidates if not x.excess]
+    misfits = [x for x in candidates if x.excess]
+    return Plans(fitting, misfits, problem.layers, by_device(places, problem.memory))
 
 
 def _candidate(trial: Trial, loss: Callable[..., Any] | None) -> Candidate:
     schedule, costs = trial.schedule, trial.table.costs
-    memory = by_device(trial.problem.places, trial.memory)
     report = simulate(schedule, costs)
     limit = bounds(schedule.placement, schedule.chunks, costs, skips=schedule.skips)
-    return Candidate(
-        *([*trial.balance], trial.devices, schedule.chunks, trial.checkpoint, trial.setting.name),
-        trial.time,
-        memory,
-        *(round(trial.excess), report, limit.gap(report), loss, trial.proof),
+    memory = by_device(trial.problem.places, trial.memory)
+    settings = (
+        [*trial.balance],
+        trial.devices,
+        schedule.chunks,
+        trial.checkpoint,
+        trial.setting.name,
     )
+    excess, gap = round(trial.excess), limit.gap(report)
+    return Candidate(*settings, trial.time, memory, excess, report, gap, loss, trial.proof)
 
 
 @dataclass(frozen=True)
@@ -186,9 +178,7 @@ class Candidate:
     @property
     def bubble(self) -> float:
         """The share of the step's time in which devices wait, on average."""
-        return float(
-            sum(self.report.bubble) / len(self.report.bubble) / (self.report.makespan or 1)
-        )
+        return float(mean(self.report.bubble) / (self.report.makespan or 1))
 
     def wrap(
         self,
@@ -209,14 +199,9 @@ class Candidate:
         Returns:
             A :class:`~torchgpipe.GPipe`, or a :class:`~torchgpipe.ScheduledLoss` around one.
         """
-        model = GPipe(
-            layers,
-            self.balance,
-            devices=self.devices,
-            chunks=self.chunks,
-            checkpoint=self.checkpoint,
-            deferred_batch_norm=deferred_batch_norm,
-        )
+        settings: Any = {"chunks": self.chunks, "checkpoint": self.checkpoint}
+        settings |= {"devices": self.devices, "deferred_batch_norm": deferred_batch_norm}
+        model = GPipe(layers, self.balance, **settings)
         loss = self._loss if loss is None else loss
         name = self.schedule if loss is not None else None
         if name == self.schedule:
@@ -233,20 +218,14 @@ class Candidate:
         )
 
     def _row(self) -> list[str]:
-        modes, sizes = self.checkpoint, [*self.proof.memory.values()] if self.proof else []
-        return [
-            self.schedule or "gpipe",
-            str(self.chunks),
-            str(self.balance),
-            " ".join(x[0] for x in modes) if isinstance(modes, list) else modes,
-            f"{self.time:.4g}",
-            "" if self.proof is None else f"{self.proof.time:.4g}",
-            as_mib(max(self.memory.values())),
-            as_mib(max(sizes)) if sizes else "",
-            f"{self.bubble:.1%}",
-            f"{self.gap:.1%}",
-            "" if not self.excess else f"{in_bytes(self.excess)} too much",
-        ]
+        modes, proof = self.checkpoint, self.proof
+        letters = modes if isinstance(modes, str) else " ".join(x[0] for x in modes)
+        time, sizes = (f"{proof.time:.4g}", [*proof.memory.values()]) if proof else ("", [])
+        most = as_mib(max(sizes)) if sizes else ""
+        lacks = f"{in_bytes(self.excess)} too much" if self.excess else ""
+        settings = [self.schedule or "gpipe", str(self.chunks), str(self.balance), letters]
+        figures = [f"{self.time:.4g}", time, as_mib(max(self.memory.values())), most]
+        return [*settings, *figures, f"{self.bubble:.1%}", f"{self.gap:.1%}", lacks]
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from torchgpipe._torch.dynamo import is_compiled
 from torchgpipe.devices.recorder import Recorder, forget_peak, peak_memory
@@ -18,7 +17,7 @@ from torchgpipe.gpipe import GPipe
 from torchgpipe.mapped_gpipe import MappedGPipe, judged
 from torchgpipe.partition.keeping import keepings_of
 from torchgpipe.planner.advice import Observed, advice_on
-from torchgpipe.planner.observed import Waits
+from torchgpipe.planner.observed import Looking, Wait
 from torchgpipe.scheduled import ScheduledLoss
 from torchgpipe.show.figures import StepFigures
 from torchgpipe.show.timeline import Advice, Timeline
@@ -66,19 +65,22 @@ def trace(model: nn.Module) -> Iterator[Timeline]:
     for device in dict.fromkeys(devices):
         forget_peak(device)
     recording = Recording(Recorder(devices))
-    watch = Watch(wrapper, recording)
+    advised = _advised(wrapper, devices)
+    watch = None if advised is None else Watch(wrapper, advised, recording)
     timeline = Timeline([])
     holder.recording = recording
     try:
         yield timeline
     finally:
         holder.recording = None
-        watch.stop()
+        if watch is not None:
+            watch.hook.remove()
         timeline.spans = recording.recorder.spans()
         peaks = {str(device): peak_memory(device) for device in devices}
         timeline.host = recording.recorder.host
         timeline.memory = {name: size for name, size in peaks.items() if size is not None}
-        timeline.advice = watch.end(timeline)
+        if watch is not None and timeline.spans:
+            timeline.advice = watch.advice(timeline)
         holder.figures = StepFigures.of(timeline) or holder.figures
 
 
@@ -94,85 +96,55 @@ def _found(model: nn.Module) -> Traceable:
     )
 
 
-class Watch:
-    """A model that is looked at until :meth:`stop`; nobody advises on a ``Pipe``."""
+def _advised(model: Traceable, devices: Sequence[torch.device]) -> GPipe | MappedGPipe | None:
+    """The wrapper to advise on: no rule is for a ``Pipe``, slices or the CPU, which is the host."""
+    wrapper = model.model if isinstance(model, ScheduledLoss) else model
+    if not isinstance(wrapper, GPipe | MappedGPipe) or not all(map(has_streams, devices)):
+        return None
+    return None if isinstance(wrapper, MappedGPipe) and wrapper.slices != 1 else wrapper
 
-    def __init__(self, model: Traceable, recording: Recording) -> None:
+
+class Watch:
+    """A wrapper whose calls are looked at until its hook is removed, to advise on the last step."""
+
+    def __init__(self, model: Any, wrapper: GPipe | MappedGPipe, recording: Recording) -> None:
+        self._wrapper, self._rows = wrapper, 0
         self._recorder = recorder = recording.recorder
-        self._model: GPipe | MappedGPipe | None = None
-        self._waits: Waits | None = None
-        self._rows = 0
-        self._handle: RemovableHandle | None = None
-        #: The layers, or the mapped modules, with their devices.
-        self._layers: list[tuple[nn.Module, torch.device]] = []
-        if isinstance(model, ScheduledLoss):
-            self._model = model.model
-        elif isinstance(model, GPipe | MappedGPipe):
-            self._model = model
-        if isinstance(self._model, GPipe):
-            for part, device in zip(self._model.partitions, self._model.devices):
-                assert isinstance(part, nn.Sequential)
-                self._layers += [(layer, device) for layer in part]
-        elif isinstance(model, MappedGPipe):
-            self._layers = [(x.mapped.module, x.mapped.device) for x in judged(model)[0]]
-        # There is no advice for the CPU, since it is the host and the device at once.
-        if not self._layers or not all(has_streams(device) for _, device in self._layers):
-            self._model = None
-            return
-        assert isinstance(model, nn.Module)
-        self._handle = model.register_forward_pre_hook(self._called, with_kwargs=True)
+        self._waits: list[Callable[[], Wait | None]] = []
+        self.hook = model.register_forward_pre_hook(self._called, with_kwargs=True)
         # Stages as graphs do not run the layers' code, and within a mode that looks at functions
         # compiled modules would be compiled anew.
         is_eager = getattr(model, "stages", "eager") == "eager"
-        if is_eager and not any(is_compiled(x) for y, _ in self._layers for x in y.modules()):
-            self._waits = Waits(recorder)
-            recording.within = self._waits.within
-
-    def stop(self) -> None:
-        """Leave the model alone."""
-        if self._handle is not None:
-            self._handle.remove()
+        if is_eager and not any(map(is_compiled, wrapper.module.modules())):
+            recorder.at_steps.append(self._waits.clear)
+            recording.within = lambda mark: Looking(recorder, mark.stream.device, self._waits)
 
     def _called(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         self._rows = row_count((args, kwargs))
 
-    def end(self, timeline: Timeline) -> Advice | None:
+    def advice(self, timeline: Timeline) -> Advice | None:
         """Advise on the last step, when the timeline has its spans."""
-        model = self._model
-        if model is None or not timeline.spans:
-            return None
-        if isinstance(model, MappedGPipe) and model.slices != 1:
-            # There is no rule for slices of a sequence.
-            return None
-        last = timeline.step()
-        shares = last.shares
+        model, step = self._wrapper, timeline.step()
+        shares = step.shares
         # The rules are about training steps. On virtual accelerators without costs no step takes
         # any time.
-        if not {"B", "W"} & {x.kind for x in last.spans} or not any(x.busy for x in shares):
+        if not {"B", "W"} & {x.kind for x in step.spans} or not any(x.busy for x in shares):
             return None
-        first = {x.stage or 0: x for x in last.spans if x.kind == "F" and not x.microbatch}
-        kept = self._recorder.kept()
-        n, threads = len(first), 0
+        chunks = 1 + max(x.microbatch or 0 for x in step.spans if x.computes)
+        first = {x.stage or 0: x for x in step.spans if x.kind == "F" and not x.microbatch}
+        devices = [torch.device(x.stream.device_name) for _, x in sorted(first.items())]
+        modes, kept = keepings_of(model.checkpoint, len(first)), self._recorder.kept()
+        # A cell that is computed again keeps all from its R on, and not from its F on.
+        held = {j: max(0.0, kept.get(("R", j), size)) for (_, j), size in kept.items()}
+        waits = [wait for call in self._waits if (wait := call()) is not None]
         if isinstance(model, MappedGPipe):
-            balancing = "balance.map_by_time(devices, model.module, sample)"
+            calls, workers = judged(model)
+            count, balancing = len(calls), "balance.map_by_time(devices, model.module, sample)"
             # Advice may propose more threads only if they compute the same as one.
-            threads = model.threads if judged(model)[1].are_equal(True) else n
+            threads = model.threads if workers.are_equal(True) else len(first)
         else:
-            balancing = f"balance.balance_by_time({n}, model.module, sample)"
-        return advice_on(
-            Observed(
-                shares,
-                last.makespan,
-                1 + max(x.microbatch or 0 for x in last.spans if x.computes),
-                self._rows,
-                keepings_of(model.checkpoint, n),
-                [torch.device(x.stream.device_name) for _, x in sorted(first.items())],
-                # A cell that is computed again keeps all from its R on, and not from its F on.
-                {j: max(0.0, kept.get(("R", j), size)) for (_, j), size in kept.items()},
-                timeline.memory,
-                [] if self._waits is None else self._waits.ended(),
-                len(self._layers),
-                balancing,
-                threads,
-            )
-        )
+            count, threads = len(model), 0
+            balancing = f"balance.balance_by_time({len(first)}, model.module, sample)"
+        layout = count, balancing, threads
+        observed = Observed(step, shares, chunks, self._rows, modes, devices, held, waits, *layout)
+        return advice_on(observed)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from math import inf
 from typing import Any, TypeAlias
 
@@ -19,7 +18,7 @@ from torch import nn
 from benchmarks.simulate.choice_models import LLAMA, MODELS, Model, llama
 from torchgpipe import GPipe, MappedGPipe, ScheduledLoss
 from torchgpipe.planner.given import limits_of
-from torchgpipe.planner.problem import Problem, problem_of
+from torchgpipe.planner.problem import Problem
 from torchgpipe.planner.proving import PROVEN, ranked
 from torchgpipe.planner.trial import Proof, Trial, settings
 from torchgpipe.testing import dry_run, observe
@@ -57,7 +56,7 @@ def measure(
         start = time.process_time()
         options: Any = {"loss": model.loss, "targets": data[1:], "timeout": 0}
         with observe(costs=HARDWARE):
-            problem = problem_of(layers, data[0], devices, len(data[0]), **options)
+            problem = Problem(layers, data[0], devices, len(data[0]), **options)
     measuring = time.process_time() - start
     ran: dict[Any, Proof] = {}
 
@@ -74,7 +73,8 @@ def measure(
         for way, most in ("predicted", 0), ("proven", PROVEN):
             start = time.process_time()
             ran.clear()
-            own = ranked(replace(problem, memory=limits), [chunks], most, prove)[0]
+            problem.memory = limits
+            own = ranked(problem, [chunks], most, prove)[0]
             took = measuring + time.process_time() - start
             chosen = {"fits": not own.excess, "seconds": took, **described(own)}
             if not own.excess:

@@ -9,12 +9,12 @@ from torch import nn
 
 from torchgpipe import GPipe, ScheduledLoss
 from torchgpipe.planner import auto as choice
-from torchgpipe.planner.problem import problem_of
+from torchgpipe.planner.problem import Problem
 
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    monkeypatch.setattr(choice, "problem_of", partial(problem_of, timeout=0))
+    monkeypatch.setattr(choice, "Problem", partial(Problem, timeout=0))
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])

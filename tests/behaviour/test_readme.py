@@ -12,7 +12,7 @@ from tests.examples import MISSING
 from tests.support.architectures import build
 from torchgpipe._torch.dynamo import VERSION
 from torchgpipe.planner.blocks import timed
-from torchgpipe.planner.problem import problem_of
+from torchgpipe.planner.problem import Problem
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.rst"
@@ -67,7 +67,7 @@ def test_readme(run, tmp_path, monkeypatch):
 def at_once(monkeypatch):
     """Measure models twice, and not for a second."""
     monkeypatch.setattr("torchgpipe.planner.maps.timed", partial(timed, timeout=0))
-    monkeypatch.setattr("torchgpipe.planner.auto.problem_of", partial(problem_of, timeout=0))
+    monkeypatch.setattr("torchgpipe.planner.auto.Problem", partial(Problem, timeout=0))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from tests.support.fresh import METHOD, preload
 from torchgpipe._torch.dynamo import VERSION
 from torchgpipe.planner.blocks import timed
-from torchgpipe.planner.problem import problem_of
+from torchgpipe.planner.problem import Problem
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("tutorial*.rst"))
@@ -35,7 +35,7 @@ preload("torch._dynamo", "torch.distributed.pipelining")
 def at_once(monkeypatch):
     """Measure models twice, and not for a second."""
     monkeypatch.setattr("torchgpipe.planner.maps.timed", partial(timed, timeout=0))
-    monkeypatch.setattr("torchgpipe.planner.auto.problem_of", partial(problem_of, timeout=0))
+    monkeypatch.setattr("torchgpipe.planner.auto.Problem", partial(Problem, timeout=0))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -14,7 +14,7 @@ from tests.support.architectures import build
 from tests.support.size import some
 from torchgpipe import GPipe, trace
 from torchgpipe.planner.blocks import timed
-from torchgpipe.planner.problem import problem_of
+from torchgpipe.planner.problem import Problem
 from torchgpipe.testing import Busy, observe
 
 pytestmark = pytest.mark.usefixtures("one_round")
@@ -62,7 +62,7 @@ def test_device_map_of_two_gpus(run, devices, tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 def test_tutorial_of_two_gpus(file, run, devices, tmp_path, monkeypatch, capsys):
     """One line makes a page one for two accelerators, and its timelines are those shown."""
-    monkeypatch.setattr("torchgpipe.planner.auto.problem_of", partial(problem_of, timeout=0))
+    monkeypatch.setattr("torchgpipe.planner.auto.Problem", partial(Problem, timeout=0))
     text = file.read_text("utf-8")
     gpus = re.search(r"# with two GPUs: (first, last = .*)", text)[1]
     assert text.count('first, last = "cpu", "cpu"') == 1

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from tests.support.planning import Join, Keep, by_hand, run, unet
 from tests.support.size import some
 from torchgpipe import plan, trace
-from torchgpipe.planner.problem import problem_of
+from torchgpipe.planner.problem import Problem
 from torchgpipe.planner.trial import MODES, Trial, settings
 from torchgpipe.skip import Namespace
 from torchgpipe.testing import observe
@@ -39,7 +39,7 @@ def problem(devices):
     x, y = torch.rand(2, 32, 3, 32, 32)
     with observe(costs={"convolution": 1.0}):
         options = {"loss": F.mse_loss, "targets": (y,), "timeout": 0}
-        return problem_of(layers(), x, devices[:2], len(x), **options), x, y
+        return Problem(layers(), x, devices[:2], len(x), **options), x, y
 
 
 def measured(devices, found, make, x, y, schedule, balance, modes, chunks=4):
@@ -100,7 +100,7 @@ def test_no_choice_exceeds_its_limit(devices, make, rows, width, prove):
     x, y = torch.rand(2, rows, width)
     options = {"loss": F.mse_loss, "targets": (y,), "timeout": 0}
     with observe(costs={"addmm": 1.0, "mm": 1.0}):
-        found = problem_of(make(), x, devices[:2], rows, **options)
+        found = Problem(make(), x, devices[:2], rows, **options)
     each = measured(devices, found, make, x, y, *CASE)
     for predicted, used in each:
         assert 0.97 * used <= predicted <= 1.3 * used

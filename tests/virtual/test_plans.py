@@ -23,7 +23,7 @@ from tests.support.planning import (
 from tests.support.size import SOAK
 from torchgpipe import GPipe, ScheduledLoss, plan, trace
 from torchgpipe.planner.layers import measured_links
-from torchgpipe.planner.problem import problem_of
+from torchgpipe.planner.problem import Problem
 from torchgpipe.testing import observe
 
 pytestmark = pytest.mark.usefixtures("one_round")
@@ -34,7 +34,7 @@ CHUNKS = [1, 2, 4, 8, 16]
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
     """Measure once: virtual time does not vary."""
-    monkeypatch.setattr("torchgpipe.planner.auto.problem_of", partial(problem_of, timeout=0))
+    monkeypatch.setattr("torchgpipe.planner.auto.Problem", partial(Problem, timeout=0))
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def case(devices):
     layers, x, y, options, _ = random_case(9, devices)
     options["chunks"] = [4]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchgpipe.planner.auto.problem_of", partial(problem_of, timeout=0))
+        patch.setattr("torchgpipe.planner.auto.Problem", partial(Problem, timeout=0))
         return layers, x, y, options, planned(layers, x, options)
 
 

@@ -5,7 +5,8 @@ The first rule that applies is the advice. What waits for a copy, or for the hos
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
@@ -17,7 +18,7 @@ from torchgpipe.planner.given import USABLE
 from torchgpipe.planner.observed import Wait
 from torchgpipe.show.shares import Shares
 from torchgpipe.show.tables import as_mib
-from torchgpipe.show.timeline import Advice
+from torchgpipe.show.timeline import Advice, Timeline
 
 __all__: list[str] = []
 
@@ -33,8 +34,8 @@ UNEVEN = 0.1
 class Observed:
     """A step as it was traced, and how the model is wrapped."""
 
+    step: Timeline
     shares: Sequence[Shares]
-    makespan: float
     chunks: int
     #: The rows of the mini-batch; 0 if unknown.
     rows: int
@@ -43,8 +44,6 @@ class Observed:
     devices: Sequence[torch.device]
     #: The bytes that a cell of each stage keeps for its backward, as far as known.
     kept: Mapping[int, float]
-    #: The most bytes that each device has had in use, by its name.
-    memory: Mapping[str, int]
     waits: Sequence[Wait]
     #: The number of layers, or of blocks, and the call that finds a balance of these.
     count: int
@@ -56,34 +55,35 @@ class Observed:
         """A share of the step's time, of devices on average."""
         return mean(getattr(x, name) or 0.0 for x in self.shares)
 
+    def lost(self, waits: Iterable[Wait]) -> float:
+        """The share of the step's time of waits, which each micro-batch has."""
+        return self.chunks * sum(x.time for x in waits) / self.step.makespan
+
 
 def advice_on(step: Observed) -> Advice | None:
     """The first rule that applies; None if none does."""
-    for rule in (_copies, _waits, _host, _balance, _modes, _bubble):
-        for advice in rule(step):
-            return advice
-    return None
+    rules = (_copies, _waits, _host, _balance, _modes, _bubble)
+    return next((advice for rule in rules for advice in rule(step)), None)
 
 
 def _copies(step: Observed) -> Iterator[Advice]:
-    lost: dict[torch.device, float] = {}
     copies = [x for x in step.waits if x.others]
-    for x in copies:
-        lost[x.device] = lost.get(x.device, 0.0) + step.chunks * x.time / step.makespan
-    share = min(1.0, max(lost.values(), default=0.0))
+    waiting = {x.device for x in copies}
+    lost = [step.lost(x for x in copies if x.device == device) for device in waiting]
+    share = min(1.0, max(lost, default=0.0))
     if share >= NAMED:
         places = dict.fromkeys(y for x in copies for y in (x.device, *x.others))
         reason = (
             f"{' and '.join(map(str, places))} wait up to {share:.0%} of the step for copies "
             f"between them, by {_names(copies)}"
         )
-        where = str(copies[0].device) if len(lost) == 1 else "the device of the layer"
+        where = str(copies[0].device) if len(waiting) == 1 else "the device of the layer"
         yield Advice(reason, {}, remedy=f"have what is read there on {where}")
 
 
 def _waits(step: Observed) -> Iterator[Advice]:
     waits = [x for x in step.waits if not x.others]
-    share = step.chunks * sum(x.time for x in waits) / step.makespan
+    share = step.lost(waits)
     if share < NAMED:
         return
     reason = f"the host waits for devices {min(1.0, share):.0%} of the step, in {_names(waits)}"
@@ -141,12 +141,10 @@ def _modes(step: Observed) -> Iterator[Advice]:
 
 def _has_room(step: Observed, count: int) -> bool:
     """Whether so many micro-batches more may be kept on each device, as far as anybody knows."""
-    more = dict(step.memory)
+    more = Counter(step.step.memory)
     for j, device in enumerate(step.devices):
-        name = str(device)
-        more[name] = more.get(name, 0) + round((count - 1) * step.kept.get(j, 0.0))
-    places = {str(x): x for x in step.devices}
-    return all(more[name] <= USABLE * memory_total(x) for name, x in places.items())
+        more[str(device)] += round((count - 1) * step.kept.get(j, 0.0))
+    return all(more[str(x)] <= USABLE * memory_total(x) for x in step.devices)
 
 
 def _bubble(step: Observed) -> Iterator[Advice]:
@@ -162,7 +160,8 @@ def _bubble(step: Observed) -> Iterator[Advice]:
 
 def _in_use(step: Observed) -> str:
     """Say how much memory the fullest device has had in use."""
-    if not step.memory:
+    memory = step.step.memory
+    if not memory:
         return ""
-    name = max(step.memory, key=step.memory.__getitem__)
-    return f"; {name} has had {as_mib(step.memory[name])} MiB in use"
+    name = max(memory, key=memory.__getitem__)
+    return f"; {name} has had {as_mib(memory[name])} MiB in use"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,19 +10,17 @@ import torch
 from torch import nn
 
 from torchgpipe.batchnorm import has_batch_norms
+from torchgpipe.checks import verify
 from torchgpipe.devices.streams import Device
 from torchgpipe.mapped.hugging_face import on_cpu
 from torchgpipe.partition.arguments import MISSING, checked_chunks
 from torchgpipe.partition.keeping import checked_keepings, counted, is_policy, keepings_of
 from torchgpipe.planner.given import chunks_of, has_no_place, input_of, places_of, rows_of
-from torchgpipe.planner.problem import problem_of
+from torchgpipe.planner.problem import Problem
 from torchgpipe.planner.proving import PROVEN, agreed, proof_of, ranked
-from torchgpipe.planner.trial import Proof, Trial, by_device
+from torchgpipe.planner.trial import Trial, by_device
 
 __all__: list[str] = []
-
-#: What to do if nothing fits with a policy, which counts as ``'never'``.
-POLICY = "pass 'always', and assign the policy to model.checkpoint after that, "
 
 
 def too_large(
@@ -65,16 +62,12 @@ def chosen(
         chunks = 1 if chunks is MISSING else chunks
         checkpoint = "except_last" if checkpoint is MISSING else checkpoint
         return balance, devices, chunks, checkpoint, None
-    if balance != "auto":
-        raise ValueError(
-            "balance is a list with the number of layers of each partition, or the word 'auto' "
-            f"(balance: {balance!r}); pass 'auto' and a sample, or such as [2, 2]"
-        )
-    if sample is None:
-        raise TypeError(
-            "the balance 'auto' needs a sample to measure the layers with (sample: None); pass the "
-            "arguments of a call with as many rows as a mini-batch"
-        )
+    rule = "balance is a list with the number of layers of each partition, or the word 'auto'"
+    remedy = "pass 'auto' and a sample, or such as [2, 2]"
+    verify(balance == "auto", rule, "balance", balance, remedy)
+    rule = "the balance 'auto' needs a sample to measure the layers with"
+    remedy = "pass the arguments of a call with as many rows as a mini-batch"
+    verify(sample is not None, rule, "sample", sample, remedy, TypeError)
     input = input_of(sample)
     places = places_of([*on_cpu(module).values()] if has_no_place(devices) else devices)
     # Wrong arguments are told before the layers are measured, which takes a second or more.
@@ -83,23 +76,22 @@ def chosen(
     modes = None if checkpoint is MISSING else checked_keepings(checkpoint, count)
     keepings = keepings_of(modes or "never", count)
     rows = rows_of(None, input)
-    tried = chunks_of(
-        None if fixed is None else [min(fixed, rows)], rows, has_norms=has_batch_norms(module)
-    )
+    tried = chunks_of(fixed and min(fixed, rows), rows, has_norms=has_batch_norms(module))
+
+    def wrapped(trial: Trial, layers: nn.Sequential, _: None) -> nn.Module:
+        options = {"chunks": trial.schedule.chunks, "checkpoint": modes or trial.checkpoint}
+        return wrap(layers, [*trial.balance], devices=trial.devices, **options)
 
     def choose() -> tuple[list[int], list[int], int, Any, float, list[float]]:
-        problem = problem_of(module, input, places, rows)
-        problem = replace(problem, modes=modes and tuple(map(counted, keepings)))
-
-        def prove(trial: Trial) -> Proof | None:
-            options = {"chunks": trial.schedule.chunks, "checkpoint": modes or trial.checkpoint}
-            made = partial(wrap, balance=[*trial.balance], devices=trial.devices, **options)
-            return proof_of(trial, lambda layers, _: made(layers), module, input)
-
-        trial = ranked(problem, tried, PROVEN, prove)[0]
+        fixed_modes = modes and tuple(map(counted, keepings))
+        problem = Problem(module, input, places, rows, modes=fixed_modes)
+        proven = partial(proof_of, wrapped, module, input, None, ())
+        trial = ranked(problem, tried, PROVEN, proven)[0]
         workers, m = trial.setting.placement, trial.setting.chunks
         if trial.excess:
-            more = POLICY if any(map(is_policy, keepings)) else ""
+            # A policy counts as 'never'.
+            remedy = "pass 'always', and assign the policy to model.checkpoint after that, "
+            more = remedy if any(map(is_policy, keepings)) else ""
             raise too_large(trial.setting.name, m, trial.balance, trial.excess, more)
         return [*trial.balance], [*workers], m, trial.checkpoint, trial.time, trial.memory
 

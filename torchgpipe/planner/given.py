@@ -11,22 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.ambient.notes import warn
-from torchgpipe.checks import has_entries, is_number, listed, shown, verify_kind, verify_number
+from torchgpipe.checks import has_entries, is_number, listed, shown, verify, verify_number
 from torchgpipe.devices.recorder import memory_total
 from torchgpipe.devices.streams import CPU, Device, accelerators
 from torchgpipe.partition.arguments import checked_device, checked_devices, positive_int
 from torchgpipe.values.division import FlatInput, divided, row_count
 from torchgpipe.values.marks import NoChunk
 from torchgpipe.values.microbatch import Batch, scatter
-from torchgpipe.values.structure import Arguments, Spec, arguments, flatten_tree
+from torchgpipe.values.structure import Arguments, arguments, flatten_tree
 
 __all__: list[str] = []
 
-#: Bytes, or a text such as ``"10GiB"``.
-Size: TypeAlias = float | str
-
-#: Limits of memory: one for all devices, one for each, or by device.
-Memory: TypeAlias = Size | Sequence[Size] | Mapping[Device, Size]
+#: Limits of memory, in bytes or such as ``"10GiB"``: one for all devices or for each, or by device.
+Memory: TypeAlias = float | str | Sequence[float | str] | Mapping[Device, float | str]
 
 #: The bytes of the units in texts.
 UNITS = {f"{x}{i}B": (1024 if i else 1000) ** k for k, x in enumerate("KMGT", 1) for i in ("", "i")}
@@ -82,13 +79,13 @@ def chunks_of(
     remedy = "leave them out to try 1, 2, 4 and so on"
     entries: Any = [chunks] if type(chunks) is int else chunks
     entries = listed(entries, "chunks must be numbers of micro-batches", "chunks", remedy)
-    numbers = [number for number in map(positive_int, entries) if number is not None]
-    if not numbers or len(numbers) < len(entries) or max(numbers) > rows:
+    numbers = sorted({positive_int(x) or rows + 1 for x in entries})
+    if not numbers or numbers[-1] > rows:
         raise ValueError(
             "chunks must be numbers of micro-batches, from 1 to the rows of a mini-batch (chunks: "
             f"{shown(entries)}, rows: {rows}); {remedy}"
         )
-    return sorted({*numbers})
+    return numbers
 
 
 def looks_of(input: Any, have: int, rows: int) -> dict[int, Batch]:
@@ -106,7 +103,7 @@ def limits_of(memory: Memory | None, places: Sequence[torch.device]) -> list[flo
     """The bytes that each device may use."""
     if memory is None:
         return [USABLE * memory_total(x) for x in places]
-    sizes: Sequence[Any]
+    sizes: Any = memory
     if isinstance(memory, Mapping):
         # Accelerate's tables also have devices that no layer goes to, such as the CPU: those limits
         # are left out.
@@ -119,12 +116,10 @@ def limits_of(memory: Memory | None, places: Sequence[torch.device]) -> list[flo
                 "those with a limit as devices"
             )
         sizes = [by_device[x] for x in places]
-    elif isinstance(memory, Sequence) and not isinstance(memory, str):
-        sizes = [*memory]
-    else:
+    elif isinstance(memory, str) or not isinstance(memory, Sequence):
         sizes = [memory] * len(places)
-    limits = [size for size in map(bytes_of, sizes) if size is not None]
-    if len(sizes) != len(places) or len(limits) < len(sizes):
+    limits = [*map(bytes_of, sizes)]
+    if len(limits) != len(places) or not all(limits):
         raise ValueError(
             "memory must be the bytes that a device may use, or such as '10GiB', one for all, one "
             f"for each or a table by device (memory: {shown(memory)}, devices: {len(places)}); "
@@ -133,23 +128,16 @@ def limits_of(memory: Memory | None, places: Sequence[torch.device]) -> list[flo
     return limits
 
 
-def bytes_of(size: Any) -> float | None:
-    """A positive number of bytes, or such as ``"10GiB"``, as a number; None for anything else."""
+def bytes_of(size: Any) -> float:
+    """A positive number of bytes, or such as ``"10GiB"``, as a number; 0 for anything else."""
     if isinstance(size, str):
         parts = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]i?B)", size.strip())
-        size = float(parts[1]) * UNITS[parts[2]] if parts else None
-    return float(size) if is_number(size) and size > 0 else None
+        size = float(parts[1]) * UNITS[parts[2]] if parts else 0
+    return float(size) if is_number(size) and size > 0 else 0.0
 
 
 def state_of(optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | float) -> float:
-    """The bytes of state that an optimizer has for each byte of a parameter.
-
-    A large parameter is trained for one step, to see.
-
-    Raises:
-        TypeError: it is neither an optimizer nor a number.
-        ValueError: the number is negative.
-    """
+    """The bytes of state that an optimizer has for each byte of a parameter, by one step of it."""
     rule = "optimizer must be a function that makes one of parameters, or a number from 0 on"
     remedy = (
         "pass such as torch.optim.AdamW, or 0 bytes of state for SGD, 1 with momentum, 2 for Adam"
@@ -159,7 +147,7 @@ def state_of(optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | float)
         return float(optimizer)
     weight = nn.Parameter(torch.zeros(64, 64))
     made = optimizer([weight])
-    verify_kind(made, torch.optim.Optimizer, rule, "made", remedy)
+    verify(isinstance(made, torch.optim.Optimizer), rule, "made", made, remedy, TypeError)
     weight.grad = torch.zeros_like(weight)
     made.step()
     state = [x for x in made.state[weight].values() if isinstance(x, Tensor)]
@@ -175,37 +163,29 @@ def with_loss(
     return nn.Sequential(OrderedDict([*layers.named_children(), ("loss", Loss(loss, targets))]))
 
 
-def targets_in(targets: Sequence[Any]) -> tuple[list[Any], Spec]:
-    """The leaves of targets, with marks of what goes whole, and the containers around them."""
-    leaves, spec = flatten_tree((*targets,), lambda x: isinstance(x, NoChunk))
-    return leaves, spec
-
-
 class Loss(nn.Module):
     """A loss as the last layer, whose targets are as many as the rows that come."""
 
     def __init__(self, loss: Callable[..., Any], targets: Sequence[Any]) -> None:
         super().__init__()
         self.loss = loss
-        leaves, containers = targets_in(targets)
+        leaves, containers = flatten_tree((*targets,))
         # A function, since copies of this layer share it: the containers of targets may hold what
         # ``deepcopy`` refuses.
         self._together = lambda leaves: containers.unflatten(leaves)
         self._leaves = [x.value if isinstance(x, NoChunk) else x for x in leaves]
-        #: The numbers of the tensors that are cut to the rows that come.
-        self._cut = [k for k, x in enumerate(leaves) if isinstance(x, Tensor) and x.dim()]
+        #: Whether each of them is a tensor that is cut to the rows that come.
+        self._is_cut = [isinstance(x, Tensor) and x.dim() > 0 for x in leaves]
         for k, leaf in enumerate(self._leaves):
             if isinstance(leaf, Tensor):
                 self.register_buffer(f"target{k}", leaf)
 
-    def forward(self, output: Any) -> Tensor:
+    def forward(self, output: Any) -> Any:
         rows = len(next(iter(Batch(output))))
         leaves = [getattr(self, f"target{k}", leaf) for k, leaf in enumerate(self._leaves)]
-        for k in self._cut:
-            leaves[k] = leaves[k][:rows]
+        leaves = [leaf[:rows] if is_cut else leaf for leaf, is_cut in zip(leaves, self._is_cut)]
         loss = self.loss(output, *self._together(leaves))
-        total: Tensor = loss[0] if isinstance(loss, tuple) else loss
-        return total
+        return loss[0] if isinstance(loss, tuple) else loss
 
 
 def input_of(sample: Any) -> Any:
@@ -216,8 +196,7 @@ def input_of(sample: Any) -> Any:
             f"divided already (sample: {type(sample).__name__} with Chunks); pass a mini-batch "
             "that has rows"
         )
-    call = arguments_of(sample)
-    return arguments(call.args, call.kwargs)
+    return arguments(*arguments_of(sample))
 
 
 def arguments_of(sample: Any) -> Arguments:
@@ -238,10 +217,7 @@ def arguments_of(sample: Any) -> Arguments:
 
 def rows_of(batch: int | None, input: Any) -> int:
     """The rows of a mini-batch: those of the sample, if they are not given."""
-    rows = max(1, row_count(input)) if batch is None else positive_int(batch)
-    if rows is None:
-        raise ValueError(
-            f"batch must be a positive number of rows (batch: {batch!r}); leave it out to plan for "
-            "the rows of the sample"
-        )
+    rows = max(1, row_count(input)) if batch is None else positive_int(batch) or 0
+    rule = "batch must be a positive number of rows"
+    verify(rows, rule, "batch", batch, "leave it out to plan for the rows of the sample")
     return rows

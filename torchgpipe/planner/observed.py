@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from torchgpipe.devices.recorder import Mark, Recorder, WorkTimes
+from torchgpipe.devices.recorder import Recorder
 from torchgpipe.devices.streams import current_stream, has_streams
 from torchgpipe.values.structure import leaves_of
 
@@ -41,18 +41,10 @@ class Wait(NamedTuple):
     others: tuple[torch.device, ...]
 
 
-class Seen(NamedTuple):
-    """A call of a function, with times before and after it: of the host, and of the device."""
+class Looking(TorchFunctionMode):
+    """The mode of one call of layers, which adds to ``waits`` a function for each call it sees.
 
-    name: str
-    before: WorkTimes
-    at: WorkTimes
-    after: WorkTimes
-    others: tuple[torch.device, ...]
-
-
-class Waits:
-    """The waits of the first micro-batch of each stage, of the last step.
+    That function returns the wait, or None if there was none, once the devices are done.
 
     A computation that runs while it is issued takes as long as the host does, and one that the host
     waits for takes the host as long as itself. Times around the cell cannot tell one from the
@@ -66,37 +58,11 @@ class Waits:
         other stream  ... work of other cells  copy | ...
     """
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._seen: list[Seen] = []
-        recorder.at_steps.append(self._seen.clear)
-
-    def within(self, mark: Mark) -> Looking:
-        """A mode that looks at the functions that the layers of a cell call."""
-        return Looking(self._recorder, mark.stream.device, self._seen)
-
-    def ended(self) -> list[Wait]:
-        """The waits, once the devices are done."""
-        waits = []
-        for name, before, at, after, others in self._seen:
-            device = at.stream.device
-            start, end = (self._recorder.bounds(x)[0] for x in (before, after))
-            until, stop = self._recorder.bounds(at)
-            if others:
-                waits.append(Wait(name, stop - until, device, others))
-            # The device still had work when the function was called, and had none when it returned:
-            # the host has waited for it.
-            elif until > start + LEFT and until <= end + LEFT:
-                waits.append(Wait(name, end - start, device, ()))
-        return waits
-
-
-class Looking(TorchFunctionMode):
-    """The mode of one call of layers."""
-
-    def __init__(self, recorder: Recorder, device: torch.device, seen: list[Seen]) -> None:
+    def __init__(
+        self, recorder: Recorder, device: torch.device, waits: list[Callable[[], Wait | None]]
+    ) -> None:
         super().__init__()
-        self._recorder, self._device, self._seen = recorder, device, seen
+        self._recorder, self._device, self._waits = recorder, device, waits
 
     def __torch_function__(
         self,
@@ -116,7 +82,19 @@ class Looking(TorchFunctionMode):
         places = dict.fromkeys(x.device for x in tensors if has_streams(x.device))
         others = tuple([x for x in places if x != self._device])
         after = self._recorder.issued(self._device)
-        self._seen.append(Seen(f".{name}() in {_line()}", before, at, after, others))
+        name = f".{name}() in {_line()}"
+
+        def wait() -> Wait | None:
+            start, end = (self._recorder.bounds(x)[0] for x in (before, after))
+            until, stop = self._recorder.bounds(at)
+            if others:
+                return Wait(name, stop - until, self._device, others)
+            # The device still had work when the function was called, and had none when it returned:
+            # the host has waited for it.
+            is_wait = until > start + LEFT and until <= end + LEFT
+            return Wait(name, end - start, self._device, ()) if is_wait else None
+
+        self._waits.append(wait)
         return result
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -12,122 +13,86 @@ from torch import Tensor, nn
 
 from torchgpipe.checks import checked_flag, verify_kind
 from torchgpipe.partition.arguments import checked_timeout, verify_loss
-from torchgpipe.planner.given import (
-    limits_of,
-    looks_of,
-    state_of,
-    targets_in,
-    with_loss,
-)
-from torchgpipe.planner.layers import Layer, Line, measured, measured_links
+from torchgpipe.planner.given import Memory, limits_of, looks_of, state_of, with_loss
+from torchgpipe.planner.layers import measured, measured_links
 from torchgpipe.planner.memory import Stage
-from torchgpipe.planner.sandbox import Figures, verify_timed
+from torchgpipe.planner.sandbox import verify_timed
 from torchgpipe.values.division import row_count
 from torchgpipe.values.microbatch import scatter
+from torchgpipe.values.structure import leaves_of
 
 __all__: list[str] = []
 
 
-@dataclass(frozen=True, eq=False)
 class Problem:
-    """A model to plan, and the devices to plan it for."""
+    """The layers of a model, and the devices to plan it for, as they were measured.
 
-    layers: Sequence[Layer]
-    #: Whether the last layer is the loss.
-    has_loss: bool
-    batch: int
-    places: Sequence[torch.device]
-    #: The bytes that each worker may use.
-    memory: Sequence[float]
-    #: The time of a copy between each pair of workers, by the bytes.
-    links: dict[tuple[int, int], Line]
-    #: Memory of the optimizer, for each byte of a parameter that it changes.
-    state: float
-    #: Memory of the input of a mini-batch.
-    input_bytes: float
-    #: Memory of the targets of a mini-batch.
-    target_bytes: float
-    #: The checkpoint mode of each partition, if they are given; None to search them.
-    modes: tuple[str, ...] | None = None
-    #: Pairs of layers that share a weight, so they must be on one worker.
-    ties: Sequence[tuple[int, int]] = ()
-    #: Caches of :meth:`stage`: partitions by their layers and rows, and figures by rows.
-    _stages: dict[tuple[int, int, int], Stage] = field(default_factory=dict, repr=False)
-    _figures: dict[int, list[Figures]] = field(default_factory=dict, repr=False)
+    The arguments are those of :func:`torchgpipe.plan`, but for the input, which is one value, and
+    ``modes``: the checkpoint modes of the partitions, if they are not to be searched.
+    """
 
-    @property
-    def count(self) -> int:
-        """The number of layers, without the loss."""
-        return len(self.layers) - self.has_loss
+    def __init__(
+        self,
+        model: nn.Sequential,
+        input: Any,
+        places: Sequence[torch.device],
+        rows: int,
+        *,
+        memory: Memory | None = None,
+        optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | float = torch.optim.AdamW,
+        modes: tuple[str, ...] | None = None,
+        loss: Callable[..., Any] | None = None,
+        targets: Sequence[Any] = (),
+        timeout: float = 1.0,
+        progress: bool = False,
+    ) -> None:
+        if loss is not None:
+            verify_loss(loss)
+        rule, remedy = "targets must be the arguments of the loss", "pass such as targets=(target,)"
+        verify_kind(targets, (list, tuple), rule, "targets", remedy)
+        checked_timeout(timeout)
+        progress = checked_flag(progress, "progress")
+        # Trials are freed by Python's collector, so they must not hold the model, nor its input.
+        self.places, self.batch, self.modes = places, rows, modes
+        self.has_loss = loss is not None
+        #: The bytes that each worker may use, and those of the optimizer for each byte of a
+        #: parameter that it changes.
+        self.memory, self.state = limits_of(memory, places), state_of(optimizer)
+        have = max(1, row_count(input))
+        module, looks = with_loss(model, loss, targets), looks_of(input, have, rows)
+        after = [loss] if isinstance(loss, nn.Module) else []
+        #: The pairs of layers that share a weight, so they must be on one worker. Where all workers
+        #: are on one device, as on the CPU, shared weights are together anyway.
+        self.ties = _ties([*model, *after]) if len({*places}) > 1 else []
+        #: The profile of the layers, of which the last one is the loss, if there is one.
+        self.layers = measured(module, looks, places[0], timeout=timeout, progress=progress)
+        if loss is not None:
+            # The measured loss holds the targets as buffers, which ``target_bytes`` counts.
+            size = sum(x.nbytes for y in after for x in chain(y.parameters(), y.buffers()))
+            last = self.layers[-1]
+            self.layers[-1] = replace(last, weights=last.weights._replace(all=size))
+        elsewhere = f"on the CPU, by devices=['cpu'] * {len(places)}"
+        verify_timed([x.time(rows) for x in self.layers], places[0], "layers", elsewhere)
+        links, number = measured_links(places).items(), places.index
+        #: For each pair of workers, the milliseconds of a copy by its bytes.
+        self.links = {(number(a), number(b)): line for (a, b), line in links}
+        #: Memory of the input, and of the targets, of a mini-batch.
+        self.input_bytes = rows / have * sum(x.nbytes for x in scatter(input, 1)[0])
+        rowed = [x for x in leaves_of(targets) if isinstance(x, Tensor)]
+        self.target_bytes = rows / have * sum(x.nbytes for x in rowed)
+        #: The number of layers, without the loss.
+        self.count = len(self.layers) - self.has_loss
+        self._figures = cache(lambda rows: [x.at(rows) for x in self.layers])
+        #: For micro-batches of some rows, layers from one number up to another as a partition.
+        self.stage = cache(self._stage)
 
     def rows(self, m: int) -> int:
         """The rows of the largest of some micro-batches."""
         return -(-self.batch // m)
 
-    def stage(self, start: int, stop: int, m: int) -> Stage:
-        """Some layers as a partition, of one of some micro-batches."""
-        rows = self.rows(m)
-        if rows not in self._figures:
-            self._figures[rows] = [x.at(rows) for x in self.layers]
-        if (start, stop, rows) not in self._stages:
-            here, figures = range(start, stop), self._figures[rows]
-            stage = Stage(self.layers, figures, rows, here, is_summed=self.has_loss)
-            self._stages[start, stop, rows] = stage
-        return self._stages[start, stop, rows]
-
-
-def problem_of(
-    layers: nn.Sequential,
-    input: Any,
-    places: Sequence[torch.device],
-    rows: int,
-    *,
-    loss: Callable[..., Any] | None = None,
-    targets: Sequence[Any] = (),
-    timeout: float = 1.0,
-    progress: bool = False,
-) -> Problem:
-    """Measure layers, and copies between devices.
-
-    The arguments are those of :func:`torchgpipe.plan`, but for the input, which is one value. The
-    memory is what there is, and the optimizer AdamW.
-    """
-    if loss is not None:
-        verify_loss(loss)
-    rule, remedy = "targets must be the arguments of the loss", "pass such as targets=(target,)"
-    verify_kind(targets, (list, tuple), rule, "targets", remedy)
-    checked_timeout(timeout)
-    progress = checked_flag(progress, "progress")
-    have = max(1, row_count(input))
-    after = [loss] if isinstance(loss, nn.Module) else []
-    # Where all workers are on one device, as on the CPU, shared weights are together anyway.
-    ties = _ties([*layers, *after]) if len({*places}) > 1 else []
-    module, looks = with_loss(layers, loss, targets), looks_of(input, have, rows)
-    profile = measured(module, looks, places[0], timeout=timeout, progress=progress)
-    if loss is not None:
-        # The measured loss holds the targets as buffers, which ``target_bytes`` counts.
-        tensors = [x for module in after for x in chain(module.parameters(), module.buffers())]
-        weights = profile[-1].weights._replace(all=sum(x.nbytes for x in tensors))
-        profile[-1] = replace(profile[-1], weights=weights)
-    elsewhere = f"on the CPU, by devices=['cpu'] * {len(places)}"
-    verify_timed([x.time(rows) for x in profile], places[0], "layers", elsewhere)
-    number = {place: w for w, place in reversed([*enumerate(places)])}
-    links = measured_links(places).items()
-    (whole,) = scatter(input, 1)
-    scale = rows / have
-    problem = Problem(
-        profile,
-        loss is not None,
-        rows,
-        places,
-        [],
-        {(number[a], number[b]): line for (a, b), line in links},
-        state_of(torch.optim.AdamW),
-        scale * sum(x.nbytes for x in whole),
-        scale * sum(x.nbytes for x in targets_in(targets)[0] if isinstance(x, Tensor)),
-        ties=ties,
-    )
-    return replace(problem, memory=limits_of(None, places))
+    def _stage(self, rows: int, start: int, stop: int) -> Stage:
+        memory, here = self._figures(rows), range(start, stop)
+        return Stage(self.layers, memory, rows, here, is_summed=self.has_loss)
 
 
 def _ties(layers: Iterable[nn.Module]) -> list[tuple[int, int]]:

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from functools import partial
 from math import inf
 from statistics import mean
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchgpipe.ambient.generators import generator_of, get_state, set_state
 from torchgpipe.devices.recorder import Stopwatch, forget_peak, memory_allocated, peak_memory
-from torchgpipe.devices.streams import CPU, has_streams
+from torchgpipe.devices.streams import has_streams
+from torchgpipe.mapped.inputs import on_device
 from torchgpipe.planner.given import FILLED
 from torchgpipe.planner.problem import Problem
+from torchgpipe.planner.sandbox import same_numbers
 from torchgpipe.planner.search import again, search
 from torchgpipe.planner.trial import Proof, Trial, by_device
-from torchgpipe.values.structure import is_of_input, leaves_of, map_leaves
+from torchgpipe.values.division import FlatInput
+from torchgpipe.values.structure import leaves_of
 
 __all__: list[str] = []
 
@@ -64,9 +67,7 @@ def ranked(problem: Problem, chunks: Sequence[int], most: int, prove: Prove) -> 
     return sorted(times, key=lambda x: (x.excess > 0, not x.proof, x.excess, times[x]))
 
 
-def _proven(
-    trials: Sequence[Trial], limits: Sequence[float], most: int, prove: Prove
-) -> list[Trial]:
+def _proven(trials: list[Trial], limits: Sequence[float], most: int, prove: Prove) -> list[Trial]:
     """Prove the fastest trials, until so many fit, or none of the rest may be faster.
 
     What a step has taken, as a share of what was predicted, corrects the limits for its schedule,
@@ -118,62 +119,45 @@ def _shares(trial: Trial, proof: Proof) -> list[float]:
 
 
 def proof_of(
-    trial: Trial,
-    wrap: Callable[[nn.Sequential, Any], nn.Module],
+    wrap: Callable[[Trial, nn.Sequential, Any], nn.Module],
     layers: nn.Sequential,
     input: Any,
-    loss: Callable[..., Any] | None = None,
-    targets: Sequence[Any] = (),
+    loss: Callable[..., Any] | None,
+    targets: Sequence[Any],
+    trial: Trial,
 ) -> Proof | None:
-    """Train a copy of layers for two steps, of which the second one counts.
-
-    Args:
-        trial: the settings.
-        wrap: wraps the copy, and that of the loss.
-        layers: the layers.
-        input: a mini-batch.
-        loss: the loss of a schedule; None if it is outside.
-        targets: its arguments after the output.
-    """
+    """Train a copy of layers, and of the loss, for two steps, of which the second one counts."""
     devices = [*dict.fromkeys(trial.devices)]
-    generators = {generator_of(x) for x in (*devices, CPU)}
-    numbers = {generator: get_state(generator) for generator in generators}
     gc.collect()
     before = {x: memory_allocated(x) or 0 for x in devices}
-    try:
-        model = wrap(*deepcopy((layers, loss))).train()
-        input, targets = _near(input, trial.devices[0]), _near((*targets,), trial.devices[-1])
-        for _ in range(2):
-            model.zero_grad()
-            time = _step(model, devices, input, targets if trial.setting.name else ())
-    except torch.OutOfMemoryError:
-        # The user's own layers may have taken the memory, if they are on one of the devices.
-        return None if any(x.device in devices for x in layers.parameters()) else Proof(inf, {})
-    finally:
-        for generator, state in numbers.items():
-            set_state(generator, state)
-    memory = {}
-    for device, old in before.items():
-        here = [x for x in model.parameters() if x.requires_grad and x.device == device]
-        optimizer = round(trial.problem.state * sum(x.nbytes for x in here))
-        memory[device] = (peak_memory(device) or 0) - old + optimizer
+    with ExitStack() as stack:
+        for device in devices:
+            stack.enter_context(same_numbers(device))
+        try:
+            model = wrap(trial, *deepcopy((layers, loss))).train()
+            input, targets = _near(input, trial.devices[0]), _near((*targets,), trial.devices[-1])
+            for _ in range(2):
+                model.zero_grad()
+                time = _step(model, devices, input, targets if trial.setting.name else ())
+        except torch.OutOfMemoryError:
+            # The user's own layers may have taken the memory, if they are on one of the devices.
+            return None if any(x.device in devices for x in layers.parameters()) else Proof(inf, {})
+    memory = {x: (peak_memory(x) or 0) - old for x, old in before.items()}
+    trained = [x for x in model.parameters() if x.requires_grad]
+    for device in devices:
+        size = sum(x.nbytes for x in trained if x.device == device)
+        memory[device] += round(trial.problem.state * size)
     return Proof(time, memory)
 
 
-def _near(values: Any, device: torch.device) -> Any:
-    """Values on a device, under the same marks."""
-    return map_leaves(partial(_on, device), values, is_of_input)
+def _near(value: Any, device: torch.device) -> Any:
+    """A value on a device, under the same marks."""
+    flat = FlatInput(value)
+    flat.map(partial(on_device, device))
+    return flat.spec.unflatten(flat.leaves)
 
 
-def _on(device: torch.device, x: Any) -> Any:
-    if is_of_input(x):
-        return x.map(partial(_on, device))
-    return x.to(device) if isinstance(x, Tensor) else x
-
-
-def _step(
-    model: nn.Module, devices: Sequence[torch.device], input: Any, targets: Sequence[Any]
-) -> float:
+def _step(model: nn.Module, devices: Sequence[torch.device], input: Any, targets: Any) -> float:
     """The milliseconds of a step."""
     watches = [Stopwatch(device) for device in devices]
     for device, watch in zip(devices, watches):
@@ -190,10 +174,7 @@ def _step(
     return 1000 * max(watch.stop() for watch in watches)
 
 
-T = TypeVar("T")
-
-
-def agreed(choose: Callable[[], T]) -> T:
+def agreed(choose: Callable[[], Any]) -> Any:
     """Choose in the first process, and have all others take its choice.
 
     Replicas that are trained together must be wrapped alike. An error is one of all.
@@ -204,11 +185,11 @@ def agreed(choose: Callable[[], T]) -> T:
     answer: list[Any] = [None, None]
     if group.get_rank() == 0:
         try:
-            answer[0] = choose()
+            answer = [choose(), None]
         except Exception as error:
-            answer[1] = error
+            answer = [None, error]
     group.broadcast_object_list(answer)
     choice, raised = answer
     if raised is not None:
         raise raised
-    return cast(T, choice)
+    return choice

@@ -28,18 +28,9 @@ HOPE = 1.5
 
 
 def search(problem: Problem, chunks: Iterable[int], limits: Sequence[float]) -> list[Trial]:
-    """Find the fastest trials that fit, one for each schedule and number of micro-batches.
+    """Find the best trial of each schedule and number of micro-batches, under predicted peaks.
 
-    Args:
-        problem: the layers and the devices.
-        chunks: the numbers of micro-batches.
-        limits: the bytes that each worker may use by predictions.
-
-    Returns:
-        The trials: those that fit before those that do not, the fastest first.
-
-    Raises:
-        ValueError: no trial keeps layers together that share a weight.
+    Those that fit come before those that do not, the fastest first.
     """
     begun = [x.fitted(_even(x), limits) for x in settings(problem, chunks)]
     best = min(begun, key=lambda x: x.rank(limits))

@@ -15,11 +15,11 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from itertools import accumulate, pairwise, product
 from math import inf
 from operator import add, mul
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,16 +39,14 @@ __all__: list[str] = []
 #: What cells may keep, the most first.
 MODES = ("never", "except_last", "always")
 
-#: How many values wait for a worker, or gradients, on each of its ways.
-Counts: TypeAlias = tuple[int, ...]
-
 
 class Timetable(NamedTuple):
-    """The instructions of a worker, each with what waits before and during it."""
+    """The instructions of a worker, each with what waits for it."""
 
     #: The stages from and to which values and gradients come to the worker.
     ways: list[tuple[int, int]]
-    moments: list[tuple[Op, Counts, Counts]]
+    #: The instructions, and how many values or gradients wait on each way, before and during each.
+    moments: list[tuple[Op, tuple[int, ...], tuple[int, ...]]]
 
 
 class Part(NamedTuple):
@@ -79,22 +77,19 @@ class Setting:
         #: Whether backward is in halves.
         self.splits = any(op.kind == "W" for op in operations_of(schedule.program))
         #: The stages of each worker.
-        self.of_worker: list[list[int]] = [[] for _ in schedule.program]
-        for j, w in enumerate(self.placement):
-            self.of_worker[w].append(j)
+        workers = range(len(schedule.program))
+        self.of_worker = [[j for j, x in enumerate(self.placement) if x == w] for w in workers]
         #: How many instructions were timed, or counted, so far.
         self.effort = 0
         self.cells = cache(lambda mode: recomputes(schedule.program, mode, schedule.chunks))
+        #: Some layers as a partition.
+        self.stage = partial(problem.stage, problem.rows(self.chunks))
         self.durations = cache(lambda *x: self.stage(*x).durations(splits=self.splits))
         # Bounded, since a model with skips has other pairs of stages for nearly each balance.
         self.rehearsal = lru_cache(64)(self._rehearsal)
         self.lines = lru_cache(64)(self._waiting)
         self.peak = lru_cache(4096)(self._peak)
         self._lightest = lru_cache(4096)(self._modes_of)
-
-    def stage(self, start: int, stop: int) -> Stage:
-        """Some layers as a partition."""
-        return self.problem.stage(start, stop, self.chunks)
 
     def _rehearsal(self, skips: Skips) -> Rehearsal:
         """The program without recomputation, ready to be timed."""
@@ -179,11 +174,8 @@ class Setting:
         if self.peak(part, least) > limit:
             return least
         again = [
-            {
-                mode: self.durations(*x)[3] * sum(k == j for k, _ in self.cells(mode))
-                for mode in MODES
-            }
-            for j, x in zip(self.of_worker[part.worker], part.ranges)
+            {x: self.durations(*layers)[3] * [k for k, _ in self.cells(x)].count(j) for x in MODES}
+            for j, layers in zip(self.of_worker[part.worker], part.ranges)
         ]
         # All combinations of modes are tried. With three stages or more, ``except_last`` would make
         # them too many.
@@ -214,22 +206,14 @@ class Trial:
     def __init__(
         self, setting: Setting, balance: tuple[int, ...], modes: tuple[str, ...] | None = None
     ) -> None:
-        self.setting, self.balance = setting, balance
+        self.setting, self.problem, self.balance = setting, setting.problem, balance
         self.modes = ("never",) * len(balance) if modes is None else modes
+        #: What tells this trial from others of the same model.
+        self.settings = setting.name, setting.chunks, balance, self.modes
         #: What a step has taken, if the trial was trained for one.
         self.proof: Proof | None = None
         #: By how many bytes the fullest device has too little, once this trial is ranked.
         self.excess = 0.0
-
-    @property
-    def problem(self) -> Problem:
-        """The problem, with all that was measured."""
-        return self.setting.problem
-
-    @property
-    def settings(self) -> tuple[object, ...]:
-        """The settings, which tell this trial from others of the same model."""
-        return self.setting.name, self.setting.chunks, self.balance, self.modes
 
     @cached_property
     def ranges(self) -> list[tuple[int, int]]:
@@ -255,21 +239,13 @@ class Trial:
 
     @cached_property
     def parts(self) -> list[Part]:
-        """The share of each worker."""
         sizes = defaultdict[tuple[int, int], float](float)
         for j, k, size, gradient in self.arrivals:
             sizes[j, k] += size
             sizes[k, j] += gradient
-        lines = self.setting.lines(self.skips)
-        return [
-            Part(
-                w,
-                tuple([self.ranges[j] for j in mine]),
-                tuple([sizes[x] for x in lines[w].ways]),
-                self.skips,
-            )
-            for w, mine in enumerate(self.setting.of_worker)
-        ]
+        layers = [tuple([self.ranges[j] for j in mine]) for mine in self.setting.of_worker]
+        waiting = [tuple([sizes[x] for x in line.ways]) for line in self.setting.lines(self.skips)]
+        return [Part(w, x, y, self.skips) for w, (x, y) in enumerate(zip(layers, waiting))]
 
     @cached_property
     def memory(self) -> list[float]:
@@ -300,8 +276,8 @@ class Trial:
     @cached_property
     def again(self) -> frozenset[tuple[int, int]]:
         """The cells that are computed again."""
-        cells = ((mode, x) for mode in {*self.modes} for x in self.setting.cells(mode))
-        return frozenset(x for mode, x in cells if self.modes[x[0]] == mode)
+        modes, cells = self.modes, self.setting.cells
+        return frozenset(x for mode in {*modes} for x in cells(mode) if modes[x[0]] == mode)
 
     @cached_property
     def table(self) -> Table:
@@ -317,11 +293,10 @@ class Trial:
                     # Values on one way are copied at the same time, each on a stream of its own.
                     copy[a, b] = max(copy.get((a, b), 0.0), links.get((w, v), Line()).at(x))
                     clones[a] += links.get((w, w), Line()).at(x)
-        durations = zip(*[self.setting.durations(*x) for x in self.ranges])
-        forward, input, weight, again = map(list, durations)
+        forward, input, weight, again = zip(*[self.setting.durations(*x) for x in self.ranges])
         stages = [self.setting.stage(*x) for x in self.ranges]
         costs = Costs(
-            *([*map(add, forward, there)], [*map(add, input, back)], weight, again, copy),
+            *([*map(add, forward, there)], [*map(add, input, back)], [*weight], [*again], copy),
             activation=[x.kept for x in stages],
             pending=[x.pending for x in stages],
             checkpoint=[x.stored for x in stages],
@@ -355,7 +330,6 @@ class Trial:
 
     @property
     def devices(self) -> list[torch.device]:
-        """The device of each partition."""
         return [self.problem.places[w] for w in self.setting.placement]
 
 
@@ -372,10 +346,8 @@ def settings(problem: Problem, chunks: Iterable[int]) -> Iterator[Setting]:
     """Yield the schedules that the layers of a problem can run under, of some micro-batches."""
     workers = min(len(problem.places), problem.count)
     for m in chunks:
-        if not problem.has_loss:
-            yield Setting(problem, None, fill_drain(workers, m))
-            continue
-        for name, schedule in built_in(workers, m):
+        pairs: Any = built_in(workers, m) if problem.has_loss else [(None, fill_drain(workers, m))]
+        for name, schedule in pairs:
             # Nobody can tell beforehand how long two computations take that overlap on a device.
             overlaps = any(isinstance(x, Overlap) for line in schedule.program for x in line)
             if not overlaps and len(schedule.placement) <= problem.count:

@@ -14,7 +14,7 @@ from torchgpipe import GPipe, NoChunk, Offload, arguments
 from torchgpipe.partition.arguments import MISSING
 from torchgpipe.planner import auto as choice
 from torchgpipe.planner import proving as proof
-from torchgpipe.planner.problem import problem_of
+from torchgpipe.planner.problem import Problem
 
 # Layers that are as small as these may well be fastest in one piece.
 pytestmark = pytest.mark.filterwarnings("ignore:GPipe leaves devices idle")
@@ -24,7 +24,7 @@ X = torch.rand(8, 3)
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    monkeypatch.setattr(choice, "problem_of", partial(problem_of, timeout=0))
+    monkeypatch.setattr(choice, "Problem", partial(Problem, timeout=0))
 
 
 def layers(count=4):
@@ -108,7 +108,7 @@ def test_without_a_sample():
 )
 def test_wrong_arguments(options, error, message, monkeypatch):
     # Nothing is measured before.
-    monkeypatch.setattr(choice, "problem_of", None)
+    monkeypatch.setattr(choice, "Problem", None)
     with pytest.raises(error, match=message):
         auto(**options)
 
