@@ -86,10 +86,9 @@ def trace(model: nn.Module) -> Iterator[Timeline]:
 
 def _found(model: nn.Module) -> Traceable:
     """The wrapper in a model."""
-    if isinstance(model, nn.Module):
-        for module in model.modules():
-            if isinstance(module, Traceable):
-                return module
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        if isinstance(module, Traceable):
+            return module
     raise TypeError(
         "only a wrapped model can be traced, or a module that has one (model: "
         f"{type(model).__name__}); wrap it first, as in GPipe(layers, balance)"

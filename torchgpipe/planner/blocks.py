@@ -7,7 +7,7 @@ model's own forward runs on a sample, and each of its blocks is measured there.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, count, cycle
@@ -37,7 +37,6 @@ from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import map_leaves
 
 __all__: list[str] = []
-
 
 #: Measures blocks; returns by name what those cost that are called, in the order of the calls.
 Measure: TypeAlias = Callable[[dict[str, nn.Module]], dict[str, float]]
@@ -100,20 +99,17 @@ def hooked(
     names: dict[nn.Module, list[str]] = {}
     for name, block in blocks.items():
         names.setdefault(block, []).append(name)
-    handles = []
-    try:
-        for block, own_names in names.items():
-            firsts, seconds = cycle(own_names), cycle(own_names)
-            handles += [
+    with ExitStack() as hooks:
+        for block, block_names in names.items():
+            firsts, seconds = cycle(block_names), cycle(block_names)
+            for handle in (
                 block.register_forward_pre_hook(
                     lambda *call, names=firsts: before(next(names), *call), with_kwargs=True
                 ),
                 block.register_forward_hook(lambda *call, names=seconds: after(next(names), *call)),
-            ]
+            ):
+                hooks.callback(handle.remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class BlockCall(NamedTuple):

@@ -49,7 +49,7 @@ class Looking(TorchFunctionMode):
     A computation that runs while it is issued takes as long as the host does, and one that the host
     waits for takes the host as long as itself. Times around the cell cannot tell one from the
     other. So the functions that may wait are looked at: the host has waited in one if the device
-    had work to do when the function was called, and none when it was done.
+    had work to do when the function was called, and none when it returned.
 
     PyTorch's own copy between two accelerators makes the current streams of both wait for each
     other: the device's stream is late by that, and by the copy::
@@ -89,8 +89,6 @@ class Looking(TorchFunctionMode):
             until, stop = self._recorder.bounds(at)
             if others:
                 return Wait(name, stop - until, self._device, others)
-            # The device still had work when the function was called, and had none when it returned:
-            # the host has waited for it.
             is_wait = until > start + LEFT and until <= end + LEFT
             return Wait(name, end - start, self._device, ()) if is_wait else None
 

@@ -24,7 +24,7 @@ __all__: list[str] = []
 
 
 #: A model whose weights are on the CPU has its blocks measured there, up to so many bytes. A larger
-#: one would take minutes for a micro-batch, so its blocks are balanced by the bytes of their weights.
+#: one would take minutes for a micro-batch, so its blocks are balanced by their bytes.
 MEASURED = 2 * 2**30
 
 
