@@ -258,7 +258,7 @@ def fetch(pool: StreamPool, targets: FlatInput, device: torch.device) -> list[tu
 
 
 #: For each part of a micro-batch (the value, or a skip), the gradients of its tensors. A tensor
-#: that occurs twice has one; None stands for no gradient.
+#: that occurs twice in a part has one gradient there; None stands for no gradient.
 Gradients: TypeAlias = dict[Any, Sequence[Tensor | None]]
 
 

@@ -180,8 +180,8 @@ DEPTH, COUNT = 6, 1000
 _SEQUENCES = (list, deque, set)
 _DICTS = (dict, OrderedDict, defaultdict)
 
-#: The packages whose objects count as plain values without attributes. A search would lead from a
-#: Python module to all its globals, and from a mapped module's call to the wrapper's state.
+#: Objects of classes of these packages are not searched for attributes. A Python module would
+#: lead to all its globals ("builtins"), a ``Call`` to the wrapper's state, a lock to nothing.
 _UNSEARCHED = ("builtins", "torch", "torchgpipe", "threading", "logging")
 
 

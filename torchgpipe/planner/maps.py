@@ -263,7 +263,8 @@ def _maps(
             try:
                 proposal = map_of(blocks, measure(blocks))
             except ValueError:
-                # The first map has fitted, so the error of its rehearsal says more than this one.
+                # This map does not fit. The model has raised with the first map, which did fit, and
+                # the caller raises that error in the end, which says more.
                 continue
             yield proposal
 
