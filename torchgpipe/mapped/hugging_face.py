@@ -129,8 +129,8 @@ def release(model: nn.Module) -> None:
             if isinstance(module.forward, partial):
                 hooks.remove_hook_from_module(module)
             else:
-                # To remove the hook would put back the forward from before Accelerate, and drop what
-                # other code has wrapped it in since. So a hook without effect takes its place.
+                # Removing the hook would bring back the forward from before Accelerate, and drop
+                # what other code has wrapped it in since. So an empty hook takes its place.
                 module._hf_hook = hooks.ModelHook()
 
 
