@@ -131,14 +131,8 @@ def _candidate(trial: Trial, loss: Callable[..., Any] | None) -> Candidate:
     report = simulate(schedule, costs)
     limit = bounds(schedule.placement, schedule.chunks, costs, skips=schedule.skips)
     memory = by_device(trial.problem.places, trial.memory)
-    settings = (
-        [*trial.balance],
-        trial.devices,
-        schedule.chunks,
-        trial.checkpoint,
-        trial.setting.name,
-    )
-    excess, gap = round(trial.excess), limit.gap(report)
+    name, excess, gap = trial.setting.name, round(trial.excess), limit.gap(report)
+    settings = [*trial.balance], trial.devices, schedule.chunks, trial.checkpoint, name
     return Candidate(*settings, trial.time, memory, excess, report, gap, loss, trial.proof)
 
 

@@ -59,21 +59,23 @@ def timed(
     """Measure the seconds of each block's forward in a run of the model."""
     home = home_of(model)
     watches = {name: Stopwatch(home_of(block, home)) for name, block in blocks.items()}
-    #: For each round, how long each block took; a block may be called several times.
-    samples: list[dict[str, float]] = []
 
-    def before(name: str, *_: Any) -> None:
-        watches[name].start()
+    def once() -> dict[str, float]:
+        times: dict[str, float] = {}
 
-    def after(name: str, *_: Any) -> None:
-        samples[-1][name] = samples[-1].get(name, 0.0) + watches[name].stop()
+        def after(name: str, *_: Any) -> None:
+            # A run may call a block several times.
+            times[name] = times.get(name, 0.0) + watches[name].stop()
 
-    with unchanged(model), torch.no_grad(), hooked(blocks, before, after):
-        # The first run is a warm-up.
-        for _ in chain([None], rounds(timeout)):
-            samples.append({})
+        # Hooked anew in each run, which begins with the first name of a block.
+        with hooked(blocks, lambda name, *_: watches[name].start(), after):
             model(*args, **kwargs)
-    del samples[0]
+        return times
+
+    with unchanged(model), torch.no_grad():
+        # The first run is a warm-up.
+        once()
+        samples = rounds(timeout, once, dict.values)
     # A model may call its blocks in one round and not in another, but the order stays.
     names = [*dict.fromkeys(chain(*samples))]
     kinds = [kind_of(blocks[name]) for name in names]

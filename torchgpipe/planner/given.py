@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -139,9 +138,7 @@ def bytes_of(size: Any) -> float:
 def state_of(optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | float) -> float:
     """The bytes of state that an optimizer has for each byte of a parameter, by one step of it."""
     rule = "optimizer must be a function that makes one of parameters, or a number from 0 on"
-    remedy = (
-        "pass such as torch.optim.AdamW, or 0 bytes of state for SGD, 1 with momentum, 2 for Adam"
-    )
+    remedy = "pass such as torch.optim.AdamW, or 0 bytes of state for SGD, 2 for Adam"
     if not callable(optimizer):
         verify_number(optimizer, rule, "optimizer", remedy)
         return float(optimizer)
@@ -152,15 +149,6 @@ def state_of(optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | float)
     made.step()
     state = [x for x in made.state[weight].values() if isinstance(x, Tensor)]
     return sum(x.nbytes for x in state if x.dim()) / weight.nbytes
-
-
-def with_loss(
-    layers: nn.Sequential, loss: Callable[..., Any] | None, targets: Sequence[Any]
-) -> nn.Sequential:
-    """The layers, and after them the loss, if there is one."""
-    if loss is None:
-        return layers
-    return nn.Sequential(OrderedDict([*layers.named_children(), ("loss", Loss(loss, targets))]))
 
 
 class Loss(nn.Module):
@@ -205,10 +193,8 @@ def arguments_of(sample: Any) -> Arguments:
         return sample
     if isinstance(sample, Mapping) and all(isinstance(name, str) for name in sample):
         return Arguments((), {**sample})
-    if isinstance(sample, Tensor):
-        return Arguments((sample,), {})
-    if isinstance(sample, tuple):
-        return Arguments(sample, {})
+    if isinstance(sample, tuple | Tensor):
+        return Arguments((sample,) if isinstance(sample, Tensor) else sample, {})
     raise TypeError(
         "a sample is a dict of keyword arguments, a tuple of arguments, or a tensor (sample: "
         f"{shown(sample)}); pass a single argument of another kind as (argument,)"

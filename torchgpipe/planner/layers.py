@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 import torch
@@ -115,6 +115,8 @@ def measured(
     all layers; without one no times are taken, which are 0 then.
     """
     children = [(name, x) for name, x in module._modules.items() if x is not None]
+    if not children:
+        return []
     share = None if timeout is None else timeout / len(children)
     runs = []
     with (
@@ -153,7 +155,9 @@ def _run(
     """
     sandboxes = [Sandbox(layer, x, device) for x in inputs.values()]
     first, memory = sandboxes[0], [x.halved(is_metered=True) for x in sandboxes]
-    rounds_of = [[x.timed(y) for x, y in zip(sandboxes, memory)] for _ in rounds(timeout)]
+    rounds_of = rounds(
+        timeout, lambda: [x.timed(y) for x, y in zip(sandboxes, memory)], chain.from_iterable
+    )
     kind = kind_of(layer), *[(x.shape, x.dtype, x.requires_grad) for x in first.batch]
     inputs.update(zip(inputs, [x.output for x in sandboxes]))
     stashed = {

@@ -82,9 +82,7 @@ class Units:
         self.costs = [sum(costs.get(x, 0.0) for x in names) for names in self.members.values()]
 
     def cut(
-        self,
-        limits: Sequence[float],
-        need: Callable[[Collection[str | None]], float] | None = None,
+        self, limits: Sequence[float], need: Callable[[Collection[str | None]], float] | None = None
     ) -> tuple[list[int], list[float]]:
         """Cut units into blocks that fit, of which the slowest is as fast as can be.
 

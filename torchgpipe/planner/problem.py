@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from torchgpipe.checks import checked_flag, verify_kind
 from torchgpipe.partition.arguments import checked_timeout, verify_loss
-from torchgpipe.planner.given import Memory, limits_of, looks_of, state_of, with_loss
+from torchgpipe.planner.given import Loss, Memory, limits_of, looks_of, state_of
 from torchgpipe.planner.layers import measured, measured_links
 from torchgpipe.planner.memory import Stage
 from torchgpipe.planner.sandbox import verify_timed
@@ -46,10 +47,13 @@ class Problem:
         timeout: float = 1.0,
         progress: bool = False,
     ) -> None:
-        if loss is not None:
-            verify_loss(loss)
         rule, remedy = "targets must be the arguments of the loss", "pass such as targets=(target,)"
         verify_kind(targets, (list, tuple), rule, "targets", remedy)
+        module = model
+        if loss is not None:
+            verify_loss(loss)
+            named = OrderedDict([*model.named_children(), ("loss", Loss(loss, targets))])
+            module = nn.Sequential(named)
         checked_timeout(timeout)
         progress = checked_flag(progress, "progress")
         # Trials are freed by Python's collector, so they must not hold the model, nor its input.
@@ -59,7 +63,7 @@ class Problem:
         #: parameter that it changes.
         self.memory, self.state = limits_of(memory, places), state_of(optimizer)
         have = max(1, row_count(input))
-        module, looks = with_loss(model, loss, targets), looks_of(input, have, rows)
+        looks = looks_of(input, have, rows)
         after = [loss] if isinstance(loss, nn.Module) else []
         #: The pairs of layers that share a weight, so they must be on one worker. Where all workers
         #: are on one device, as on the CPU, shared weights are together anyway.

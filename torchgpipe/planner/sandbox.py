@@ -11,6 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
+from math import isclose
 from statistics import median, median_low
 from time import monotonic
 from types import SimpleNamespace
@@ -42,12 +43,23 @@ NOISE = 4
 LEAST = 3
 
 
-def rounds(timeout: float | None) -> Iterator[None]:
-    """Yield for some seconds, and :data:`LEAST` times at least; not at all without a time."""
-    start, count = monotonic(), 0
-    while timeout is not None and (count < LEAST or monotonic() - start < timeout):
-        yield
-        count += 1
+def rounds(
+    timeout: float | None, take: Callable[[], Any], times_in: Callable[[Any], Iterable[float]]
+) -> list[Any]:
+    """Take times for some seconds, and :data:`LEAST` times at least; not at all without seconds.
+
+    If all times are equal in so many rounds, as on a simulated clock, more would tell nothing.
+    """
+    start, samples = monotonic(), list[Any]()
+    while timeout is not None and (len(samples) < LEAST or monotonic() - start < timeout):
+        samples.append(take())
+        if len(samples) == LEAST and all(
+            # A simulated clock rounds its sums, by far less than a real clock can tell.
+            isclose(min(x), max(x), rel_tol=1e-9, abs_tol=1e-12)
+            for x in zip(*map(times_in, samples))
+        ):
+            break
+    return samples
 
 
 def undisturbed(times: Sequence[float]) -> float:

@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.support.helpers import note_of
 from tests.support.skips import Pop
+from torchgpipe import plan
 from torchgpipe.balance.profile import (
     Profile,
     detach,
@@ -294,3 +295,11 @@ def test_detach():
     detach(batch)
     assert [(x.requires_grad, x.is_leaf) for x in batch] == [(True, True), (False, True)]
     assert values[0].grad_fn is not None
+
+
+def test_no_layers():
+    """A profile without layers is empty, and a plan of none is an error."""
+    x = torch.rand(2, 3)
+    assert profile_layers(nn.Sequential(), x, device="cpu").layers == []
+    with pytest.raises(ValueError, match="layers must take time"):
+        plan(nn.Sequential(), x, devices=["cpu"] * 2)

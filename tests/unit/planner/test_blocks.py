@@ -77,6 +77,27 @@ def test_alike_blocks_get_equal_shares(monkeypatch):
         assert found == {"": 0, **{str(k): k // 2 for k in range(8)}}
 
 
+def test_two_names_of_a_block_that_is_called_once(monkeypatch):
+    """Each round begins with the first name, which has all of the time."""
+    monkeypatch.setattr("torchgpipe.planner.blocks.Stopwatch", Watch)
+    monkeypatch.setattr(Watch, "random", Random(0))
+
+    class Aliased(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(2, 2) for _ in range(4)])
+            self.extra = nn.ModuleList([self.layers[0]])
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    found = map_by_time([0, 1], Aliased(), torch.rand(1, 2), timeout=0)
+    assert [found[f"layers.{k}"] for k in range(4)] == [0, 0, 1, 1]
+    assert found["extra.0"] == 0
+
+
 def test_by_size():
     model = Model(Block(width=400), Block(), Block(), Block(width=400))
     found = map_by_size(["a", "b"], model, torch.rand(3, 4))

@@ -1,5 +1,7 @@
 """Rounds: how many there are, and what is made of their times."""
 
+from itertools import chain, repeat
+
 import pytest
 
 from torchgpipe.planner import sandbox as rounds
@@ -14,9 +16,21 @@ def test_rounds(seconds, timeout, expected, monkeypatch):
     """Three rounds come at least, and one that has begun is finished."""
     now = [10.0]
     monkeypatch.setattr(rounds, "monotonic", lambda: sum(now))
-    for _ in rounds.rounds(timeout):
+
+    def take():
         now.append(seconds[len(now) - 1])
-    assert len(now) - 1 == expected
+        return [float(len(now))]
+
+    assert len(rounds.rounds(timeout, take, iter)) == len(now) - 1 == expected
+
+
+@pytest.mark.parametrize(("noise", "expected"), [(0.0, 3), (1e-13, 3), (1e-6, 7)])
+def test_equal_times_end_early(noise, expected, monkeypatch):
+    """On a simulated clock all rounds take the same, and more of them would tell nothing."""
+    now = iter(range(99))
+    monkeypatch.setattr(rounds, "monotonic", lambda: next(now))
+    drawn = chain([1.0, 1.0 + noise], repeat(1.0))
+    assert len(rounds.rounds(4.5, lambda: {"a": 0.0, "b": next(drawn)}, dict.values)) == expected
 
 
 @pytest.mark.parametrize(
