@@ -27,8 +27,8 @@ EARLY_AT_FIRST, EARLY = 2, 1
 class Stage:
     """Layers that follow each other: the memory for a micro-batch, in bytes, and the times.
 
-    The layers are all of a model, each with its figures for so many rows, and ``own`` are the
-    numbers of those in this stage. A schedule adds up gradients in place if ``is_summed``, and
+    The layers are all of a model, each with its figures for so many rows, and ``numbers`` are the
+    indices of those in this stage. A schedule adds up gradients in place if ``is_summed``, and
     autograd does otherwise.
     """
 
@@ -37,12 +37,12 @@ class Stage:
         layers: Sequence[Layer],
         figures: Sequence[Figures],
         rows: int,
-        own: range,
+        numbers: range,
         *,
         is_summed: bool,
     ) -> None:
-        self._here = here = [figures[k] for k in own]
-        weights = [layers[k].weights for k in own]
+        self._here = here = [figures[k] for k in numbers]
+        weights = [layers[k].weights for k in numbers]
         #: The bytes of weights, and of trained ones.
         self.weights = sum(x.all for x in weights)
         self.trainable = sum(x.trainable for x in weights)
@@ -53,17 +53,17 @@ class Stage:
             for k, x in enumerate(layers)
             for n, line in x.stashed.items()
         ]
-        arriving = [(a, b, x) for a, b, x in skips if a < own.start and b in own]
+        arriving = [(a, b, x) for a, b, x in skips if a < numbers.start and b in numbers]
         #: By the layers that they come from, the sizes and gradients of what arrives.
         self.arrivals = [(a, x, x) for a, _, x in arriving]
-        if own.start:
-            before = figures[own.start - 1]
-            self.arrivals.append((own.start - 1, before.output, before.gradient))
+        if numbers.start:
+            before = figures[numbers.start - 1]
+            self.arrivals.append((numbers.start - 1, before.output, before.gradient))
         #: Whether an arrival needs a gradient. Otherwise W does all of backward.
         self.gives_back = any(gradient for *_, gradient in self.arrivals)
-        leaving = sum(x for a, b, x in skips if a in own and b >= own.stop)
-        inside = sum(x for a, b, x in skips if a in own and b in own)
-        last, is_last = here[-1], own.stop == len(layers)
+        leaving = sum(x for a, b, x in skips if a in numbers and b >= numbers.stop)
+        inside = sum(x for a, b, x in skips if a in numbers and b in numbers)
+        last, is_last = here[-1], numbers.stop == len(layers)
         self.output = last.output
         #: The bytes of the gradients that come back for what is sent.
         self.gets = leaving + last.gradient

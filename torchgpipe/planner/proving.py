@@ -93,9 +93,9 @@ def _proven(trials: list[Trial], limits: Sequence[float], most: int, prove: Prov
             trial.proof, trial.excess = proof, _excess(trial, proof, limits)
             proven.append(trial)
             best = best if trial.excess else min(best, proof.time)
-            taken = _shares(trial, proof)
-            room = [x / share for x, share in zip(limits, taken)]
-            shares.append(taken[trial.memory.index(max(trial.memory))])
+            device_shares = _shares(trial, proof)
+            room = [x / share for x, share in zip(limits, device_shares)]
+            shares.append(device_shares[trial.memory.index(max(trial.memory))])
         following = again(trial, room)
         if not following.over(room) and following.settings not in {x.settings for x in proven}:
             left[trial.setting] = following
@@ -114,8 +114,8 @@ def _shares(trial: Trial, proof: Proof) -> list[float]:
     """The memory that a step has taken on each device, as a share of what was predicted."""
     pairs = zip(trial.problem.places, trial.memory)
     # A step that has run out of memory has no peaks, and has taken more than was predicted.
-    taken = [(proof.memory.get(x, size / FILLED), max(1.0, size)) for x, size in pairs]
-    return [max(1 / MOST, real / size) for real, size in taken]
+    peaks = [(proof.memory.get(x, size / FILLED), max(1.0, size)) for x, size in pairs]
+    return [max(1 / MOST, real / size) for real, size in peaks]
 
 
 def proof_of(
