@@ -61,9 +61,9 @@ def measure(
     ran: dict[Any, Proof] = {}
 
     def prove(trial: Trial) -> Proof:
-        if trial.settings not in ran:
-            ran[trial.settings] = run_dry(trial, model, layers, data, devices)
-        return ran[trial.settings]
+        if trial.identity not in ran:
+            ran[trial.identity] = run_dry(trial, model, layers, data, devices)
+        return ran[trial.identity]
 
     for row in rows:
         limits = limits_of(row["limit"] or inf, devices)

@@ -198,6 +198,7 @@ def elsewhere(
 def tables(module: nn.Module) -> list[dict[str, Tensor | None]]:
     """The dicts in which each submodule holds its parameters and its buffers."""
     dicts: list[dict[str, Tensor | None]] = []
+    # mypy wants dicts of one type, and not one of parameters and one of tensors.
     for submodule in modules_of(module):
         dicts += [submodule._parameters, submodule._buffers]  # type: ignore[list-item]
     return dicts

@@ -66,15 +66,15 @@ def through(first: tuple[int, float], second: tuple[int, float] = (0, 0.0)) -> L
 
 
 class Weights(NamedTuple):
-    """The bytes of the weights of a layer."""
+    """The bytes of a layer's parameters and buffers (``all``), and of some of its parameters."""
 
     all: int = 0
-    #: Of the parameters, and of those that get a gradient.
+    #: All parameters, and those that get a gradient.
     parameters: int = 0
     trainable: int = 0
-    #: Of those whose gradients wait for the end of a backward, to be added.
+    #: The trainable parameters whose gradients wait for the end of a backward, to be added.
     small: int = 0
-    #: Of the largest one.
+    #: The largest trainable parameter.
     largest: int = 0
 
 

@@ -21,7 +21,7 @@ from torchgpipe.mapped.inputs import on_device
 from torchgpipe.planner.given import FILLED
 from torchgpipe.planner.problem import Problem
 from torchgpipe.planner.sandbox import same_numbers
-from torchgpipe.planner.search import again, search
+from torchgpipe.planner.search import search, search_again
 from torchgpipe.planner.trial import Proof, Trial, by_device
 from torchgpipe.values.division import FlatInput
 from torchgpipe.values.structure import leaves_of
@@ -59,8 +59,8 @@ def ranked(problem: Problem, chunks: Sequence[int], most: int, prove: Prove) -> 
     margin = [FILLED * x for x in problem.memory]
     if all(x.excess for x in proven):
         trials = search(problem, chunks, margin)
-    known = {x.settings for x in proven}
-    rest = [x for x in trials if x.settings not in known]
+    known = {x.identity for x in proven}
+    rest = [x for x in trials if x.identity not in known]
     for trial in rest:
         trial.excess = trial.over(margin)
     times = {x: x.proof.time if x.proof else x.time for x in (*proven, *rest)}
@@ -96,8 +96,8 @@ def _proven(trials: list[Trial], limits: Sequence[float], most: int, prove: Prov
             device_shares = _shares(trial, proof)
             room = [x / share for x, share in zip(limits, device_shares)]
             shares.append(device_shares[trial.memory.index(max(trial.memory))])
-        following = again(trial, room)
-        if not following.over(room) and following.settings not in {x.settings for x in proven}:
+        following = search_again(trial, room)
+        if not following.over(room) and following.identity not in {x.identity for x in proven}:
             left[trial.setting] = following
     return proven
 

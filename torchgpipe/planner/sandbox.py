@@ -113,8 +113,8 @@ def pooled(kinds: Sequence[Hashable], samples: Sequence[Sequence[float]]) -> lis
 class Figures(NamedTuple):
     """The milliseconds and the bytes that a layer takes for a micro-batch."""
 
-    #: The times of forward, and of both halves of backward at once. One after the other the halves
-    #: may take longer, since a node of autograd may compute both gradients each time.
+    #: The times of F and B, and of the halves of B, I and W. One after the other these may take
+    #: longer than B, since a node of autograd may compute both gradients each time.
     forward: float = 0
     backward: float = 0
     input: float = 0
@@ -125,14 +125,14 @@ class Figures(NamedTuple):
     #: The bytes of its output, and of the gradient of the output; skips aside.
     output: float = 0
     gradient: float = 0
-    #: What it has made that is there after forward, the output included.
+    #: The bytes that F has made and that are there after it, the output included.
     left: float = 0
-    #: What backward needs of that, and of the input; and what is there between its halves.
+    #: The bytes of these, and of the input, that backward needs; and ``pending``, the bytes made by
+    #: F and I that are there between I and W.
     kept: float = 0
     kept_input: float = 0
     pending: float = 0
-    #: The most bytes that are made at a time in forward, and in each half of backward, with the
-    #: gradients that the layer gets.
+    #: The most bytes made at a time, in F, in I (with the gradients of the output) and in W.
     most_forward: float = 0
     most_input: float = 0
     most_weight: float = 0

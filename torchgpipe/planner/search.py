@@ -52,7 +52,7 @@ def search(problem: Problem, chunks: Iterable[int], limits: Sequence[float]) -> 
     return trials
 
 
-def again(trial: Trial, limits: Sequence[float]) -> Trial:
+def search_again(trial: Trial, limits: Sequence[float]) -> Trial:
     """Search the setting of a trial under other limits, from the trial's balance and its first."""
     setting = trial.setting
     if min(limits) == inf:

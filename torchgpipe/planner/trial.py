@@ -76,13 +76,13 @@ class Setting:
         self.placement, self.chunks = schedule.placement, schedule.chunks
         #: Whether backward is in halves.
         self.splits = any(op.kind == "W" for op in operations_of(schedule.program))
-        #: The stages of each worker.
         workers = range(len(schedule.program))
+        #: The stages of each worker.
         self.of_worker = [[j for j, x in enumerate(self.placement) if x == w] for w in workers]
         #: How many instructions were timed, or counted, so far.
         self.effort = 0
         self.cells = cache(lambda mode: recomputes(schedule.program, mode, schedule.chunks))
-        #: Some layers as a partition.
+        #: Makes a partition of the layers from one number up to another.
         self.stage = partial(problem.stage, problem.rows(self.chunks))
         self.durations = cache(lambda *x: self.stage(*x).durations(splits=self.splits))
         # Bounded, since a model with skips has other pairs of stages for nearly each balance.
@@ -209,7 +209,7 @@ class Trial:
         self.setting, self.problem, self.balance = setting, setting.problem, balance
         self.modes = ("never",) * len(balance) if modes is None else modes
         #: What tells this trial from others of the same model.
-        self.settings = setting.name, setting.chunks, balance, self.modes
+        self.identity = setting.name, setting.chunks, balance, self.modes
         #: What a step has taken, if the trial was trained for one.
         self.proof: Proof | None = None
         #: By how many bytes the fullest device has too little, once this trial is ranked.
